@@ -1,0 +1,283 @@
+"""Every knob that more than one script shares, by section. The defaults are the paper's 7B reasoning recipe.
+
+Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
+root config (see the top of `train_rl.py`). This file imports nothing, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives, and how often it validates and saves."""
+
+    name: str = "run"
+    """The run writes to DIR/NAME: config.yaml, metrics.jsonl, tb/, trajectories/, checkpoints/."""
+    dir: str = "runs"
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of data order, sampling and branch decisions."""
+    num_steps: int = 0
+    """Training steps; 0 = as many as num_epochs over the data gives."""
+    num_epochs: int = 2
+    """Passes over the training data; used when num_steps is 0."""
+    validate_every: int = 5
+    """Steps between validations; 0 = never."""
+    validate_first: bool = True
+    """Validate before the first step too, so that the curve has its origin."""
+    save_every: int = 5
+    """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay on disk (at least 2, so that a broken one has a fallback)."""
+    save_hf: bool = True
+    """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
+    dump_every: int = 1
+    """Steps between full trajectory dumps; 0 = never."""
+    resume: bool = True
+    """Continue from the newest intact checkpoint of DIR/NAME if there is one; False = refuse to touch an existing run."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy."""
+
+    path: str = "Qwen/Qwen2.5-7B-Instruct"
+    """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of forward and backward. Master weights and gradient reduction are always float32."""
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
+    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa."""
+    activation_checkpointing: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    head_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
+    enable_thinking: bool = False
+    """Passed to the chat template (Qwen3's thinking switch); templates without the switch ignore it."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts for RL and validation."""
+
+    train: str = ""
+    """Training prompts: parquet or jsonl."""
+    valid: str = ""
+    """Validation prompts; empty = no validation."""
+    num_valid_prompts: int = 0
+    """Use only the first N validation prompts; 0 = all."""
+    num_prompts_per_step: int = 128
+    """Prompts per rollout, over all ranks."""
+    max_prompt_tokens: int = 1536
+    """Longer prompts are handled as `overlong` says."""
+    overlong: Literal["drop", "error"] = "drop"
+    """drop = leave overlong prompts out, and say how many; error = stop."""
+    shuffle: bool = True
+    """Draw a new order each epoch (from the seed)."""
+    system_prompt: str = ""
+    """Replaces the system prompt of every row; empty = keep the file's (or the protocol's own where it has none)."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """vLLM, one engine per rank, in the rank's own process."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of sampling."""
+    gpu_memory_utilization: float = 0.6
+    """Share of GPU memory that vLLM may use while it is awake (GPU only)."""
+    kv_cache_gib: float = 0.25
+    """KV cache of each rank in GiB (CPU only; on GPU it follows from gpu_memory_utilization)."""
+    max_num_seqs: int = 256
+    """Sequences decoded at the same time, per rank."""
+    max_num_batched_tokens: int = 8192
+    """Tokens per engine step, prefill included."""
+    enforce_eager: bool = True
+    """False = capture CUDA graphs / compile: faster decoding, slower start."""
+    quiet: bool = True
+    """Silence vLLM's own log below errors."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """One rollout: how many trajectories, how long, how many tool calls."""
+
+    group_size: int = 16
+    """Trajectories per prompt (upstream: n)."""
+    max_response_tokens: int = 4096
+    """Budget of one trajectory: sampled tokens and tool results together."""
+    max_tool_calls: int = 3
+    """Calls after which a trajectory is told that it must answer (upstream: call_limit)."""
+    max_result_tokens: int = 1024
+    """Longer tool results are cut, with a visible mark."""
+    answer_reserve_tokens: int = 256
+    """Budget that tool results may not eat, so that an answer still fits."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 = greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
+
+
+@dataclass(frozen=True)
+class BranchingConfig:
+    """When a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
+
+    selector: Literal["arpo", "aepo", "random", "none"] = "arpo"
+    """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches;
+    random = always `base`; none = never (plain GRPO)."""
+    num_initial_rollouts: int = 8
+    """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
+    rule: Literal["bernoulli", "threshold"] = "bernoulli"
+    """bernoulli = branch with probability P (released code); threshold = branch when P > `threshold` (paper)."""
+    base: float = 0.5
+    """alpha: P(branch) when entropy did not change."""
+    weight: float = 0.2
+    """beta (gamma in AEPO): change of P per unit of normalised entropy change."""
+    threshold: float = 0.5
+    """tau of the threshold rule."""
+    max_branches_per_turn: int = 1
+    """Children per decision (upstream: beam_size - 1)."""
+    entropy_tokens: int = 20
+    """k: tokens after a tool result over which the entropy is averaged."""
+    entropy_mode: Literal["exact", "topk", "upstream"] = "exact"
+    """exact = full vocabulary; topk = renormalised top 10; upstream = the released code's sum over the top 10."""
+    timing: Literal["post_result", "upstream"] = "post_result"
+    """post_result = judge the tokens after the result; upstream = those before the call (one round late)."""
+    dynamic_budget: bool = False
+    """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
+    budget_weight: float = 0.5
+    """beta of the budget split's sigmoid."""
+    consecutive_penalty: float = 0.05
+    """AEPO: P shrinks by this share per branching decision in a row on the chain."""
+    compat: Literal["paper", "upstream"] = "paper"
+    """upstream = the released code's penalty formula and its per-prompt counter of consecutive branches (aepo only)."""
+
+
+@dataclass(frozen=True)
+class PythonConfig:
+    """The <python> tool: one jailed host process per rank, one fresh fork of it per call."""
+
+    wall_s: float = 20.0
+    """Wall-clock limit of one call in seconds."""
+    cpu_s: float = 10.0
+    """CPU limit of one call in seconds, summed over its processes."""
+    memory_mib: int = 1024
+    """Memory limit of one call."""
+    max_processes: int = 32
+    """Processes and threads of one call."""
+    max_output_chars: int = 8192
+    """Characters of output that are kept; the rest is cut with a mark."""
+    max_concurrent: int = 8
+    """Calls that run at the same time, per rank; the others wait (waiting does not count against wall_s)."""
+    allow_unsafe: bool = False
+    """Run even where no isolation is available. Model-written code then runs as you, with your files."""
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The <search> tool."""
+
+    backend: Literal["local", "replay"] = "replay"
+    """local = BM25 over `corpus`; replay = only what `cache` holds (a miss is an error that the model reads)."""
+    corpus: str = ""
+    """local: jsonl, one {"title", "text"} (or {"contents"}) object per line; the index is built once, beside it."""
+    top_k: int = 3
+    """local: passages per query."""
+    max_passage_chars: int = 1000
+    """Characters of one passage in the result."""
+    cache: str = ""
+    """SQLite cache file of query -> result (created if missing); a .json file in the released format is imported."""
+    mode: Literal["live", "record", "replay", "replay_strict"] = "record"
+    """live = ignore the cache; record = read it, and add what is new; replay = read only, a miss is an error that the
+    model reads; replay_strict = a miss stops the run."""
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    """Which tools the policy has."""
+
+    names: tuple[str, ...] = ("python", "search")
+    """Tools by tag."""
+    python: PythonConfig = field(default_factory=PythonConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """From a finished trajectory to a number."""
+
+    compat: Literal["paper", "upstream"] = "paper"
+    """paper = ALGORITHM as published, format judged on model-written text; upstream = the released score, exactly."""
+    file: str = ""
+    """A Python file with your own reward; empty = the built-in one."""
+    function: str = "compute_score"
+    """Its function: (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`,
+    or (list of {output, answer, data_source}) -> list of float."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """From rewards to advantages."""
+
+    normalize_std: bool = True
+    """Divide by the group's standard deviation; False = Dr.GRPO."""
+    dead_groups: Literal["keep", "drop"] = "keep"
+    """Groups whose rewards are all equal: keep them in the batch (they count as tokens), or drop them."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy loss."""
+
+    clip_low: float = 0.2
+    """Ratio clip below 1."""
+    clip_high: float = 0.2
+    """Ratio clip above 1."""
+    dual_clip: float = 3.0
+    """Bound of the loss for negative advantages (c in dual-clip PPO)."""
+    entropy_balanced_clipping: bool = False
+    """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
+    entropy_balanced_advantage: bool = False
+    """AEPO: scale advantages by 1 + weight * z(entropy)."""
+    entropy_advantage_weight: float = 0.2
+    """AEPO: the weight above."""
+    aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"] = "token_mean"
+    """How token losses become one number; means are over the global mini-batch."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How a rollout becomes optimizer steps."""
+
+    num_prompts_per_minibatch: int = 16
+    """Prompts per optimizer step, over all ranks; num_prompts_per_step / this = optimizer steps per rollout."""
+    num_epochs: int = 1
+    """Passes over each rollout."""
+    max_tokens_per_microbatch: int = 16384
+    """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW betas."""
+    weight_decay: float = 0.01
+    """On matrices only; norms and biases are not decayed."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine end at lr * min_lr_ratio."""
+    warmup_ratio: float = 0.0
+    """Share of all optimizer steps with linearly rising learning rate."""
+    decay_ratio: float = 1.0
+    """linear: share of all optimizer steps, at the end, over which the rate falls."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a share of lr."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping by global norm."""

@@ -1,0 +1,1 @@
+"""Tools that the policy calls from inside a rollout."""

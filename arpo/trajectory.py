@@ -1,0 +1,190 @@
+"""The nouns: Prompt, Turn, ToolCall, Trajectory, Group, Metrics. No torch, no I/O; this file is the glossary.
+
+One trajectory is one response. Its token lists are parallel, and cover the response only:
+
+    token_ids         <think> ... </search>    <result> ... </result>   <think> ... </answer><eos>
+    loss_mask         1 1 1 1 1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1 1 1
+    rollout_logprobs  -.1 -.3 ...              0 0 0 0 ...              -.2 ...
+    turns             |------ Turn 0 -------------------------------|   |------ Turn 1 ------|
+                      start            end               result_end     start             end = result_end
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Only EOS means that the policy itself decided to stop."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    TOOL_LIMIT = "tool_limit"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. `token_ids` is the rendered chat prompt up to the point where the response begins."""
+
+    prompt_id: str
+    messages: list[dict[str, str]]
+    answers: list[str]
+    """Accepted answers (aliases); the reward takes the best match."""
+    data_source: str = ""
+    tools: tuple[str, ...] = ("python", "search")
+    meta: dict = field(default_factory=dict)
+    """`ability` ("math" | "qa") and whatever the data file says besides."""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the policy wrote, and what it read back."""
+
+    tag: str
+    argument: str
+    result: str
+    """The text between <result> and </result>, as the model read it (escaped, truncated)."""
+    ok: bool
+    error_kind: str | None = None
+    """None if ok, else a short stable name: "timeout", "error", "empty_call", "unopened_tag", "limit", ..."""
+    executed: bool = True
+    """False where no tool ran: malformed calls, calls over the limit."""
+    cached: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class BranchDecision:
+    """The record of one branch decision; everything needed to recompute it."""
+
+    entropy: float
+    """H: mean entropy of the first k tokens after the tool result, in nats / ln V (0..1)."""
+    root_entropy: float
+    """H_root: the same over the first k tokens of the trajectory's first turn."""
+    probability: float
+    draw: float | None
+    """The uniform number compared with `probability`; None under the threshold rule."""
+    consecutive: int
+    """Branching decisions in a row on this chain before this one (AEPO's l)."""
+    budget_left: int
+    """Trajectories the group could still start when the decision was taken."""
+    num_children: int
+    outcome: str
+    """"branched" | "declined" | "no_budget" """
+
+
+@dataclass
+class Turn:
+    """One stretch of sampled tokens, and the tool result that followed it. Indices are response positions."""
+
+    start: int
+    end: int = 0
+    result_end: int = 0
+    """One past the last token of the appended tool result; equals `end` when no tool was called."""
+    entropy: float | None = None
+    """Mean over the first k sampled tokens of the next-token entropy, in nats / ln V; None until known."""
+    tool_call: ToolCall | None = None
+    inherited: bool = False
+    """True where a branch took the turn over from its parent: its tool call was not executed again."""
+    decision: BranchDecision | None = None
+
+
+@dataclass
+class Trajectory:
+    """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`."""
+
+    prompt_id: str
+    trajectory_id: str
+    """The path in the tree: "2" is the third root, "2.0" its first child. Unique within the group."""
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    """1 = sampled by the policy (trained), 0 = tool output."""
+    rollout_logprobs: list[float] = field(default_factory=list)
+    """Logprob of each sampled token under the rollout policy; 0.0 where the mask is 0."""
+    turns: list[Turn] = field(default_factory=list)
+    parent_id: str | None = None
+    fork_at: int = 0
+    """Response index where the trajectory leaves its parent; 0 for roots."""
+    stop_reason: StopReason | None = None
+    text: str = ""
+    """The decoded response, tool results included."""
+    segments: list[tuple[str, bool]] = field(default_factory=list)
+    """`text` cut into (text, written by the model) runs; the format reward reads only the model's."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_reason: str = ""
+    advantage: float | None = None
+
+    def check(self) -> None:
+        """Assert the invariants that everything downstream relies on."""
+        n = len(self.token_ids)
+        assert n == len(self.loss_mask) == len(self.rollout_logprobs), self.trajectory_id
+        assert all(lp == 0.0 for lp, m in zip(self.rollout_logprobs, self.loss_mask, strict=True) if not m)
+        assert not self.turns or self.turns[-1].result_end == n, (self.trajectory_id, self.turns[-1], n)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Loss tokens, the inherited ones included."""
+        return sum(self.loss_mask)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [t.tool_call for t in self.turns if t.tool_call is not None]
+
+    @property
+    def own_tool_calls(self) -> list[ToolCall]:
+        """Calls made for this trajectory itself; a branch's inherited calls belong to its parent."""
+        return [t.tool_call for t in self.turns if t.tool_call is not None and not t.inherited]
+
+    def to_dict(self) -> dict:
+        """For the trajectory dump (jsonl); plain types only."""
+        return asdict(self)
+
+
+@dataclass
+class Group:
+    """All trajectories of one prompt: exactly `group_size` of them, never a duplicate."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+
+class Metrics:
+    """Named numbers with a declared reduction, so that a value means the same on 1 rank and on 64.
+
+    >>> m = Metrics(); m.mean("reward/mean", 1.0); m.mean("reward/mean", 0.0); m.sum("tools/calls", 3); m.values()
+    {'reward/mean': 0.5, 'tools/calls': 3.0}
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[str, float, float]] = {}  # name -> (op, value, weight)
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Weighted mean; weight 0 adds nothing."""
+        self._add(name, "mean", value * weight, weight)
+
+    def sum(self, name: str, value: float) -> None:
+        self._add(name, "sum", value, 1.0)
+
+    def max(self, name: str, value: float) -> None:
+        self._add(name, "max", value, 1.0)
+
+    def _add(self, name: str, op: str, value: float, weight: float) -> None:
+        old_op, old, old_weight = self._entries.get(name, (op, float("-inf") if op == "max" else 0.0, 0.0))
+        assert op == old_op, f"metric {name} is declared as {old_op} and as {op}"
+        total = max(old, float(value)) if op == "max" else old + float(value)
+        self._entries[name] = (op, total, old_weight + weight)
+
+    def merge(self, other: Metrics) -> None:
+        for name, (op, value, weight) in other._entries.items():
+            self._add(name, op, value, weight)
+
+    def values(self) -> dict[str, float]:
+        return {
+            name: (value / weight if op == "mean" else value)
+            for name, (op, value, weight) in self._entries.items()
+            if weight > 0
+        }
