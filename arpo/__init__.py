@@ -1,1 +1,1 @@
-"""ARPO-torch: agentic reinforcement learning for LLMs in pure PyTorch (ARPO, arXiv 2507.19849; AEPO, arXiv 2510.14545)."""
+"""ARPO-torch: agentic RL for LLMs in pure PyTorch (ARPO, arXiv 2507.19849; AEPO, arXiv 2510.14545)."""

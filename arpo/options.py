@@ -37,7 +37,7 @@ class RunConfig:
     dump_every: int = 1
     """Steps between full trajectory dumps; 0 = never."""
     resume: bool = True
-    """Continue from the newest intact checkpoint of DIR/NAME if there is one; False = refuse to touch an existing run."""
+    """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class DataConfig:
     """drop = leave overlong prompts out, and say how many; error = stop."""
     shuffle: bool = True
     """Draw a new order each epoch (from the seed)."""
-    system_prompt: str = ""
-    """Replaces the system prompt of every row; empty = keep the file's (or the protocol's own where it has none)."""
+    system_prompt: str = "keep"
+    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class BranchingConfig:
     consecutive_penalty: float = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
     compat: Literal["paper", "upstream"] = "paper"
-    """upstream = the released code's penalty formula and its per-prompt counter of consecutive branches (aepo only)."""
+    """upstream = the released code's gate with penalty (selector aepo only); the counter stays the chain's, since the
+    released per-prompt counter has a meaning only in a lock-step schedule."""
 
 
 @dataclass(frozen=True)

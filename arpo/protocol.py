@@ -1,0 +1,206 @@
+"""The text protocol: <think>, <search>, <python>, <result>, <answer>; the same in SFT, RL and evaluation.
+
+A turn ends when the model closes a tool tag or emits EOS. The result is appended as ` <result>\\n{text}\\n</result>` (one
+leading space). Result text is data: our own tags in it are escaped, special tokens in it are plain characters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from arpo.config import UserError
+
+SYSTEM_PROMPT = """You are a helpful assistant that solves the given question step by step, with the help of a search \
+tool and a Python interpreter.
+Think inside <think> </think>. To search, write <search> query </search>; to run code, write <python> code </python> and \
+print what you need. After each call the result appears between <result> and </result>; you can then think again and \
+call again. When you are sure, give the final answer inside <answer> </answer>, with the exact answer in \\boxed{}.
+Example: <think> what is needed </think><search> query </search> <result> found passages </result><think> what follows \
+</think><python> print(6 * 7) </python> <result> 42 </result><think> done </think><answer> The final answer is \
+\\[ \\boxed{42} \\] </answer>"""
+
+TAGS = ("think", "search", "python", "result", "answer")
+_TAG = re.compile(rf"<(/?(?:{'|'.join(TAGS)}))>")
+_RESULT_SPAN = re.compile(r" ?<result>.*?</result>", re.DOTALL)
+
+TRUNCATION_MARK = "\n[... result truncated]"
+UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
+EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
+LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
+
+
+@dataclass(frozen=True)
+class Call:
+    """A parsed tool call; `error_kind` is set, and `error` says to the model what is wrong, where it is malformed."""
+
+    argument: str
+    error_kind: str | None = None
+    error: str = ""
+
+
+def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
+    """("python", "search") -> ("</python>", "</search>")"""
+    return tuple(f"</{tag}>" for tag in tools)
+
+
+def parse_call(turn_text: str, tag: str) -> Call:
+    """The call that ends a turn: what stands between the last <tag> of this turn and its closing tag.
+
+    Only the turn's own text is searched, never the prompt or an earlier result (UPSTREAM B14).
+
+    >>> parse_call("<think>look</think><search> Paris </search>", "search").argument
+    'Paris'
+    """
+    head = turn_text[: turn_text.rfind(f"</{tag}>")]
+    opened = head.rfind(f"<{tag}>")
+    if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
+        return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag))
+    argument = head[opened + len(tag) + 2 :].strip()
+    if not argument:
+        return Call("", "empty_call", EMPTY_CALL.format(tag=tag))
+    return Call(argument)
+
+
+def escape_result(text: str) -> str:
+    """Our own tags inside a result become text, so that a web page cannot answer or call for the model.
+
+    >>> escape_result("see <answer>4</answer>")
+    'see &lt;answer&gt;4&lt;/answer&gt;'
+    """
+    return _TAG.sub(r"&lt;\1&gt;", text)
+
+
+def render_result(text: str) -> str:
+    """What is appended to the response after a call."""
+    return f" <result>\n{text}\n</result>"
+
+
+def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:
+    """`keep` = as they are, `none` = without, `default` = SYSTEM_PROMPT, anything else = that text."""
+    if system_prompt == "keep":
+        return messages
+    rest = [m for m in messages if m["role"] != "system"]
+    text = {"none": "", "default": SYSTEM_PROMPT}.get(system_prompt, system_prompt)
+    return [{"role": "system", "content": text}, *rest] if text else rest
+
+
+class Codec:
+    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text passes here."""
+
+    def __init__(self, tokenizer, *, enable_thinking: bool = False):
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"{tokenizer.name_or_path}: the tokenizer has no chat template; add chat_template.jinja to it"
+            )
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self.vocab_size = len(tokenizer)
+        self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
+
+    def encode(self, text: str) -> list[int]:
+        """Without BOS, and with special tokens in the text as plain characters: for text that is data."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _template(self, messages: list[dict[str, str]], *, generation: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation, enable_thinking=self.enable_thinking
+        )
+
+    def render_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Chat messages -> token ids up to where the response begins."""
+        return self.tokenizer.encode(self._template(messages, generation=True), add_special_tokens=False)
+
+    def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
+        """Escape, render and tokenise a result within `max_tokens`; (text as the model reads it, token ids).
+
+        None when not even the truncation mark fits.
+        """
+        if max_tokens < self._min_result_tokens:
+            return None
+        text = escape_result(text)
+        token_ids = self.encode(render_result(text))
+        if len(token_ids) <= max_tokens:
+            return text, token_ids
+        body = self.encode(text)
+        keep = max_tokens - self._min_result_tokens
+        while True:  # cutting tokens and encoding again may give a few tokens more: then cut a little deeper
+            cut = self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK
+            token_ids = self.encode(render_result(cut))
+            if len(token_ids) <= max_tokens:
+                return cut, token_ids
+            keep -= len(token_ids) - max_tokens
+
+    def segments(self, token_ids: list[int], loss_mask: list[int]) -> list[tuple[str, bool]]:
+        """The response as (text, written by the model) runs."""
+        runs: list[tuple[list[int], bool]] = []
+        for token, mask in zip(token_ids, loss_mask, strict=True):
+            if not runs or runs[-1][1] != bool(mask):
+                runs.append(([], bool(mask)))
+            runs[-1][0].append(token)
+        return [(self.decode(ids), by_model) for ids, by_model in runs]
+
+    def render_conversation(
+        self, messages: list[dict[str, str]], *, mask_results: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """A whole SFT conversation -> (token ids, loss mask); the mask is 1 on what the policy must produce.
+
+        That is: assistant text and its EOS, without the <result> spans (unless `mask_results` is False, as upstream).
+        Results are tokenised apart from the text around them, exactly as the rollout does. Raises ValueError where the
+        template rewrites earlier turns, so that a mask cannot be exact.
+        """
+        messages = merge_tool_messages(messages)
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+
+        def add(ids: list[int], trained: bool) -> None:
+            token_ids.extend(ids)
+            loss_mask.extend([int(trained)] * len(ids))
+
+        done = ""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._template(messages[:i], generation=True)
+            full = self._template(messages[: i + 1], generation=False)
+            if not prompt.startswith(done) or not full.startswith(prompt):
+                raise ValueError("the chat template rewrites earlier turns; keep one assistant turn per conversation")
+            add(self.tokenizer.encode(prompt[len(done) :], add_special_tokens=False), False)
+            self._add_assistant(full[len(prompt) :], add, mask_results)
+            done = full
+        return token_ids, loss_mask
+
+    def _add_assistant(self, text: str, add, mask_results: bool) -> None:
+        eos = self.tokenizer.eos_token
+        body, found_eos, tail = text.rpartition(eos)
+        if not found_eos:
+            body, tail = text, ""
+        position = 0
+        for span in _RESULT_SPAN.finditer(body):
+            add(self.encode(body[position : span.start()]), True)
+            add(self.encode(span.group()), not mask_results)
+            position = span.end()
+        add(self.encode(body[position:]), True)
+        if found_eos:
+            add([self.tokenizer.eos_token_id], True)
+        add(self.tokenizer.encode(tail, add_special_tokens=False), False)  # the newline after EOS is the template's
+
+
+def merge_tool_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """assistant / tool / assistant ... -> one assistant turn with <result> spans, as the rollout writes it."""
+    merged: list[dict[str, str]] = []
+    for message in messages:
+        previous = merged[-1] if merged else None
+        if message["role"] == "tool":
+            if previous is None or previous["role"] != "assistant":
+                raise ValueError("a tool message must follow an assistant message")
+            previous["content"] += render_result(escape_result(message["content"]))
+            previous["after_tool"] = "yes"
+        elif message["role"] == "assistant" and previous is not None and previous.pop("after_tool", None):
+            previous["content"] += message["content"]
+        else:
+            merged.append({"role": message["role"], "content": message["content"]})
+    return [{"role": m["role"], "content": m["content"]} for m in merged]
