@@ -1,7 +1,7 @@
 """The text protocol: <think>, <search>, <python>, <result>, <answer>; the same in SFT, RL and evaluation.
 
-A turn ends when the model closes a tool tag or emits EOS. The result is appended as ` <result>\\n{text}\\n</result>` (one
-leading space). Result text is data: our own tags in it are escaped, special tokens in it are plain characters.
+A turn ends when the model closes a tool tag or emits EOS. The result is appended as ` <result>\\n{text}\\n</result>`
+(one leading space). Result text is data: our own tags in it are escaped, special tokens in it are plain characters.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from arpo.config import UserError
 
 SYSTEM_PROMPT = """You are a helpful assistant that solves the given question step by step, with the help of a search \
 tool and a Python interpreter.
-Think inside <think> </think>. To search, write <search> query </search>; to run code, write <python> code </python> and \
-print what you need. After each call the result appears between <result> and </result>; you can then think again and \
-call again. When you are sure, give the final answer inside <answer> </answer>, with the exact answer in \\boxed{}.
+Think inside <think> </think>. To search, write <search> query </search>; to run code, write <python> code </python> \
+and print what you need. After each call the result appears between <result> and </result>; then think again, and call \
+again if you need to. When you are sure, give the final answer inside <answer> </answer>, the exact answer in \\boxed{}.
 Example: <think> what is needed </think><search> query </search> <result> found passages </result><think> what follows \
 </think><python> print(6 * 7) </python> <result> 42 </result><think> done </think><answer> The final answer is \
 \\[ \\boxed{42} \\] </answer>"""
@@ -86,7 +86,7 @@ def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> li
 
 
 class Codec:
-    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text passes here."""
+    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text is."""
 
     def __init__(self, tokenizer, *, enable_thinking: bool = False):
         if not tokenizer.chat_template:

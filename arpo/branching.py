@@ -1,0 +1,176 @@
+"""Pure branching decisions: turn entropy, P(branch), AEPO's budget split, and who gets the group's budget.
+
+ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. Entropies are in nats / ln V, so 0..1 (mode `exact`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arpo.options import BranchingConfig
+
+Path = tuple[int, ...]
+"""Where a trajectory stands in its group's tree: (2,) is the third root, (2, 0) its first child."""
+
+UPSTREAM_TOP_K = 10
+UPSTREAM_MAX_TOKENS = 20
+
+
+def exact_turn_entropy(entropies: Sequence[float], num_tokens: int, vocab_size: int) -> float:
+    """Mean over the first k tokens of the full next-token entropy (nats), / ln V. [ln V, 0] -> 0.5"""
+    head = entropies[:num_tokens]
+    return sum(head) / len(head) / math.log(vocab_size) if head else 0.0
+
+
+def topk_turn_entropy(top_logprobs: Sequence[Sequence[float]], num_tokens: int, vocab_size: int) -> float:
+    """The same from the renormalised top-K logprobs; an underestimate where the tail is heavy (NOTES A6)."""
+
+    def entropy(logprobs: Sequence[float]) -> float:
+        total = math.log(sum(math.exp(lp) for lp in logprobs))
+        return -sum(math.exp(lp - total) * (lp - total) for lp in logprobs)
+
+    return exact_turn_entropy([entropy(row) for row in top_logprobs[:num_tokens]], num_tokens, vocab_size)
+
+
+def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
+    """The released code's measure: a SUM over at most 20 tokens of -p ln p over the top 10, / ln V. May exceed 1."""
+    rows = top_logprobs[:UPSTREAM_MAX_TOKENS]
+    return sum(-math.exp(lp) * lp for row in rows for lp in row[:UPSTREAM_TOP_K]) / math.log(vocab_size)
+
+
+def branch_probability(
+    delta_entropy: float, *, base: float = 0.5, weight: float = 0.2, consecutive: int = 0, penalty: float = 0.0
+) -> float:
+    """P = clip((base + weight * (H - H_root)) * (1 - penalty * l), 0, 1).
+
+    ARPO (penalty 0) and AEPO; l = branching decisions in a row on the chain. (0.5, base 0.5, weight 0.2) -> 0.6
+    """
+    damping = max(0.0, 1.0 - penalty * consecutive)
+    return min(max((base + weight * delta_entropy) * damping, 0.0), 1.0)
+
+
+def upstream_branch_probability(delta_entropy: float, *, weight: float, consecutive: int, penalty: float) -> float:
+    """AEPO as released: it branches iff clip((u + weight * dH) * f, 0, 1) >= 0.5, u uniform, f = 1 - penalty * l.
+
+    Hence P = clip(1 - 0.5 / f + weight * dH, 0, 1): (dH 0, l 5, penalty 0.05) -> 0.333.
+    """
+    damping = max(0.0, 1.0 - penalty * consecutive)
+    if damping == 0.0:
+        return 0.0
+    return min(max(1.0 - 0.5 / damping + weight * delta_entropy, 0.0), 1.0)
+
+
+def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, *, beta: float) -> int:
+    """AEPO's budget split: m = clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n) roots.
+
+    The more uncertain the question itself (and not the tool results), the more roots. (16, .2, .2) -> 9
+    """
+    share = 1.0 / (1.0 + math.exp(-beta * (root_entropy - tool_entropy)))
+    return min(max(math.floor(group_size * share) + 1, 1), group_size)
+
+
+def wants_to_branch(
+    entropy: float, root_entropy: float, consecutive: int, cfg: BranchingConfig, rng: random.Random
+) -> tuple[bool, float, float | None]:
+    """(branch?, P, draw). The draw is None under the threshold rule, which is deterministic."""
+    delta = entropy - root_entropy
+    if cfg.selector == "random":
+        probability = cfg.base
+    elif cfg.selector == "aepo" and cfg.compat == "upstream":
+        probability = upstream_branch_probability(
+            delta, weight=cfg.weight, consecutive=consecutive, penalty=cfg.consecutive_penalty
+        )
+    else:
+        penalty = cfg.consecutive_penalty if cfg.selector == "aepo" else 0.0
+        probability = branch_probability(
+            delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty
+        )
+    if cfg.rule == "threshold":
+        return probability > cfg.threshold, probability, None
+    draw = rng.random()
+    return draw < probability, probability, draw
+
+
+@dataclass
+class BranchBudget:
+    """Hands out a group's branch budget in the canonical order (turn, path), whatever the order of arrival.
+
+    Tool latencies must not decide who branches. So a claim is granted when, even if every decision that precedes it
+    in canonical order were to branch, budget would be left for it; it is refused when none can be left; else it waits
+    for the earlier ones. A late grant costs nothing: the child forks at the tool result, which stays where it is.
+
+    Budget None = not known yet (AEPO's pre-monitoring phase): everything waits.
+    """
+
+    budget: int | None
+    max_children: int
+    open: dict[Path, int] = field(default_factory=dict)
+    """Trajectories that may still decide -> the turn of their next decision."""
+    granted: dict[tuple[int, Path], int] = field(default_factory=dict)
+    """(turn, path) -> children."""
+    waiting: set[tuple[int, Path]] = field(default_factory=set)
+
+    @property
+    def is_settled(self) -> bool:
+        """True when no trajectory of the group can branch any more."""
+        return not self.open and not self.waiting
+
+    def decided(self, turn: int, path: Path, *, wants: bool, may_decide_again: bool) -> None:
+        """Record the decision of `path` at `turn`; it is settled by `settle`."""
+        if may_decide_again:
+            self.open[path] = turn + 1
+        else:
+            self.open.pop(path, None)
+        if wants:
+            self.waiting.add((turn, path))
+
+    def settle(self) -> list[tuple[int, Path, list[Path]]]:
+        """The claims that can be decided now, as (turn, path, paths of the new children); no children = refused.
+
+        Children count as open at once (their own decisions come before those of later claims).
+        """
+        settled: list[tuple[int, Path, list[Path]]] = []
+        if self.budget is None:
+            return settled
+        progress = True
+        while progress:
+            progress = False
+            for claim in sorted(self.waiting):
+                num_children = self._grant(claim)
+                if num_children is None:
+                    continue
+                turn, path = claim
+                self.waiting.discard(claim)
+                self.granted[claim] = num_children
+                first = sum(n for (_, p), n in self.granted.items() if p == path) - num_children
+                children = [(*path, first + i) for i in range(num_children)]
+                self.open.update(dict.fromkeys(children, turn + 1))
+                settled.append((turn, path, children))
+                progress = True
+        return settled
+
+    def _grant(self, claim: tuple[int, Path]) -> int | None:
+        """Children of a claim, or None where it has to wait."""
+        left = self.budget - sum(n for key, n in self.granted.items() if key < claim)
+        ahead = sum(self._most_children((turn, path), claim) for path, turn in self.open.items())
+        ahead += sum(self._most_children(key, claim) for key in self.waiting)
+        if left - ahead >= self.max_children:
+            return self.max_children
+        if ahead == 0 or left <= 0:
+            return max(min(left, self.max_children), 0)
+        return None
+
+    def _most_children(self, key: tuple[int, Path], claim: tuple[int, Path]) -> int:
+        """Upper bound of the children before `claim` out of the decision `key` and all that follow from it."""
+        if key >= claim:
+            return 0
+        num_turns = claim[0] - key[0] + 1
+        return (1 + self.max_children) ** num_turns - 1
+
+    def budget_before(self, turn: int, path: Path) -> int:
+        """Budget left when (turn, path) decides, in canonical order."""
+        assert self.budget is not None
+        return self.budget - sum(n for key, n in self.granted.items() if key < (turn, path))
