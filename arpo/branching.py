@@ -107,6 +107,8 @@ class BranchBudget:
 
     budget: int | None
     max_children: int
+    last_turn: int
+    """The last turn at which a decision is possible (= tool calls allowed)."""
     open: dict[Path, int] = field(default_factory=dict)
     """Trajectories that may still decide -> the turn of their next decision."""
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
@@ -118,12 +120,19 @@ class BranchBudget:
         """True when no trajectory of the group can branch any more."""
         return not self.open and not self.waiting
 
-    def decided(self, turn: int, path: Path, *, wants: bool, may_decide_again: bool) -> None:
-        """Record the decision of `path` at `turn`; it is settled by `settle`."""
-        if may_decide_again:
-            self.open[path] = turn + 1
-        else:
-            self.open.pop(path, None)
+    def expect(self, path: Path, turn: int) -> None:
+        """`path` may decide at `turn` next."""
+        self.open.pop(path, None)
+        if turn <= self.last_turn:
+            self.open[path] = turn
+
+    def close(self, path: Path) -> None:
+        """`path` has ended."""
+        self.open.pop(path, None)
+
+    def decided(self, turn: int, path: Path, *, wants: bool) -> None:
+        """Record the decision of `path` at `turn`; `settle` says what comes of it."""
+        self.expect(path, turn + 1)
         if wants:
             self.waiting.add((turn, path))
 
@@ -147,7 +156,8 @@ class BranchBudget:
                 self.granted[claim] = num_children
                 first = sum(n for (_, p), n in self.granted.items() if p == path) - num_children
                 children = [(*path, first + i) for i in range(num_children)]
-                self.open.update(dict.fromkeys(children, turn + 1))
+                for child in children:
+                    self.expect(child, turn + 1)
                 settled.append((turn, path, children))
                 progress = True
         return settled

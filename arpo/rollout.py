@@ -1,0 +1,332 @@
+"""The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
+
+A trajectory that stops at a tool tag starts its call at once while the others keep decoding; the moment the result is
+there its continuation is submitted (the engine's prefix cache makes that cheap); the moment the first k tokens after
+the result are known the branch decision is taken, and children fork at the end of the tool result. Tokens in, tokens
+out: nothing the model sampled is re-tokenised, nothing it did not sample gets loss_mask 1.
+
+Every random number is drawn from (seed, step, prompt, path in the tree, turn), and budget is granted in canonical
+order (`BranchBudget`), so the order in which tools answer changes no decision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from arpo import branching as br
+from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import LIMIT_REACHED, Codec, parse_call, stop_strings
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.trajectory import BranchDecision, Group, Prompt, StopReason, ToolCall, Trajectory, Turn
+
+
+def rollout(
+    prompts: list[Prompt],
+    engine: Engine,
+    tools: ToolRunner,
+    codec: Codec,
+    cfg: RolloutConfig,
+    branching: BranchingConfig,
+    *,
+    seed: int,
+    step: int = 0,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[Group]:
+    """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
+
+    `on_progress` is called with the number of trajectories finished so far. Raises what a tool or the engine raises.
+    """
+    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}")
+    groups = [loop.start_group(prompt) for prompt in prompts]
+    while loop.num_unfinished:
+        idle = engine.num_running == 0
+        assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
+        for call_id, result in tools.collect(block=idle):
+            loop.on_tool_result(call_id, result)
+        for chunk in engine.step() if engine.num_running else ():
+            loop.on_chunk(chunk)
+        if on_progress:
+            on_progress(len(prompts) * cfg.group_size - loop.num_unfinished)
+    return [group.finish() for group in groups]
+
+
+@dataclass
+class _Decision:
+    """A taken branch decision, until its budget is settled."""
+
+    entropy: float
+    root_entropy: float
+    probability: float
+    draw: float | None
+    consecutive: int
+    wants: bool
+
+
+@dataclass
+class _Live:
+    """Working state of one trajectory while it grows."""
+
+    trajectory: Trajectory
+    group: _GroupState
+    path: br.Path
+    consecutive: int = 0
+    """Branching decisions in a row on this chain (AEPO's l)."""
+    entropies: list[float] = field(default_factory=list)
+    """Of the current turn's first tokens, nats."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+    @property
+    def turn_index(self) -> int:
+        return len(self.trajectory.turns) - 1
+
+    @property
+    def root_entropy(self) -> float:
+        return self.trajectory.turns[0].entropy or 0.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
+
+
+@dataclass
+class _GroupState:
+    """One prompt's tree while it grows."""
+
+    prompt: Prompt
+    size: int
+    budget: br.BranchBudget
+    trajectories: dict[br.Path, Trajectory] = field(default_factory=dict)
+    decisions: dict[tuple[int, br.Path], _Decision] = field(default_factory=dict)
+
+    @property
+    def num_roots(self) -> int:
+        return sum(len(path) == 1 for path in self.trajectories)
+
+    def finish(self) -> Group:
+        """Write the decision records, check the invariants."""
+        for (turn, path), d in self.decisions.items():
+            children = self.budget.granted.get((turn, path), 0)
+            outcome = "declined" if not d.wants else "branched" if children else "no_budget"
+            self.trajectories[path].turns[turn].decision = BranchDecision(
+                d.entropy,
+                d.root_entropy,
+                d.probability,
+                d.draw,
+                d.consecutive,
+                budget_left=self.budget.budget_before(turn, path),
+                num_children=children,
+                outcome=outcome,
+            )
+        trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
+        assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))
+        for trajectory in trajectories:
+            trajectory.check()
+        return Group(self.prompt, trajectories)
+
+
+class _Loop:
+    """The handlers of the event loop: what happens when tokens arrive, and when a tool result arrives."""
+
+    def __init__(
+        self, engine: Engine, tools: ToolRunner, codec: Codec, cfg: RolloutConfig, branching: BranchingConfig, seed: str
+    ):
+        self.engine, self.tools, self.codec = engine, tools, codec
+        self.cfg, self.branching, self.seed = cfg, branching, seed
+        self.decoding: dict[str, _Live] = {}
+        self.calling: dict[str, tuple[_Live, str, str]] = {}  # call id -> (live, tag, argument)
+        self.num_unfinished = 0
+
+    # -- how trajectories come to be ---------------------------------------------------------------------------------
+
+    def start_group(self, prompt: Prompt) -> _GroupState:
+        assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
+        size = self.cfg.group_size
+        roots = 1 if self.branching.dynamic_budget else min(self.branching.num_initial_rollouts, size)
+        budget = br.BranchBudget(
+            budget=None if self.branching.dynamic_budget else size - roots,
+            max_children=self.branching.max_branches_per_turn,
+            last_turn=0 if self.branching.selector == "none" else self.cfg.max_tool_calls,
+        )
+        group = _GroupState(prompt, size, budget)
+        self.num_unfinished += size
+        self.start_roots(group, roots, may_branch=True)
+        self.grow(group)
+        return group
+
+    def start_roots(self, group: _GroupState, count: int, *, may_branch: bool) -> None:
+        for _ in range(count):
+            path = (group.num_roots,)
+            trajectory = Trajectory(group.prompt.prompt_id, _name(path))
+            group.trajectories[path] = trajectory
+            if may_branch:
+                group.budget.expect(path, turn=1)
+            self.start_turn(_Live(trajectory, group, path))
+
+    def fork(self, group: _GroupState, parent_path: br.Path, turn: int, path: br.Path) -> None:
+        """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
+        parent = group.trajectories[parent_path]
+        at = parent.turns[turn].start
+        child = Trajectory(
+            parent.prompt_id,
+            _name(path),
+            token_ids=parent.token_ids[:at],
+            loss_mask=parent.loss_mask[:at],
+            rollout_logprobs=parent.rollout_logprobs[:at],
+            turns=[replace(t, inherited=True, decision=None) for t in parent.turns[:turn]],
+            parent_id=parent.trajectory_id,
+            fork_at=at,
+        )
+        group.trajectories[path] = child
+        self.start_turn(_Live(child, group, path, consecutive=group.decisions[turn, parent_path].consecutive + 1))
+
+    def grow(self, group: _GroupState) -> None:
+        """Start what the budget allows now: children; and, once nothing can branch any more, the missing roots."""
+        for turn, parent, children in group.budget.settle():
+            for child in children:
+                self.fork(group, parent, turn, child)
+        if group.budget.budget is not None and group.budget.is_settled:
+            self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
+
+    def split_budget(self, group: _GroupState, pilot: Trajectory) -> None:
+        """AEPO: the finished pre-monitoring trajectory (kept as root 0) decides how many roots there are."""
+        root_entropy = pilot.turns[0].entropy or 0.0
+        after_tools = [t.entropy for t in pilot.turns[1:] if t.entropy is not None]
+        # Without a tool call there is no H_tool: taken as equal, so half the group (plus one) starts as roots.
+        tool_entropy = sum(after_tools) / len(after_tools) if after_tools else root_entropy
+        roots = br.initial_rollouts(group.size, root_entropy, tool_entropy, beta=self.branching.budget_weight)
+        self.start_roots(group, roots - 1, may_branch=True)
+        group.budget.budget = group.size - roots
+
+    # -- how a trajectory grows --------------------------------------------------------------------------------------
+
+    def start_turn(self, live: _Live) -> None:
+        trajectory = live.trajectory
+        start = len(trajectory.token_ids)
+        trajectory.turns.append(Turn(start=start, end=start, result_end=start))
+        live.entropies, live.top_logprobs = [], []
+        num_top = 0 if self.branching.entropy_mode == "exact" else br.UPSTREAM_TOP_K
+        spec = SamplingSpec(
+            max_tokens=self.cfg.max_response_tokens - start,
+            temperature=self.cfg.temperature,
+            top_p=self.cfg.top_p,
+            stop=stop_strings(live.group.prompt.tools),
+            seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
+            num_entropy_tokens=self.num_entropy_tokens,
+            num_top_logprobs=num_top,
+        )
+        self.decoding[live.key] = live
+        self.engine.submit(live.key, [*live.group.prompt.token_ids, *trajectory.token_ids], spec)
+
+    @property
+    def num_entropy_tokens(self) -> int:
+        upstream = self.branching.entropy_mode == "upstream"
+        return br.UPSTREAM_MAX_TOKENS if upstream else self.branching.entropy_tokens
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        live = self.decoding[chunk.request_id]
+        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        trajectory.token_ids += chunk.token_ids
+        trajectory.loss_mask += [1] * len(chunk.token_ids)
+        trajectory.rollout_logprobs += chunk.logprobs
+        live.entropies += chunk.entropies
+        live.top_logprobs += chunk.top_logprobs
+        turn.end = turn.result_end = len(trajectory.token_ids)
+        if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
+            turn.entropy = self.measure(live)
+            if self.branching.timing == "post_result":
+                self.decide(live, live.turn_index, turn.entropy)
+        if chunk.finish:
+            del self.decoding[chunk.request_id]
+            self.end_turn(live, chunk)
+
+    def measure(self, live: _Live) -> float:
+        if self.branching.entropy_mode == "exact":
+            return br.exact_turn_entropy(live.entropies, self.branching.entropy_tokens, self.codec.vocab_size)
+        if self.branching.entropy_mode == "topk":
+            return br.topk_turn_entropy(live.top_logprobs, self.branching.entropy_tokens, self.codec.vocab_size)
+        return br.upstream_turn_entropy(live.top_logprobs, self.codec.vocab_size)
+
+    def decide(self, live: _Live, turn: int, entropy: float) -> None:
+        """Take the branch decision of the tool result before `turn`, if it is this trajectory's to take."""
+        group = live.group
+        if group.budget.open.get(live.path) != turn:
+            return
+        rng = random.Random(f"{self.seed}|{live.trajectory.prompt_id}|{live.trajectory.trajectory_id}|{turn}")
+        wants, probability, draw = br.wants_to_branch(entropy, live.root_entropy, live.consecutive, self.branching, rng)
+        group.decisions[turn, live.path] = _Decision(
+            entropy, live.root_entropy, probability, draw, live.consecutive, wants
+        )
+        live.consecutive = live.consecutive + 1 if wants else 0
+        group.budget.decided(turn, live.path, wants=wants)
+        if self.branching.timing == "post_result":
+            self.grow(group)
+
+    def end_turn(self, live: _Live, chunk: Chunk) -> None:
+        if chunk.finish != "stop":
+            self.end(live, StopReason.EOS if chunk.finish == "eos" else StopReason.LENGTH)
+            return
+        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        tag = chunk.stop_string.strip("</>")
+        call = parse_call(self.codec.decode(trajectory.token_ids[turn.start : turn.end]), tag)
+        # Every earlier turn ended in a call, so the turn index is the number of calls made so far.
+        calls_left = self.cfg.max_tool_calls - live.turn_index
+        if calls_left < 0:  # it was told to answer, and called again
+            self.end(live, StopReason.TOOL_LIMIT)
+        elif calls_left == 0:
+            text = LIMIT_REACHED.format(limit=self.cfg.max_tool_calls)
+            self.append_result(live, ToolCall(tag, call.argument, text, ok=False, error_kind="limit", executed=False))
+        elif call.error_kind:
+            self.append_result(live, ToolCall(tag, "", call.error, False, call.error_kind, executed=False))
+        else:
+            self.calling[live.key] = (live, tag, call.argument)
+            self.tools.start(live.key, tag, call.argument)
+
+    def on_tool_result(self, call_id: str, result: ToolResult) -> None:
+        live, tag, argument = self.calling.pop(call_id)
+        call = ToolCall(
+            tag, argument, result.text, result.ok, result.error_kind, cached=result.cached, seconds=result.seconds
+        )
+        if result.infra_error:  # our failure, not the model's: it neither reads it nor is trained on it
+            live.trajectory.turns[-1].tool_call = call
+            self.end(live, StopReason.ERROR)
+        else:
+            self.append_result(live, call)
+
+    def append_result(self, live: _Live, call: ToolCall) -> None:
+        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
+        rendered = self.codec.encode_result(call.result, min(self.cfg.max_result_tokens, left))
+        if rendered is None:  # no room for a result and an answer
+            turn.tool_call = replace(call, result="")
+            self.end(live, StopReason.LENGTH)
+            return
+        text, token_ids = rendered
+        turn.tool_call = replace(call, result=text)
+        trajectory.token_ids += token_ids
+        trajectory.loss_mask += [0] * len(token_ids)
+        trajectory.rollout_logprobs += [0.0] * len(token_ids)
+        turn.result_end = len(trajectory.token_ids)
+        if self.branching.timing == "upstream":
+            self.decide(live, live.turn_index + 1, turn.entropy)
+        self.start_turn(live)
+        if self.branching.timing == "upstream":
+            self.grow(live.group)  # only now: a child forks where the turn that has just begun starts
+
+    def end(self, live: _Live, reason: StopReason) -> None:
+        trajectory, group = live.trajectory, live.group
+        trajectory.stop_reason = reason
+        trajectory.segments = self.codec.segments(trajectory.token_ids, trajectory.loss_mask)
+        trajectory.text = "".join(text for text, _ in trajectory.segments)
+        self.num_unfinished -= 1
+        group.budget.close(live.path)
+        if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
+            self.split_budget(group, trajectory)
+        self.grow(group)
+
+
+def _name(path: br.Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,158 @@
+import itertools
+import math
+import random
+
+import pytest
+
+from arpo.branching import (
+    BranchBudget,
+    branch_probability,
+    exact_turn_entropy,
+    initial_rollouts,
+    topk_turn_entropy,
+    upstream_branch_probability,
+    upstream_turn_entropy,
+    wants_to_branch,
+)
+from arpo.options import BranchingConfig
+
+
+def test_turn_entropy_is_the_mean_over_the_first_k_tokens_in_units_of_ln_vocab():
+    assert exact_turn_entropy([math.log(8), 0.0, 100.0], 2, 8) == pytest.approx(0.5)
+
+
+def test_turn_entropy_of_a_turn_shorter_than_k_uses_all_of_it():
+    assert exact_turn_entropy([math.log(8)], 20, 8) == pytest.approx(1.0)
+
+
+def test_topk_entropy_renormalises_what_it_sees():
+    uniform_over_two_of_many = [[math.log(0.1), math.log(0.1)]]
+    assert topk_turn_entropy(uniform_over_two_of_many, 20, 4) == pytest.approx(math.log(2) / math.log(4))
+
+
+def test_upstream_entropy_is_a_sum_over_at_most_twenty_tokens_and_ten_candidates():
+    row = [math.log(0.05)] * 11
+    per_token = 10 * -0.05 * math.log(0.05) / math.log(1000)
+    assert upstream_turn_entropy([row] * 30, 1000) == pytest.approx(20 * per_token)
+    assert upstream_turn_entropy([row] * 30, 1000) > 1.0
+
+
+@pytest.mark.parametrize(
+    "delta, kwargs, expected",
+    [
+        (0.0, {}, 0.5),
+        (0.5, {}, 0.6),
+        (5.0, {}, 1.0),
+        (-5.0, {}, 0.0),
+        (0.0, {"base": 0.2, "weight": 1.0}, 0.2),
+        (0.0, {"consecutive": 4, "penalty": 0.05}, 0.4),
+        (0.5, {"consecutive": 2, "penalty": 0.05}, 0.54),
+        (0.0, {"consecutive": 40, "penalty": 0.05}, 0.0),
+    ],
+)
+def test_branch_probability_rises_with_entropy_and_falls_with_consecutive_branches(delta, kwargs, expected):
+    assert branch_probability(delta, **kwargs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("consecutive, expected", [(0, 0.5), (1, 0.4737), (5, 0.3333), (10, 0.0), (20, 0.0)])
+def test_upstream_gate_gives_the_published_probabilities_at_equal_entropy(consecutive, expected):
+    p = upstream_branch_probability(0.0, weight=0.2, consecutive=consecutive, penalty=0.05)
+    assert p == pytest.approx(expected, abs=1e-4)
+
+
+def test_upstream_probability_is_what_the_released_gate_does_in_100000_draws():
+    rng = random.Random(0)
+    for delta, consecutive in [(0.3, 0), (-0.4, 2), (1.0, 6)]:
+        damping = 1 - 0.05 * consecutive
+        gate = sum(min(max((rng.random() + 0.2 * delta) * damping, 0), 1) >= 0.5 for _ in range(100_000)) / 100_000
+        ours = upstream_branch_probability(delta, weight=0.2, consecutive=consecutive, penalty=0.05)
+        assert ours == pytest.approx(gate, abs=0.006)
+
+
+def test_initial_rollouts_span_the_published_range():
+    assert [initial_rollouts(16, d, 0.0, beta=0.5) for d in (-1.5, 0.0, 1.5)] == [6, 9, 11]
+    assert initial_rollouts(16, 1000.0, 0.0, beta=1.0) == 16
+    assert initial_rollouts(1, -5.0, 5.0, beta=1.0) == 1
+
+
+def test_threshold_rule_branches_exactly_above_tau_and_draws_nothing():
+    cfg = BranchingConfig(rule="threshold")
+    assert wants_to_branch(0.31, 0.3, 0, cfg, random.Random(0)) == (True, pytest.approx(0.502), None)
+    assert wants_to_branch(0.30, 0.3, 0, cfg, random.Random(0))[0] is False
+
+
+def test_bernoulli_rule_branches_with_probability_p():
+    cfg, rng = BranchingConfig(weight=1.0), random.Random(1)
+    rate = sum(wants_to_branch(0.5, 0.3, 0, cfg, rng)[0] for _ in range(20_000)) / 20_000
+    assert rate == pytest.approx(0.7, abs=0.02)
+
+
+def test_random_selector_ignores_entropy():
+    cfg = BranchingConfig(selector="random", base=0.25, weight=5.0)
+    assert wants_to_branch(1.0, 0.0, 3, cfg, random.Random(0))[1] == 0.25
+
+
+def test_only_aepo_penalises_consecutive_branches():
+    p = {s: wants_to_branch(0.3, 0.3, 4, BranchingConfig(selector=s), random.Random(0))[1] for s in ("arpo", "aepo")}
+    assert p == {"arpo": 0.5, "aepo": pytest.approx(0.4)}
+
+
+def play(arrival: list[tuple[int, int]], wants: dict, budget: int) -> dict:
+    """Let trajectories decide in the given order of (root, turn) arrivals; children decide right after they appear."""
+    ledger = BranchBudget(budget=budget, max_children=1, last_turn=2)
+    roots = sorted({root for root, _ in arrival})
+    for root in roots:
+        ledger.expect((root,), 1)
+
+    def settle() -> None:
+        for _ in range(10):
+            settled = ledger.settle()
+            for turn, _, children in settled:
+                for child in children:
+                    if turn < 2:
+                        ledger.decided(turn + 1, child, wants=wants.get((turn + 1, child), False))
+            if not settled:
+                return
+
+    for root, turn in arrival:
+        ledger.decided(turn, (root,), wants=wants[turn, (root,)])
+        settle()
+    assert ledger.is_settled
+    return ledger.granted
+
+
+def test_order_of_arrival_never_changes_who_gets_the_budget():
+    wants = {(t, (r,)): True for t in (1, 2) for r in range(3)} | {(2, (0, 0)): True, (2, (2, 0)): True}
+    arrivals = [(r, t) for r in range(3) for t in (1, 2)]
+    orders = [p for p in itertools.permutations(arrivals) if all(p.index((r, 1)) < p.index((r, 2)) for r in range(3))]
+    for budget in range(1, 8):
+        results = [play(list(order), wants, budget) for order in orders]
+        assert all(result == results[0] for result in results)
+        assert sum(results[0].values()) <= budget
+
+
+def test_first_round_claims_are_granted_without_waiting_when_the_budget_covers_everybody():
+    ledger = BranchBudget(budget=8, max_children=1, last_turn=3)
+    for root in range(8):
+        ledger.expect((root,), 1)
+    ledger.decided(1, (7,), wants=True)
+    assert ledger.settle() == [(1, (7,), [(7, 0)])]
+
+
+def test_a_claim_waits_while_an_earlier_one_may_still_take_the_last_place():
+    ledger = BranchBudget(budget=1, max_children=1, last_turn=1)
+    ledger.expect((0,), 1)
+    ledger.expect((1,), 1)
+    ledger.decided(1, (1,), wants=True)
+    assert ledger.settle() == []
+    ledger.decided(1, (0,), wants=False)
+    assert ledger.settle() == [(1, (1,), [(1, 0)])]
+
+
+def test_nothing_is_granted_before_the_budget_is_known():
+    ledger = BranchBudget(budget=None, max_children=1, last_turn=3)
+    ledger.expect((0,), 1)
+    ledger.decided(1, (0,), wants=True)
+    assert ledger.settle() == []
+    ledger.budget = 1
+    assert ledger.settle() == [(1, (0,), [(0, 0)])]
