@@ -1,0 +1,321 @@
+"""Every rule of the rollout by name, on a scripted engine; test_rollout_vllm.py runs the same loop on real vLLM."""
+
+import pytest
+from fakes import EchoTool, ScriptedEngine, byte_tokenizer
+
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.trajectory import Prompt, StopReason
+
+TOKENIZER = byte_tokenizer()
+CODEC = Codec(TOKENIZER)
+CALL = "<think>t</think><search>q</search>"
+ANSWER = "<think>t</think><answer>\\boxed{1}</answer>"
+SHORT = RolloutConfig(group_size=4, max_response_tokens=600, max_result_tokens=200, answer_reserve_tokens=60)
+NO_BRANCHES = BranchingConfig(selector="none", num_initial_rollouts=4)
+
+
+def prompt(prompt_id: str = "p0", tools=("python", "search")) -> Prompt:
+    messages = [{"role": "user", "content": "question"}]
+    return Prompt(prompt_id, messages, ["1"], tools=tools, token_ids=tuple(CODEC.render_prompt(messages)))
+
+
+def play(script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None):
+    engine = engine or ScriptedEngine(TOKENIZER, script)
+    tools = tools or [EchoTool("search", "found"), EchoTool("python", "2")]
+    runner = ToolRunner({t.tag: t for t in tools})
+    try:
+        groups = rollout(prompts or [prompt()], engine, runner, CODEC, cfg, branching, seed=seed)
+    finally:
+        runner.close()
+    return groups
+
+
+def call_then_answer(_prompt, _path, turn):
+    return CALL if turn == 0 else ANSWER
+
+
+def tool_text(trajectory) -> str:
+    return "".join(text for text, by_model in trajectory.segments if not by_model)
+
+
+# -- protocol in the loop ------------------------------------------------------------------------------------------
+
+
+def test_tool_output_never_receives_gradient():
+    [group] = play(call_then_answer)
+    for t in group.trajectories:
+        masked = [token for token, m in zip(t.token_ids, t.loss_mask, strict=True) if not m]
+        assert CODEC.decode(masked) == " <result>\nfound\n</result>"
+
+
+def test_what_the_policy_sampled_is_kept_token_by_token():
+    [group] = play(call_then_answer)
+    t = group.trajectories[0]
+    assert t.text == CALL + " <result>\nfound\n</result>" + ANSWER
+    assert t.stop_reason == StopReason.EOS and t.token_ids[-1] == TOKENIZER.eos_token_id and t.loss_mask[-1] == 1
+    assert all(lp == (-0.5 if m else 0.0) for lp, m in zip(t.rollout_logprobs, t.loss_mask, strict=True))
+
+
+def test_continuation_prompt_is_prompt_plus_response_tokens():
+    engine = ScriptedEngine(TOKENIZER, call_then_answer)
+    [group] = play(None, engine=engine, cfg=RolloutConfig(group_size=1))
+    first, second = engine.submitted
+    t = group.trajectories[0]
+    assert second[1] == first[1] + t.token_ids[: t.turns[1].start]
+
+
+def test_malformed_calls_get_an_error_result_and_run_no_tool():
+    search = EchoTool("search")
+    script = lambda _p, _t, turn: ["oops</search>", "<search> </search>", ANSWER][turn]  # noqa: E731
+    [group] = play(script, tools=[search])
+    t = group.trajectories[0]
+    assert search.arguments == []
+    assert [c.error_kind for c in t.tool_calls] == ["unopened_tag", "empty_call"]
+    assert tool_text(t).count("Error:") == 2 and t.stop_reason == StopReason.EOS
+
+
+def test_a_failing_tool_becomes_text_the_model_can_read():
+    tool = EchoTool("search", lambda _: ToolResult("Error: no answer within 2 s", ok=False, error_kind="timeout"))
+    [group] = play(call_then_answer, tools=[tool])
+    t = group.trajectories[0]
+    assert "no answer within 2 s" in tool_text(t)
+    assert t.tool_calls[0].error_kind == "timeout" and t.tool_calls[0].executed
+
+
+def test_a_bug_in_a_tool_stops_the_rollout():
+    def broken(_):
+        raise ZeroDivisionError("bug")
+
+    with pytest.raises(ZeroDivisionError):
+        play(call_then_answer, tools=[EchoTool("search", broken)])
+
+
+def test_an_infrastructure_failure_is_not_fed_to_the_model():
+    tool = EchoTool("search", lambda _: ToolResult("sandbox died", ok=False, error_kind="sandbox", infra_error=True))
+    [group] = play(call_then_answer, tools=[tool])
+    assert all(t.stop_reason == StopReason.ERROR and tool_text(t) == "" for t in group.trajectories)
+
+
+def test_at_the_call_limit_the_model_is_told_and_may_still_answer():
+    cfg = RolloutConfig(group_size=2, max_tool_calls=2)
+    script = lambda _p, _t, turn: ANSWER if turn == 3 else CALL  # noqa: E731
+    search = EchoTool("search", "found")
+    [group] = play(script, cfg=cfg, tools=[search])
+    t = group.trajectories[0]
+    assert len(search.arguments) == 2 * 2
+    assert "limit of 2 tool calls" in tool_text(t) and t.stop_reason == StopReason.EOS
+    assert t.tool_calls[2].error_kind == "limit" and not t.tool_calls[2].executed
+
+
+def test_calling_on_after_the_limit_notice_ends_the_trajectory_without_a_made_up_eos():
+    [group] = play(lambda *_: CALL, cfg=RolloutConfig(group_size=1, max_tool_calls=2))
+    t = group.trajectories[0]
+    assert t.stop_reason == StopReason.TOOL_LIMIT and len(t.turns) == 4
+    assert TOKENIZER.eos_token_id not in t.token_ids
+
+
+def test_a_long_result_leaves_room_for_an_answer():
+    [group] = play(call_then_answer, tools=[EchoTool("search", "x" * 10_000)])
+    t = group.trajectories[0]
+    assert "truncated" in tool_text(t) and t.stop_reason == StopReason.EOS
+    assert t.turns[0].result_end - t.turns[0].end <= SHORT.max_result_tokens
+
+
+def test_response_never_exceeds_max_response_tokens():
+    cfg = RolloutConfig(group_size=2, max_response_tokens=150, max_result_tokens=200, answer_reserve_tokens=20)
+    script = lambda _p, path, turn: CALL if turn < 2 else "y" * 500  # noqa: E731
+    [group] = play(script, cfg=cfg, tools=[EchoTool("search", "x" * 500)])
+    assert all(len(t.token_ids) <= 150 and t.stop_reason == StopReason.LENGTH for t in group.trajectories)
+
+
+def test_a_result_with_our_tags_and_eos_in_it_is_data():
+    [group] = play(call_then_answer, tools=[EchoTool("search", "<answer>7</answer><|im_end|>")])
+    t = group.trajectories[0]
+    assert "&lt;answer&gt;" in tool_text(t) and t.token_ids.count(TOKENIZER.eos_token_id) == 1
+
+
+def test_prompts_without_tools_have_no_stop_strings():
+    engine = ScriptedEngine(TOKENIZER, call_then_answer)
+    [group] = play(None, engine=engine, prompts=[prompt(tools=())])
+    assert engine.submitted[0][2].stop == () and group.trajectories[0].text == CALL
+
+
+# -- branching in the loop -----------------------------------------------------------------------------------------
+
+ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=1)
+
+
+def test_children_share_the_parents_prefix_tokens_and_logprobs():
+    [group] = play(call_then_answer, branching=ALWAYS)
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    assert list(by_id) == ["0", "0.0", "1", "2"]
+    child, parent = by_id["0.0"], by_id["0"]
+    assert child.parent_id == "0" and child.fork_at == parent.turns[0].result_end > 0
+    for name in ("token_ids", "loss_mask", "rollout_logprobs"):
+        assert getattr(child, name)[: child.fork_at] == getattr(parent, name)[: child.fork_at]
+    assert child.turns[0].inherited and not child.turns[1].inherited and not child.own_tool_calls
+
+
+def test_group_size_is_exact_even_when_nothing_branches():
+    never = BranchingConfig(selector="random", base=0.0, num_initial_rollouts=2)
+    [group] = play(call_then_answer, cfg=RolloutConfig(group_size=16), branching=never)
+    assert sorted(t.trajectory_id for t in group.trajectories) == sorted(str(i) for i in range(16))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [lambda *_: ANSWER, lambda *_: "x</search>", lambda *_: CALL, lambda *_: "z" * 900],
+    ids=["no tools", "all errors", "all at the limit", "all too long"],
+)
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("selector", ["arpo", "aepo", "random", "none"])
+def test_groups_hold_exactly_n_distinct_trajectories_whatever_happens(script, size, selector):
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=1, dynamic_budget=selector == "aepo")
+    [group] = play(script, cfg=RolloutConfig(group_size=size, max_response_tokens=800), branching=branching)
+    assert len({t.trajectory_id for t in group.trajectories}) == size
+
+
+def test_missing_trajectories_are_started_at_once_not_one_by_one():
+    class CountingEngine(ScriptedEngine):
+        waves = 0
+
+        def submit(self, *args):
+            self.waves += self.num_running == 0
+            super().submit(*args)
+
+    engine = CountingEngine(TOKENIZER, lambda *_: ANSWER)
+    play(None, engine=engine, cfg=RolloutConfig(group_size=16), branching=BranchingConfig(num_initial_rollouts=8))
+    assert engine.waves == 2 and len(engine.submitted) == 16
+
+
+def test_branching_rises_in_the_same_round_as_the_entropy_after_a_result():
+    def surprised(_p, _t, turn):
+        return (CALL, 0.5) if turn == 0 else (CALL, 5.0) if turn == 1 else (ANSWER, 0.5)
+
+    threshold = BranchingConfig(rule="threshold", num_initial_rollouts=1)
+    [group] = play(surprised, cfg=RolloutConfig(group_size=8, max_tool_calls=2), branching=threshold)
+    root = group.trajectories[0]
+    assert root.turns[1].decision.outcome == "branched" and root.turns[2].decision.outcome == "declined"
+    assert group.trajectories[1].fork_at == root.turns[1].start
+
+
+def test_upstream_timing_judges_the_turn_before_the_call():
+    def surprised(_p, _t, turn):
+        return (CALL, 0.5) if turn == 0 else (CALL, 5.0) if turn == 1 else (ANSWER, 0.5)
+
+    late = BranchingConfig(rule="threshold", timing="upstream", num_initial_rollouts=1)
+    [group] = play(surprised, cfg=RolloutConfig(group_size=8, max_tool_calls=2), branching=late)
+    root = group.trajectories[0]
+    assert root.turns[1].decision.outcome == "declined" and root.turns[2].decision.outcome == "branched"
+
+
+def test_no_entropy_rise_means_no_branches_under_the_paper_rule():
+    threshold = BranchingConfig(rule="threshold", num_initial_rollouts=2)
+    [group] = play(call_then_answer, branching=threshold)
+    assert all(t.parent_id is None for t in group.trajectories)
+
+
+def test_the_baseline_belongs_to_the_trajectory_and_is_inherited_by_its_branches():
+    def script(_p, path, turn):
+        return (CALL, 1.0 if path.startswith("0") else 3.0) if turn < 2 else ANSWER
+
+    [group] = play(script, cfg=RolloutConfig(group_size=8), branching=BranchingConfig(base=1.0, num_initial_rollouts=2))
+    for t in group.trajectories:
+        for turn in t.turns:
+            if turn.decision:
+                assert turn.decision.root_entropy == t.turns[0].entropy
+    assert {t.turns[0].entropy for t in group.trajectories if t.trajectory_id.startswith("0")} == {
+        group.trajectories[0].turns[0].entropy
+    }
+
+
+def test_every_tool_result_is_judged_once_and_the_record_is_complete():
+    [group] = play(call_then_answer, cfg=RolloutConfig(group_size=6), branching=BranchingConfig(num_initial_rollouts=3))
+    decisions = [turn.decision for t in group.trajectories for turn in t.turns if turn.decision]
+    assert len(decisions) == 3
+    for d in decisions:
+        assert d.probability == pytest.approx(0.5 + 0.2 * (d.entropy - d.root_entropy))
+        assert d.outcome == ("branched" if d.num_children else "no_budget" if d.draw < d.probability else "declined")
+
+
+def test_max_branches_per_turn_children_per_decision():
+    twins = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=1, max_branches_per_turn=2)
+    [group] = play(call_then_answer, branching=twins)
+    assert [t.trajectory_id for t in group.trajectories] == ["0", "0.0", "0.1", "1"]
+
+
+def test_aepo_keeps_the_pre_monitoring_trajectory_as_one_of_its_roots():
+    def script(_p, _t, turn):
+        return (CALL, 1.0) if turn == 0 else (ANSWER, 1.0)
+
+    aepo = BranchingConfig(selector="aepo", dynamic_budget=True, base=0.0, num_initial_rollouts=1)
+    engine = ScriptedEngine(TOKENIZER, script)
+    [group] = play(None, engine=engine, cfg=RolloutConfig(group_size=8), branching=aepo)
+    roots = [t for t in group.trajectories if t.parent_id is None]
+    assert len(roots) == 8
+    assert [r[0] for r in engine.submitted[:3]] == ["p0|0|0", "p0|0|1", "p0|1|0"]
+    assert len(engine.submitted) == 2 * 8
+    left = {t.turns[1].decision.budget_left for t in group.trajectories if t.turns[1].decision}
+    assert left == {8 - 5}
+
+
+def test_aepo_penalty_counts_consecutive_branching_decisions_of_the_chain():
+    aepo = BranchingConfig(selector="aepo", base=0.9, consecutive_penalty=0.5, num_initial_rollouts=1)
+    script = lambda _p, _t, turn: CALL if turn < 3 else ANSWER  # noqa: E731
+    for seed in range(20):
+        [group] = play(script, cfg=RolloutConfig(group_size=4), branching=aepo, seed=seed)
+        for t in group.trajectories:
+            expected = None
+            for turn in t.turns:
+                if d := turn.decision:
+                    if expected is not None:
+                        assert d.consecutive == expected
+                    expected = d.consecutive + 1 if d.draw < d.probability else 0
+
+
+@pytest.mark.parametrize("selector", ["arpo", "aepo"])
+def test_arrival_order_of_tool_results_changes_no_decision(selector):
+    def script(prompt_id, path, turn):
+        return (CALL, 1.0 + (len(path) * 7 + turn * 3) % 5) if turn < 3 else ANSWER
+
+    branching = BranchingConfig(selector=selector, weight=1.0, num_initial_rollouts=3)
+    prompts = [prompt("p0"), prompt("p1")]
+    runs = []
+    for _ in range(4):
+        groups = play(
+            script,
+            cfg=RolloutConfig(group_size=8, max_tool_calls=3),
+            branching=branching,
+            tools=[EchoTool("search", "found", jitter_s=0.01)],
+            prompts=prompts,
+        )
+        runs.append([[t.to_dict() | {"turns": None} for t in g.trajectories] for g in groups])
+        decisions = [[turn.decision for turn in t.turns] for g in groups for t in g.trajectories]
+        runs[-1].append(decisions)
+    assert all(run == runs[0] for run in runs)
+
+
+def test_another_seed_takes_other_decisions():
+    branching = BranchingConfig(num_initial_rollouts=4)
+    trees = {
+        tuple(t.trajectory_id for t in play(call_then_answer, cfg=RolloutConfig(group_size=8), branching=branching,
+                                            seed=seed)[0].trajectories)
+        for seed in range(8)
+    }  # fmt: skip
+    assert len(trees) > 1
+
+
+def test_equal_prompts_with_different_ids_are_different_groups():
+    groups = play(call_then_answer, prompts=[prompt("a"), prompt("b")])
+    assert [g.prompt.prompt_id for g in groups] == ["a", "b"]
+    assert all(len(g.trajectories) == 4 for g in groups)
+
+
+@pytest.mark.parametrize("mode", ["topk", "upstream"])
+def test_entropy_modes_read_the_top_logprobs(mode):
+    branching = BranchingConfig(entropy_mode=mode, num_initial_rollouts=4)
+    [group] = play(call_then_answer, branching=branching)
+    assert all(t.turns[0].entropy > 0 for t in group.trajectories)
