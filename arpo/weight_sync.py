@@ -1,0 +1,127 @@
+"""From FSDP2 shards to full tensors, a bucket of parameters per collective, so that no rank ever holds a second model.
+
+One all-gather per parameter pays the latency of a collective some hundred times per sync; here many shards travel in
+one flat buffer, already cast to the receiver's dtype, while the receiver consumes the bucket before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place in a bucket: its full shape and how many elements every rank sends for it."""
+
+    name: str
+    shape: torch.Size
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A collective under way. `send` is (sum of the pieces' numel,), `gathered` is (num_ranks, the same)."""
+
+    pieces: list[Piece]
+    send: torch.Tensor
+    gathered: torch.Tensor
+    work: dist.Work
+
+
+def full_tensors(
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: int = 128 << 20,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream (name, full tensor of `dtype` on `device`) in the given order. Collective over the shards' mesh.
+
+    Every rank must pass the same parameters in the same order and exhaust the iterator. Peak extra memory is about two
+    buckets (`bucket_bytes` of full tensors each, or one parameter where that is larger). Plain tensors count as full.
+    """
+    waiting: list[tuple[str, DTensor]] = []
+    in_flight: Bucket | None = None
+    num_bytes = 0
+    for name, parameter in named_parameters:
+        parameter = parameter.detach()
+        if bucketable(parameter):
+            waiting.append((name, parameter))
+            num_bytes += parameter.numel() * dtype.itemsize
+            same_mesh = waiting[0][1].device_mesh == parameter.device_mesh
+            assert same_mesh, f"{name} is sharded over another mesh than {waiting[0][0]}"
+            if num_bytes < bucket_bytes:
+                continue
+        started = start_gather(waiting, dtype, device) if waiting else None
+        if in_flight:
+            yield from finish_gather(in_flight)
+        in_flight, waiting, num_bytes = started, [], 0
+        if not bucketable(parameter):
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, full.to(device=device, dtype=dtype)
+    started = start_gather(waiting, dtype, device) if waiting else None
+    for bucket in (in_flight, started):
+        if bucket:
+            yield from finish_gather(bucket)
+
+
+def bucketable(parameter: torch.Tensor) -> bool:
+    """FSDP2's own layout: rows over one mesh dimension of more than one rank, copies over the others (HSDP)."""
+    if not isinstance(parameter, DTensor):
+        return False
+    sharded = [p for p in parameter.placements if not isinstance(p, Replicate)]
+    return len(sharded) == 1 and type(sharded[0]) is Shard and sharded[0].dim == 0 and parameter.ndim > 0
+
+
+def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device: torch.device) -> Bucket:
+    """Pack this rank's rows into one flat buffer and start the all-gather.
+
+    FSDP2 cuts rows like torch.chunk: every rank holds ceil(rows / ranks), the last ones fewer or none, so each piece is
+    padded to that. 5 rows on 2 ranks: [0 1 2] and [3 4 pad].
+    """
+    first = waiting[0][1]
+    mesh_dim = next(i for i, p in enumerate(first.placements) if isinstance(p, Shard))
+    group = first.device_mesh.get_group(mesh_dim)
+    num_ranks = first.device_mesh.size(mesh_dim)
+    pieces = []
+    for name, parameter in waiting:
+        rows, row_numel = parameter.shape[0], math.prod(parameter.shape[1:])
+        pieces.append(Piece(name, parameter.shape, math.ceil(rows / num_ranks) * row_numel))
+    send = torch.empty(sum(p.numel for p in pieces), dtype=dtype, device=device)
+    offset = 0
+    for piece, (_, parameter) in zip(pieces, waiting, strict=True):
+        local = parameter.to_local().reshape(-1)
+        send[offset : offset + local.numel()].copy_(local)  # casts: half the traffic for bfloat16
+        offset += piece.numel
+    gathered = torch.empty(num_ranks, len(send), dtype=dtype, device=device)
+    # As bytes, because gloo does not know every dtype.
+    work = dist.all_gather_into_tensor(
+        gathered.view(-1).view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
+    )
+    return Bucket(pieces, send, gathered, work)
+
+
+def finish_gather(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    bucket.work.wait()
+    offset = 0
+    for piece in bucket.pieces:
+        rows = bucket.gathered[:, offset : offset + piece.numel].reshape(-1, *piece.shape[1:])
+        yield piece.name, rows[: piece.shape[0]]  # without the padding
+        offset += piece.numel
+
+
+@functools.cache
+def expected_parameters(model_path: str) -> dict[str, torch.Size]:
+    """Names and shapes of the checkpoint, from its config alone; tied weights appear once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
