@@ -11,9 +11,10 @@ import io
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import NoReturn, TypeVar, get_type_hints
 
 C = TypeVar("C")
 
@@ -22,7 +23,7 @@ class UserError(Exception):
     """Bad input. The message is one line that names the file, the field and the fix."""
 
 
-def exit_with(error: UserError) -> None:
+def exit_with(error: UserError) -> NoReturn:
     """Print the one line (rank 0 only) and leave with code 2, which no launcher should retry."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"error: {error}", file=sys.stderr)
@@ -51,6 +52,22 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
         raise UserError(f"{yaml_path or 'command line'}: {one_line(captured.getvalue())}") from None
     except ValueError as error:  # raised by a config's own __post_init__: a combination that cannot work
         raise UserError(f"{yaml_path or 'command line'}: {error}") from None
+
+
+def load_or_exit(root: type[C]) -> C:
+    """`load_config` of the command line; scripts call it before they import torch, so that mistakes show at once."""
+    try:
+        return load_config(root)
+    except UserError as error:
+        exit_with(error)
+
+
+def run_or_exit(main: Callable[[C], None], config: C) -> None:
+    """Run a script's main; bad input found on the way ends it with the one line and code 2."""
+    try:
+        main(config)
+    except UserError as error:
+        exit_with(error)
 
 
 def one_line(tyro_box: str) -> str:
