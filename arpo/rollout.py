@@ -213,7 +213,7 @@ class _Loop:
             max_tokens=self.cfg.max_response_tokens - start,
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
-            stop=stop_strings(live.group.prompt.tools),
+            stop=stop_strings(tuple(tag for tag in live.group.prompt.tools if tag in self.tools.tools)),
             seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
             num_entropy_tokens=self.num_entropy_tokens,
             num_top_logprobs=num_top,

@@ -34,6 +34,19 @@ class Tool(Protocol):
     async def aclose(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class MutedTool:
+    """Answers every call with the same refusal: the control that shows whether an agent needs the tool."""
+
+    tag: str
+
+    async def run(self, argument: str) -> ToolResult:
+        return ToolResult(f"Error: the {self.tag} tool is not available.", ok=False, error_kind="muted")
+
+    async def aclose(self) -> None:
+        """Nothing to release."""
+
+
 class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread of its own; finished calls are collected without blocking.
 

@@ -1,0 +1,98 @@
+"""The rollout on a real vLLM engine with real tokens: what the scripted tests cannot show."""
+
+import json
+
+import pytest
+import torch
+from fakes import EchoTool
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from arpo.engine import Engine
+from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Prompt, StopReason
+
+CFG = RolloutConfig(
+    group_size=6, max_response_tokens=380, max_tool_calls=3, max_result_tokens=60, answer_reserve_tokens=20
+)
+BRANCHING = BranchingConfig(num_initial_rollouts=3, weight=2.0, entropy_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_model_dir):
+    """(codec, groups): a rollout of four prompts with branching, tools answering after random delays."""
+    codec = Codec(AutoTokenizer.from_pretrained(tiny_model_dir))
+    engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=32)
+    engine = Engine(str(tiny_model_dir), engine_cfg, max_model_len=500, seed=0)
+    tools = [EchoTool("search", "the book", jitter_s=0.02), EchoTool("python", "42", jitter_s=0.02)]
+    runner = ToolRunner({tool.tag: tool for tool in tools})
+    messages = [{"role": "user", "content": "who wrote the book?"}]
+    prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(4)]
+    try:
+        groups = rollout(prompts, engine, runner, codec, CFG, BRANCHING, seed=1)
+        yield codec, groups, prompts, engine, runner
+    finally:
+        runner.close()
+        engine.close()
+
+
+def test_real_engine_fills_every_group_exactly(parts):
+    _, groups, prompts, *_ = parts
+    assert [g.prompt for g in groups] == prompts
+    assert all(len({t.trajectory_id for t in g.trajectories}) == 6 for g in groups)
+    assert all(len(t.token_ids) <= 380 for g in groups for t in g.trajectories)
+
+
+def test_real_engine_calls_tools_and_branches(parts):
+    trajectories = [t for g in parts[1] for t in g.trajectories]
+    assert any(c.executed for t in trajectories for c in t.tool_calls)
+    assert any(t.parent_id for t in trajectories)
+    assert {t.stop_reason for t in trajectories} <= {StopReason.EOS, StopReason.LENGTH, StopReason.TOOL_LIMIT}
+
+
+def test_rollout_logprobs_and_entropies_are_those_of_the_whole_response(parts, tiny_model_dir):
+    """Teacher-forced over prompt, turns and results at once: any misplaced token, mask or fork would show here."""
+    codec, groups, *_ = parts
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    for group in groups:
+        for t in group.trajectories:
+            ids = torch.tensor([[*group.prompt.token_ids, *t.token_ids]])  # (1, P + T)
+            with torch.no_grad():
+                logprobs = model(ids).logits.log_softmax(-1)[0, len(group.prompt.token_ids) - 1 : -1]  # (T, V)
+            ours = torch.tensor(t.rollout_logprobs)
+            mask = torch.tensor(t.loss_mask, dtype=torch.bool)
+            theirs = logprobs.gather(-1, torch.tensor(t.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-4, rtol=0)
+            entropy = -(logprobs.exp() * logprobs).sum(-1)  # (T,)
+            for turn in t.turns:
+                head = entropy[turn.start : min(turn.end, turn.start + 8)]
+                expected = float(head.mean()) / torch.log(torch.tensor(float(codec.vocab_size)))
+                assert turn.entropy == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_masked_tokens_are_exactly_the_results_that_were_read(parts):
+    codec, groups, *_ = parts
+    for t in (t for g in groups for t in g.trajectories):
+        results = "".join(f" <result>\n{c.result}\n</result>" for c in t.tool_calls if c.result)
+        assert codec.decode([x for x, m in zip(t.token_ids, t.loss_mask, strict=True) if not m]) == results
+
+
+def test_children_start_where_the_tool_result_of_their_parent_ends(parts):
+    for group in parts[1]:
+        by_id = {t.trajectory_id: t for t in group.trajectories}
+        for child in (t for t in group.trajectories if t.parent_id is not None):
+            parent = by_id[child.parent_id]
+            assert child.fork_at in {turn.result_end for turn in parent.turns}
+            assert child.token_ids[: child.fork_at] == parent.token_ids[: child.fork_at]
+            assert child.token_ids != parent.token_ids
+
+
+def test_the_same_seed_gives_the_same_trees_whatever_the_tool_latencies(parts):
+    codec, groups, prompts, engine, runner = parts
+    again = rollout(prompts, engine, runner, codec, CFG, BRANCHING, seed=1)
+    for old, new in zip(groups, again, strict=True):
+        assert [json.dumps(t.token_ids) for t in old.trajectories] == [
+            json.dumps(t.token_ids) for t in new.trajectories
+        ]
