@@ -72,8 +72,9 @@ def run_or_exit(main: Callable[[C], None], config: C) -> None:
 
 def one_line(tyro_box: str) -> str:
     """tyro explains itself in a drawn box of several lines; keep the words of it."""
-    text = re.sub(r"[^\x20-\x7e\n]", " ", tyro_box)
-    return re.sub(r"\s*-{5,}.*", "", re.sub(r"\s+", " ", text)).replace("Parsing error", "").strip()
+    text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]", " ", tyro_box))
+    text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
+    return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 
 
 def field_names(root: type, prefix: str = "") -> dict[str, bool]:
@@ -100,7 +101,10 @@ def check_known(key: str, known: dict[str, bool], where: str) -> None:
 
 
 def yaml_flags(path: Path, known: dict[str, bool]) -> list[str]:
-    """Nested YAML -> ["--section.field", "value", ...]; checks every key."""
+    """Nested YAML -> ["--section.field", "value", ...]; checks every key.
+
+    A top-level `base: other.yaml` (relative to the file) is read first, and what this file says overrides it.
+    """
     import yaml
 
     try:
@@ -111,7 +115,8 @@ def yaml_flags(path: Path, known: dict[str, bool]) -> list[str]:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
-    flags: list[str] = []
+    base = tree.pop("base", None)
+    flags = yaml_flags(path.parent / base, known) if base else []
 
     def walk(node: dict, prefix: str) -> None:
         for name, value in node.items():
