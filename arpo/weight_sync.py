@@ -10,10 +10,13 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from arpo.config import UserError
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,44 @@ def expected_parameters(model_path: str) -> dict[str, torch.Size]:
     """Names and shapes of the checkpoint, from its config alone; tied weights appear once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
     return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
+    """Compare the safetensors' headers with the config, before the long start; vLLM fills what is missing with garbage.
+
+    Raises UserError. A path that is no folder is a hub name, and other formats than safetensors are left to the loader.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder}: no config.json; model.path must be a Hugging Face model folder")
+    files = sorted(folder.glob("*.safetensors"))
+    if not needs_weights or (not files and any(folder.glob("*.bin"))):
+        return
+    if not files:
+        raise UserError(f"{folder}: no weights (*.safetensors); was the model saved completely?")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                names = tensors.keys()
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        except SafetensorError as error:
+            raise UserError(f"{file}: not a valid safetensors file ({error}); copy it again") from None
+    for name, shape in expected_parameters(model_path).items():
+        if name not in shapes:
+            raise UserError(f"{folder}: {name} is missing in the weights; was the model saved completely?")
+        if shapes[name] != tuple(shape):
+            raise UserError(
+                f"{folder}: {name} has shape {shapes[name]}, the config says {tuple(shape)}; which is right?"
+            )

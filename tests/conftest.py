@@ -1,8 +1,8 @@
 """Shared fixtures.
 
-`tiny_model_dir` is a folder with a random float32 Qwen3 (2 layers, width 64, tied head), a byte-level BPE tokenizer whose
-tags are single tokens, and a generation_config: everything that the trainer and vLLM read of a real model. Session-scoped
-and shared, so do not write into it; `build_tiny_model` makes variants.
+`tiny_model_dir` is a folder with a random float32 Qwen3 (2 layers, width 64, tied head), a byte-level BPE tokenizer
+whose tags are single tokens, and a generation_config: everything that the trainer and vLLM read of a real model. It is
+session-scoped and shared, so do not write into it; `build_tiny_model` makes variants.
 """
 
 from pathlib import Path
