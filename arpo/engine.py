@@ -90,9 +90,8 @@ class Running:
 class Engine:
     """vLLM with streaming requests, exact entropies, and weights that come from memory.
 
-    Under torchrun (torch.distributed initialised) every rank has its own, independent engine, but all ranks must
-    construct and sync together. `seed` should differ between ranks. vLLM draws from its own random state, never from
-    the caller's.
+    Under torchrun every rank has its own engine (initialise torch.distributed first). They sample independently, so
+    `seed` should differ, but all ranks must construct and sync together.
     """
 
     num_live: ClassVar[int] = 0
@@ -153,7 +152,7 @@ class Engine:
         except (ValueError, OSError, KeyError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            # Of pydantic's report only the sentence in its middle is for people.
+            # Of pydantic's report only the middle is for people.
             reason = re.sub(r".*validation error for \S+ (Value error, )?|\[type=.*", "", " ".join(str(error).split()))
             no_room = "cache" in reason.lower() and not on_gpu
             fix = "raise engine.kv_cache_gib" if no_room else "check model.path and the engine section"
@@ -223,21 +222,16 @@ class Engine:
         finish, stop_string = None, None
         if output.finished:
             del self.running[output.request_id]
-            finish, reason = completion.finish_reason, completion.stop_reason
+            finish = completion.finish_reason
             assert finish in ("stop", "length"), f"vLLM ended {output.request_id} with {finish}"
-            if finish == "stop":
-                finish, stop_string = ("stop", reason) if isinstance(reason, str) else ("eos", None)
+            if finish == "stop":  # the reason is the string, or the id of an end token, or None for the tokenizer's own
+                by_string = isinstance(completion.stop_reason, str)
+                finish, stop_string = ("stop", completion.stop_reason) if by_string else ("eos", None)
         num_top = request.spec.num_top_logprobs
-        return Chunk(
-            request_id=output.request_id,
-            token_ids=token_ids,
-            logprobs=[row[0] for row in rows],
-            entropies=[row[1] for row in rows[:wanted]],
-            top_logprobs=[row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else [],
-            finish=finish,
-            stop_string=stop_string,
-            num_cached_tokens=output.num_cached_tokens,
-        )
+        logprobs, entropies = [row[0] for row in rows], [row[1] for row in rows[:wanted]]
+        top = [row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else []
+        cached = output.num_cached_tokens
+        return Chunk(output.request_id, token_ids, logprobs, entropies, top, finish, stop_string, cached)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget these requests; unknown or finished ones are ignored."""
@@ -333,9 +327,7 @@ class Engine:
             callers.restore()
 
 
-def sampled_and_entropy(
-    logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: int, temperature: float
-) -> torch.Tensor:
+def sampled_and_entropy(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: int, temperature: float):
     """(N, V) log-softmax at temperature 1, (N,) sampled ids -> (N, 2 + num_top): [sampled, entropy, top 1, ..., top K].
 
     The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a

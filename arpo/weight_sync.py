@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from arpo.config import UserError
 
+# torch 2.13 renamed it, and warns about the old name.
+all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -105,9 +108,7 @@ def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device:
         offset += piece.numel
     gathered = torch.empty(num_ranks, len(send), dtype=dtype, device=device)
     # As bytes, because gloo does not know every dtype.
-    work = dist.all_gather_into_tensor(
-        gathered.view(-1).view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
-    )
+    work = all_gather_flat(gathered.view(-1).view(torch.uint8), send.view(torch.uint8), group=group, async_op=True)
     return Bucket(pieces, send, gathered, work)
 
 
