@@ -1,0 +1,175 @@
+"""Rows and padding-free micro-batches.
+
+Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row, N tokens of all rows together.
+Rows lie one behind the other in one sequence of N tokens, position ids restart at 0 for each row, and no attention mask
+is passed: transformers derives the block-diagonal mask from the positions (with use_cache=False).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from arpo.options import AdvantageConfig
+from arpo.trajectory import Group, StopReason
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to train on. The response-aligned arrays have the length of `response_ids`."""
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    loss_mask: np.ndarray
+    """1 = counts in the loss."""
+    advantage: float = 0.0
+    rollout_logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.response_ids) == len(self.loss_mask)
+        assert self.rollout_logprobs is None or len(self.rollout_logprobs) == len(self.response_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class MicroBatch:
+    """What one forward/backward pass sees. All (B, T) tensors are aligned with the responses, 0 beyond a row's end."""
+
+    input_ids: torch.Tensor
+    """(1, N)"""
+    position_ids: torch.Tensor
+    """(1, N), from 0 within each row"""
+    predict_from: torch.Tensor
+    """(B, T) flat position whose hidden state predicts response token (b, t): the position just before it"""
+    targets: torch.Tensor
+    """(B, T) response token ids"""
+    loss_mask: torch.Tensor
+    """(B, T) bool"""
+    advantages: torch.Tensor
+    """(B, T)"""
+    rollout_logprobs: torch.Tensor
+    """(B, T) float32"""
+    old_logprobs: torch.Tensor | None = None
+    """(B, T), filled before the update"""
+    old_entropies: torch.Tensor | None = None
+    """(B, T) nats, filled with old_logprobs"""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows with at least one loss token."""
+        return int(self.loss_mask.any(dim=1).sum())
+
+    def to(self, device: torch.device) -> MicroBatch:
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
+        return MicroBatch(**moved)
+
+
+def training_rows(groups: list[Group], cfg: AdvantageConfig) -> list[Row]:
+    """Trajectories with an advantage -> rows; those that ended in an error of ours teach nothing.
+
+    With dead_groups "drop", groups without reward differences (all advantages 0) are left out.
+    """
+    rows = []
+    for group in groups:
+        usable = [t for t in group.trajectories if t.stop_reason != StopReason.ERROR and t.advantage is not None]
+        if cfg.dead_groups == "drop" and all(t.advantage == 0.0 for t in usable):
+            continue
+        rows += [
+            Row(
+                prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
+                response_ids=np.asarray(t.token_ids, dtype=np.int64),
+                loss_mask=np.asarray(t.loss_mask, dtype=np.int64),
+                advantage=t.advantage,
+                rollout_logprobs=np.asarray(t.rollout_logprobs, dtype=np.float32),
+            )
+            for t in usable
+        ]
+    return rows
+
+
+def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
+    """Indices per rank, balanced by tokens: longest first, each to the rank that has least so far. Deterministic."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += lengths[index]
+    return shares
+
+
+def pack(lengths: list[int], max_tokens: int, num_bins: int = 0) -> list[list[int]]:
+    """First-fit-decreasing: indices into bins of at most `max_tokens`; at least `num_bins` bins, some maybe empty.
+
+    Raises ValueError where one length alone exceeds the budget.
+    """
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[index] > max_tokens:
+            raise ValueError(
+                f"a sequence of {lengths[index]} tokens does not fit into update.max_tokens_per_microbatch={max_tokens}"
+            )
+        for b, load in enumerate(loads):
+            if load + lengths[index] <= max_tokens:
+                break
+        else:
+            b = len(bins)
+            bins.append([])
+            loads.append(0)
+        bins[b].append(index)
+        loads[b] += lengths[index]
+    return bins
+
+
+def microbatches(rows: list[Row], rank: int, world_size: int, max_tokens: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a global mini-batch.
+
+    Every rank passes the same rows and computes the same plan. All ranks get the same number of micro-batches (FSDP2's
+    collectives must match): a rank that has fewer gets empty ones, of one token that counts nowhere.
+    """
+    lengths = [row.num_tokens for row in rows]
+    shares = assign_to_ranks(lengths, world_size)
+    plans = [pack([lengths[i] for i in share], max_tokens) for share in shares]
+    num_bins = max(len(plan) for plan in plans)
+    plan = pack([lengths[i] for i in shares[rank]], max_tokens, num_bins)
+    return [collate([rows[shares[rank][i]] for i in bin_]) for bin_ in plan]
+
+
+def collate(rows: list[Row]) -> MicroBatch:
+    """Rows -> tensors. No rows give the empty micro-batch."""
+    rows = rows or [Row(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))]
+    longest = max(len(row.response_ids) for row in rows)
+
+    def padded(values: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:  # (B, T)
+        out = torch.zeros(len(rows), longest, dtype=dtype)
+        for i, value in enumerate(values):
+            out[i, : len(value)] = torch.as_tensor(value, dtype=dtype)
+        return out
+
+    starts = np.cumsum([0, *[row.num_tokens for row in rows[:-1]]])
+    firsts = [start + len(row.prompt_ids) - 1 for start, row in zip(starts, rows, strict=True)]
+    assert all(len(row.prompt_ids) for row in rows), "a row needs a prompt token to predict its first response token from"
+    zeros = [np.zeros(len(row.response_ids), np.float32) for row in rows]
+    loss_mask = padded([row.loss_mask for row in rows], torch.bool)
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate([np.r_[row.prompt_ids, row.response_ids] for row in rows]))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(row.num_tokens) for row in rows]))[None],
+        predict_from=padded([f + np.arange(len(r.response_ids)) for f, r in zip(firsts, rows, strict=True)], torch.long),
+        targets=padded([row.response_ids for row in rows], torch.long),
+        loss_mask=loss_mask,
+        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[:, None] * loss_mask,
+        rollout_logprobs=padded(
+            [z if row.rollout_logprobs is None else row.rollout_logprobs for z, row in zip(zeros, rows, strict=True)],
+            torch.float32,
+        ),
+    )

@@ -1,0 +1,131 @@
+"""Ranks: start and end of the process group, the device mesh, reductions, seeds, timers.
+
+Works under torchrun and as a plain single process (then world size 1), on CPU (gloo) and GPU (nccl, gloo for CPU data).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from arpo.trajectory import Metrics
+
+T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """1-D, named "dp"."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank. Picklable Python objects; travels over gloo."""
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """Sums over ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def reduce_metrics(self, metrics: Metrics) -> Metrics:
+        """Merge the metrics of all ranks by their declared reduction."""
+        merged = Metrics()
+        for part in self.all_gather_objects(metrics):
+            merged.merge(part)
+        return merged
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave together; the group may already be gone where a vLLM engine was shut down."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def init(timeout_minutes: float = 60.0) -> Ranks:
+    """Join the process group of torchrun's environment, or make one of a single rank.
+
+    The timeout must exceed the slowest legal rollout: ranks wait for each other there.
+    """
+    _die_with_parent()
+    cuda = torch.cuda.is_available()
+    if not cuda and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+        }  # fmt: skip
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh)
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGKILL this worker when torchrun dies; torchrun itself does not see to that, and orphans keep the GPU."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class Timers:
+    """Seconds per named phase.
+
+    >>> timers = Timers()
+    >>> with timers("rollout"): pass
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self, prefix: str = "") -> dict[str, float]:
+        return {prefix + name: value for name, value in self._seconds.items()}
