@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from arpo.config import UserError
 from arpo.options import EngineConfig
@@ -164,15 +165,15 @@ class Engine:
         return len(self.running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
-        """Queue one request; the next `step` starts it. It may end early, as "length", at max_model_len.
-
-        Raises ValueError when the prompt alone does not fit.
-        """
+        """Queue one request; the next `step` starts it. At max_model_len it ends as "length", whatever max_tokens says."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         assert self.state == "ready", f"submit while the engine is {self.state}"
         assert request_id not in self.running, f"{request_id} is already in flight"
+        assert len(token_ids) < self.max_model_len, (
+            f"{request_id}: {len(token_ids)} prompt tokens leave no room to sample"
+        )
         assert spec.num_top_logprobs <= MAX_TOP_LOGPROBS, spec
         assert spec.temperature == 0 or spec.temperature >= 0.01, "vLLM rounds lower temperatures up to 0.01"
         assert not self.running or spec.temperature == self.temperature, (
@@ -247,14 +248,14 @@ class Engine:
         """vLLM has no entropy output, but gathers logprobs from the full log-softmax here; so we do that part."""
         from vllm.v1.outputs import LogprobsTensors
 
-        def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
             values = sampled_and_entropy(logprobs, token_ids, num_logprobs - 1, self.temperature)
             ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
             return LogprobsTensors(ids, values, torch.ones_like(token_ids))
 
         worker.model_runner.sampler.gather_logprobs = gather_logprobs
 
-    def sync_weights(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def sync_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the trainer's weights. Collective; every rank passes all parameters, in the same order.
 
         Names as in the Hugging Face checkpoint, tied weights once; plain tensors or FSDP2 shards (reshard the model
@@ -264,7 +265,7 @@ class Engine:
         assert self.state != "asleep", "wake_up before sync_weights"
         missing = dict(expected_parameters(self.model_path))
 
-        def checked() -> Iterator[tuple[str, torch.Tensor]]:
+        def checked() -> Iterator[tuple[str, Tensor]]:
             # vLLM would only log a parameter that never came, and go on with the old one.
             for name, tensor in full_tensors(named_parameters, dtype=self.dtype, device=self.device):
                 assert missing.pop(name, None) == tensor.shape, f"{name} {tuple(tensor.shape)} is not in the checkpoint"
@@ -327,7 +328,7 @@ class Engine:
             callers.restore()
 
 
-def sampled_and_entropy(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: int, temperature: float):
+def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:
     """(N, V) log-softmax at temperature 1, (N,) sampled ids -> (N, 2 + num_top): [sampled, entropy, top 1, ..., top K].
 
     The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a

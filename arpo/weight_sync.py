@@ -21,6 +21,9 @@ from arpo.config import UserError
 # torch 2.13 renamed it, and warns about the old name.
 all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
+# On the CPU, buffers above malloc's 32 MiB are fresh pages each time, and faulting them in costs more than the gather.
+BUCKET_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -46,13 +49,14 @@ def full_tensors(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    bucket_bytes: int = 128 << 20,
+    bucket_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream (name, full tensor of `dtype` on `device`) in the given order. Collective over the shards' mesh.
 
     Every rank must pass the same parameters in the same order and exhaust the iterator. Peak extra memory is about two
     buckets (`bucket_bytes` of full tensors each, or one parameter where that is larger). Plain tensors count as full.
     """
+    bucket_bytes = bucket_bytes or BUCKET_BYTES[device.type]
     waiting: list[tuple[str, DTensor]] = []
     in_flight: Bucket | None = None
     num_bytes = 0

@@ -3,7 +3,6 @@
 A bucket of 40 KB makes several buckets, and one parameter (the embedding) that is larger than a bucket.
 """
 
-import functools
 import sys
 
 import torch
@@ -13,10 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-import arpo.engine
 from arpo.engine import Engine, SamplingSpec
 from arpo.options import EngineConfig
-from arpo.weight_sync import full_tensors
+from arpo.weight_sync import BUCKET_BYTES, full_tensors
 
 
 def main(folder: str) -> None:
@@ -44,8 +42,10 @@ def main(folder: str) -> None:
             assert all(torch.equal(gathered[name], plain[name].to(dtype)) for name in plain)
 
     cfg = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=8, max_num_batched_tokens=512)
+    random_state = torch.get_rng_state()
     engine = Engine(folder, cfg, max_model_len=128, seed=rank, load_weights=False)
-    arpo.engine.full_tensors = functools.partial(full_tensors, bucket_bytes=40_000)
+    assert torch.equal(random_state, torch.get_rng_state()), "vLLM seeded the trainer's generator"
+    BUCKET_BYTES["cpu"] = 40_000
     engine.sync_weights(model.named_parameters())
 
     # Different prompts and numbers of steps on the two ranks: the engines are independent.

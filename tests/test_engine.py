@@ -18,7 +18,9 @@ from arpo.config import UserError
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.options import EngineConfig
 
-CFG = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=16, max_num_batched_tokens=512)
+CFG = EngineConfig(
+    dtype="float32", kv_cache_gib=0.03, max_num_seqs=16, max_num_batched_tokens=512, gpu_memory_utilization=0.2
+)
 MAX_MODEL_LEN = 256
 END_TOKEN_IDS = (296, 298)  # <|endoftext|>, <|im_end|>
 
@@ -59,6 +61,8 @@ def engine(shared_engine, hf):
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory):
     """(engine, HF model) with a head of its own; the folder has no weights, so the engine's come from sync_weights."""
+    if torch.cuda.is_available():
+        pytest.skip("vLLM's sleep mode allows one engine per process on a GPU")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = build_tiny_model(tmp_path_factory.mktemp("untied"), tied=False, weights=False)
@@ -118,28 +122,24 @@ def assert_matches(chunk: Chunk, logprobs: torch.Tensor) -> None:
 # ------------------------------------------------------------------------------------------- what is reported
 
 
-def test_logprobs_and_entropies_are_those_of_the_hf_model_for_requests_that_come_and_go(engine, hf):
-    # given three requests of different lengths, one of which joins while the others decode
+def test_logprobs_and_entropies_are_those_of_the_hf_model_while_requests_come_and_go(engine, hf):
+    # given two requests of different lengths, and a third that joins while they decode
     spec = SamplingSpec(max_tokens=6, num_entropy_tokens=-1, seed=1)
-    requests = {"short": (prompt_of(3), spec), "long": (prompt_of(70, 1), replace(spec, max_tokens=20, seed=2))}
-    late = (prompt_of(40, 2), replace(spec, max_tokens=9, seed=3))
-    for request_id, (prompt, request_spec) in requests.items():
-        engine.submit(request_id, prompt, request_spec)
-    done = {c.request_id: c for _ in range(2) for c in engine.step()}
-    done = {request_id: None for request_id in done}
-    engine.abort(list(done))
+    early = {"short": (prompt_of(3), spec), "long": (prompt_of(70, 1), replace(spec, max_tokens=20, seed=2))}
+    late = {"late": (prompt_of(40, 2), replace(spec, max_tokens=9, seed=3))}
 
     # when
-    for request_id, (prompt, request_spec) in requests.items():
+    done: dict[str, Chunk] = {}
+    for request_id, (prompt, request_spec) in early.items():
         engine.submit(request_id, prompt, request_spec)
     for _ in range(3):
         for chunk in engine.step():
-            done[chunk.request_id] = join(done[chunk.request_id], chunk)
-    for request_id, chunk in run(engine, {"late": late}).items():
+            done[chunk.request_id] = join(done.get(chunk.request_id), chunk)
+    for request_id, chunk in run(engine, late).items():
         done[request_id] = join(done.get(request_id), chunk)
 
     # then
-    for request_id, (prompt, request_spec) in {**requests, "late": late}.items():
+    for request_id, (prompt, request_spec) in (early | late).items():
         chunk = done[request_id]
         logprobs = hf_logprobs(hf, prompt, chunk.token_ids)
         assert_matches(chunk, logprobs)
@@ -294,6 +294,18 @@ def test_sampling_leaves_the_callers_random_generators_alone(engine):
     assert first.token_ids != second.token_ids  # its own generator moves on
 
 
+def test_a_prompt_that_does_not_fit_is_refused_and_leaves_nothing_behind(engine):
+    with pytest.raises(AssertionError, match="no room"):
+        engine.submit("a", prompt_of(MAX_MODEL_LEN), SamplingSpec(max_tokens=1))
+    assert engine.num_running == 0
+
+
+def test_a_request_ends_as_length_where_the_context_ends(engine):
+    prompt = prompt_of(MAX_MODEL_LEN - 3)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=50, temperature=0.0))})["a"]
+    assert (chunk.finish, len(chunk.token_ids)) == ("length", 3)
+
+
 def test_requests_of_two_temperatures_do_not_fly_together(engine):
     engine.submit("a", prompt_of(5), SamplingSpec(max_tokens=5))
     with pytest.raises(AssertionError, match="temperature"):
@@ -343,6 +355,16 @@ def test_no_sync_while_requests_run(engine, hf):
     engine.submit("a", prompt_of(5), SamplingSpec(max_tokens=5))
     with pytest.raises(AssertionError, match="requests run"):
         engine.sync_weights(hf.named_parameters())
+
+
+def test_after_sleep_and_wake_up_a_sync_makes_it_sample_again(engine, hf):
+    free_awake = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    engine.sleep()
+    if torch.cuda.is_available():
+        assert torch.cuda.mem_get_info()[0] - free_awake > 2**30, "the KV cache is still there"
+    engine.wake_up()
+    engine.sync_weights(hf.named_parameters())
+    assert_samples_like(engine, hf)
 
 
 @pytest.mark.slow
@@ -398,6 +420,8 @@ def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, cap
         edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     elif damage == "wrong_shape":
         edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+    elif torch.cuda.is_available():
+        pytest.skip("kv_cache_gib is the CPU's")
     else:
         cfg = replace(CFG, kv_cache_gib=1e-5)
     capfd.readouterr()

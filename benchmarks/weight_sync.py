@@ -1,0 +1,126 @@
+"""How long the policy's new weights take from FSDP2 shards to the engine, against one memcpy of the same bytes.
+
+    python benchmarks/weight_sync.py [--quick]          (starts its own ranks: one per GPU, two on a machine without)
+
+Also shown: the same sync with one all-gather per parameter, which is what `DTensor.full_tensor` does.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def write_config(folder: str, *, quick: bool) -> None:
+    """A Qwen3 config of 60M or 0.6B parameters and a one-word tokenizer; nobody reads a text here."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    small = {"vocab_size": 32_768, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    large = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64 if quick else 128}
+    config = Qwen3Config(**(small if quick else large), **heads, tie_word_embeddings=True)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+
+
+def seconds(action: Callable[[], object], repeats: int) -> float:
+    """Median over repeats of the slowest rank's time, after one warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        elapsed = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        times.append(elapsed.item())
+    return statistics.median(times[1:])
+
+
+def memcpy_seconds(num_parameters: int, device: torch.device, repeats: int) -> float:
+    source = torch.zeros(num_parameters, dtype=torch.bfloat16, device=device)
+    target = torch.ones_like(source)
+    return seconds(lambda: target.copy_(source), repeats)
+
+
+def measure(folder: str, *, quick: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from arpo.engine import Engine
+    from arpo.options import EngineConfig
+    from arpo.weight_sync import full_tensors
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    cfg = EngineConfig(gpu_memory_utilization=0.3, kv_cache_gib=0.1, max_num_seqs=8, max_num_batched_tokens=512)
+    engine = Engine(folder, cfg, max_model_len=256, seed=dist.get_rank(), load_weights=False)
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
+            yield name, parameter.detach().to(torch.bfloat16).full_tensor()
+
+    def gather_only() -> None:
+        for _ in full_tensors(model.named_parameters(), dtype=torch.bfloat16, device=device):
+            pass
+
+    num_parameters = sum(p.numel() for p in model.parameters())
+    repeats = 5 if quick else 3
+    baseline = memcpy_seconds(num_parameters, device, repeats)
+    gather = seconds(gather_only, repeats)
+    ours = seconds(lambda: engine.sync_weights(model.named_parameters()), repeats)
+    per_parameter = seconds(lambda: engine.sync_weights(one_by_one()), repeats)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    engine.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        mib = num_parameters * 2 / 2**20
+        print(f"{num_parameters / 1e6:.0f}M parameters, {mib:.0f} MiB in bfloat16, {ranks} ranks on {device.type}")
+        print(f"memcpy {baseline:.3f} s | sync {ours:.3f} s, of which gather {gather:.3f} s")
+        print(f"sync with one all-gather per parameter {per_parameter:.3f} s ({per_parameter / ours:.2f}x ours)")
+        result = {"name": "weight_sync", "ratio": baseline / ours, "ours": ours, "baseline": baseline, "unit": "s"}
+        print(json.dumps({**result, "gather": gather, "per_parameter": per_parameter, "mib": mib, "ranks": ranks}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="60M parameters instead of 0.6B, under a minute")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.folder:
+        measure(args.folder, quick=args.quick)
+        return
+    ranks = torch.cuda.device_count() or 2
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(folder, quick=args.quick)
+        quick = ["--quick"] if args.quick else []
+        sys.exit(subprocess.run([*launch, "--folder", folder, *quick], env=environment).returncode)
+
+
+if __name__ == "__main__":
+    main()
