@@ -1,6 +1,6 @@
 """Evaluation: the rollout of training, without branching, over question files; accuracy, Pass@k, tool calls, report.
 
-    torchrun --nproc_per_node 8 evaluate.py configs/eval.yaml --model.path runs/arpo_7b/hf --eval.files data/aime24.jsonl
+    torchrun --nproc_per_node 8 evaluate.py --model.path runs/arpo_7b/hf --eval.files aime24.jsonl gaia.jsonl
 
 Writes runs/NAME/{scores.json, report.md, config.yaml, trajectories/<file>_000000.jsonl}.
 """
@@ -52,7 +52,9 @@ class EvalConfig:
             raise ValueError(f"eval.num_samples={self.eval.num_samples} must be at least 1")
 
 
-CONFIG = load_or_exit(EvalConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
+CONFIG = (
+    load_or_exit(EvalConfig) if __name__ == "__main__" else None
+)  # before torch: --help and mistakes answer at once
 
 import json  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -61,7 +63,7 @@ from pathlib import Path  # noqa: E402
 from arpo import distributed  # noqa: E402
 from arpo.data import load_prompts, tokenize_prompts  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
-from arpo.evals import score_table, summarize  # noqa: E402
+from arpo.evals.summary import score_table, summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.model import check_model_folder, load_tokenizer  # noqa: E402
 from arpo.protocol import Codec, with_system_prompt  # noqa: E402

@@ -1,8 +1,8 @@
 """Agentic RL with real tools inside the rollout: GRPO, ARPO and AEPO are settings of this one script.
 
-    torchrun --nproc_per_node 8 train_rl.py configs/arpo_7b.yaml --model.path runs/sft/hf --run.name arpo_7b
+    torchrun --nproc_per_node 8 train_rl.py configs/arpo_7b.yaml --model.path runs/sft_7b/hf
 
-A step, top to bottom in `main`: rollout -> reward -> advantage -> policy update -> weight sync -> log / validate / save.
+A step, top to bottom in `main`: rollout -> reward -> advantage -> policy update -> weight sync -> validate, log, save.
 Every rank samples its share of the prompts with its own vLLM engine and trains its share of the tokens with FSDP2.
 """
 
@@ -79,7 +79,9 @@ class RLConfig:
                 f"data.max_prompt_tokens + rollout.max_response_tokens = {self.max_model_len} tokens; raise it"
             )
         if rollout.temperature <= 0:
-            raise ValueError("rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from")
+            raise ValueError(
+                "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from"
+            )
 
 
 CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
@@ -95,12 +97,13 @@ from arpo.advantages import assign_advantages  # noqa: E402
 from arpo.batch import MicroBatch, microbatches, training_rows  # noqa: E402
 from arpo.checkpoint import Checkpoints, export_hf  # noqa: E402
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts  # noqa: E402
+from arpo.distributed import Ranks  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
-from arpo.evals import summarize  # noqa: E402
+from arpo.evals.summary import summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.losses import policy_loss  # noqa: E402
-from arpo.metrics import mismatch_metrics, rollout_metrics  # noqa: E402
-from arpo.model import check_model_folder, load_policy, load_tokenizer  # noqa: E402
+from arpo.metrics import rollout_metrics  # noqa: E402
+from arpo.model import Policy, check_model_folder, load_policy, load_tokenizer  # noqa: E402
 from arpo.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
 from arpo.protocol import Codec, with_system_prompt  # noqa: E402
 from arpo.rewards import load_custom, score_groups  # noqa: E402
@@ -116,8 +119,8 @@ def main(cfg: RLConfig) -> None:
     # ---- everything that can be wrong is found before a model is loaded
     if cfg.data.num_prompts_per_step % dist.world_size:
         raise UserError(
-            f"data.num_prompts_per_step={cfg.data.num_prompts_per_step} is not a multiple of the {dist.world_size} ranks; "
-            f"change it or --nproc_per_node"
+            f"data.num_prompts_per_step={cfg.data.num_prompts_per_step} is not a multiple of the "
+            f"{dist.world_size} ranks; change it or --nproc_per_node"
         )
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     codec = Codec(load_tokenizer(cfg.model.path), enable_thinking=cfg.model.enable_thinking)
@@ -142,7 +145,9 @@ def main(cfg: RLConfig) -> None:
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
     log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, from step {done_steps}")
 
-    def sample(prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str) -> list[Group]:
+    def sample(
+        prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str
+    ) -> list[Group]:
         """All ranks sample their share; every rank gets all groups, scored, in the order of `prompts`."""
         share = prompts[dist.rank :: dist.world_size]
         with log.progress(len(share) * rollout_cfg.group_size, description, "trajectory") as bar:
@@ -176,57 +181,173 @@ def main(cfg: RLConfig) -> None:
             prompts = [train_prompts[i] for i in order.indices(step - 1)]
             groups = sample(prompts, cfg.rollout, cfg.branching, step, f"step {step} rollout")
             engine.sleep()
-        metrics.merge(rollout_metrics(groups))
+        metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
 
-        # ---- advantages
+        # ---- advantages, and mini-batches of whole groups
         assign_advantages(groups, cfg.advantage)
+        size = cfg.update.num_prompts_per_minibatch
+        minibatches = [
+            microbatches(rows, dist.rank, dist.world_size, cfg.update.max_tokens_per_microbatch)
+            for start in range(0, len(groups), size)
+            if (rows := training_rows(groups[start : start + size], cfg.advantage))
+        ]
 
-        # ---- policy update: a few optimizer steps on mini-batches of whole groups
+        # ---- policy update: one optimizer step per mini-batch
+        with timers("old_logprobs"):
+            for micros in minibatches:
+                metrics.merge(fill_old_logprobs(policy, micros, cfg))
         with timers("update"):
-            size = cfg.update.num_prompts_per_minibatch
-            minibatches = [
-                microbatches(rows, dist.rank, dist.world_size, cfg.update.max_tokens_per_microbatch)
-                for start in range(0, len(groups), size)
-                if (rows := training_rows(groups[start : start + size], cfg.advantage))
-            ]
-            if cfg.loss.old_logprobs == "recompute":
-                for micros in minibatches:
-                    fill_old_logprobs(policy, micros, cfg.rollout.temperature)
-            metrics.merge(mismatch_metrics(minibatches))
             for epoch in range(cfg.update.num_epochs):
                 for index, micros in enumerate(minibatches):
                     update = (step - 1) * cfg.num_updates_per_step + epoch * len(minibatches) + index
                     lr = set_learning_rate(optimizer, update, num_steps * cfg.num_updates_per_step, cfg.optim)
-                    metrics.merge(update_policy(policy, optimizer, micros, cfg, dist))
                     metrics.mean("optim/lr", lr)
+                    is_first = epoch == 0 and index == 0
+                    try:
+                        metrics.merge(update_policy(policy, optimizer, micros, cfg, dist, is_first=is_first))
+                    except FloatingPointError:
+                        log.trajectories(step, groups, kind="nonfinite")
+                        raise
 
         # ---- the engine samples from the new policy
         with timers("sync"):
             engine.wake_up()
             engine.sync_weights(policy.hf_parameters())
 
-        # ---- log, validate, save
-        last = step == num_steps
+        # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
+        is_last = step == num_steps
         values = {}
-        if valid_prompts and cfg.run.validate_every and (last or step % cfg.run.validate_every == 0):
+        if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
                 values = validate(step)
-        if last or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            with timers("save"):
-                folder = checkpoints.save(step, policy, optimizer)
-                if cfg.run.save_hf:
-                    export_hf(policy, folder / "hf", cfg.model.path)
         values |= dist.reduce_metrics(metrics).values() | timers.seconds(prefix="time/")
         values["time/step"] = time.perf_counter() - started
         log.scalars(step, values)
-        if cfg.run.dump_every and (last or step % cfg.run.dump_every == 0):
+        if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, groups)
             log.transcripts(step, groups, tag="train")
         log.line(console_line(step, num_steps, values))
+        if is_last or (cfg.run.save_every and step % cfg.run.save_every == 0):
+            folder = checkpoints.save(step, policy, optimizer)
+            if cfg.run.save_hf:
+                export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
 
-    curve = log.curve(["reward/mean", "valid/accuracy"])
-    log.line(f"curve: {curve}\ntensorboard --logdir {run_dir / 'tb'}")
+    log.line(f"curve: {log.curve(['reward/mean', 'valid/accuracy'])}\ntensorboard --logdir {run_dir / 'tb'}")
     log.close()
     tools.close()
     engine.close()
     dist.close()
+
+
+def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
+    if not file:
+        return []
+    return tokenize_prompts(
+        load_prompts(file),
+        lambda messages: codec.render_prompt(with_system_prompt(messages, cfg.system_prompt)),
+        cfg.max_prompt_tokens,
+        cfg.overlong,
+        file,
+    )
+
+
+def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: RLConfig) -> Metrics:
+    """The policy's logprobs and entropies before the update, and how far vLLM's logprobs are from them."""
+    metrics = Metrics()
+    for micro in micros:
+        with torch.no_grad():
+            micro.old_logprobs, micro.old_entropies = policy(micro, cfg.rollout.temperature)
+        if num_tokens := micro.num_loss_tokens:
+            difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
+            metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)
+            metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
+            metrics.sum("tokens/trained", micro.input_ids.numel() * cfg.update.num_epochs)
+        if cfg.loss.old_logprobs == "rollout":
+            micro.old_logprobs = micro.rollout_logprobs
+    return metrics
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    micros: list[MicroBatch],
+    cfg: RLConfig,
+    dist: Ranks,
+    *,
+    is_first: bool,
+) -> Metrics:
+    """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
+    metrics, temperature = Metrics(), cfg.rollout.temperature
+    num_tokens, num_sequences = dist.all_reduce_sum(
+        sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
+    )
+    statistics = None
+    if cfg.loss.entropy_balanced_advantage:
+        # Of the current policy; before the first step that is the policy the old logprobs came from.
+        statistics = entropy_statistics(policy, micros, temperature, dist, reuse_old=is_first)
+
+    for micro in micros:
+        logprobs, entropies = policy(micro, temperature)  # (B, T)
+        loss, loss_metrics = policy_loss(
+            logprobs,
+            micro.old_logprobs,
+            micro.advantages,
+            micro.loss_mask,
+            entropy=entropies,
+            clip_low=cfg.loss.clip_low,
+            clip_high=cfg.loss.clip_high,
+            dual_clip=cfg.loss.dual_clip,
+            entropy_balanced_clipping=cfg.loss.entropy_balanced_clipping,
+            entropy_balanced_advantage=cfg.loss.entropy_balanced_advantage,
+            entropy_advantage_weight=cfg.loss.entropy_advantage_weight,
+            entropy_statistics=statistics,
+            aggregation=cfg.loss.aggregation,
+            denominators=num_tokens if cfg.loss.aggregation == "token_mean" else num_sequences,
+        )
+        # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
+        (loss * dist.world_size).backward()
+        metrics.merge(loss_metrics)
+        metrics.sum("loss/policy", float(loss) / cfg.num_updates_per_step)
+
+    metrics.mean("optim/grad_norm", clip_grad_norm(policy, cfg.optim.max_grad_norm))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return metrics
+
+
+def entropy_statistics(
+    policy: Policy, micros: list[MicroBatch], temperature: float, dist: Ranks, *, reuse_old: bool
+) -> tuple[float, float]:
+    """(mean, std) of the policy's token entropies over all loss tokens of the global mini-batch (AEPO)."""
+    count = total = squares = 0.0
+    for micro in micros:
+        entropies = micro.old_entropies
+        if not reuse_old:
+            with torch.no_grad():
+                _, entropies = policy(micro, temperature)
+        values = entropies[micro.loss_mask].double()
+        count, total, squares = count + len(values), total + float(values.sum()), squares + float((values**2).sum())
+    count, total, squares = dist.all_reduce_sum(count, total, squares)
+    mean = total / count
+    return mean, max(squares / count - mean**2, 0.0) ** 0.5
+
+
+def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
+    parts = [
+        f"step {step}/{num_steps}",
+        f"reward {values['reward/mean']:+.3f}",
+        f"solved {values['reward/solved_share']:.2f}",
+        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/executed']:.0f})",
+        f"branches {values['branching/branches_per_prompt']:.1f}",
+        f"tokens {values['response/tokens']:.0f}",
+        f"entropy {values.get('loss/entropy', float('nan')):.2f}",
+        f"kl {values.get('mismatch/kl', float('nan')):.1e}",
+        f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
+    ]
+    if "valid/accuracy" in values:
+        parts.append(f"valid {values['valid/accuracy']:.3f}")
+    return "  ".join(parts)
+
+
+if __name__ == "__main__":
+    run_or_exit(main, CONFIG)
