@@ -159,6 +159,14 @@ def test_logprobs_are_of_the_tempered_policy_but_entropies_are_at_temperature_on
         torch.testing.assert_close(torch.tensor(chunk.entropies), entropies, atol=1e-4, rtol=0)
 
 
+def test_top_p_narrows_what_is_sampled_but_not_what_is_reported(engine, hf):
+    prompt = prompt_of(10)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=20, top_p=0.01, num_entropy_tokens=-1, seed=4))})["a"]
+    logprobs = hf_logprobs(hf, prompt, chunk.token_ids)
+    assert chunk.token_ids == logprobs.argmax(-1).tolist()  # the nucleus is the likeliest token alone
+    assert_matches(chunk, logprobs)
+
+
 def test_greedy_tokens_carry_the_logprobs_of_temperature_one(engine, hf):
     chunk = run(engine, {"a": (prompt_of(10), SamplingSpec(max_tokens=8, temperature=0.0))})["a"]
     assert chunk.token_ids == hf_greedy(hf, prompt_of(10), 8)
