@@ -178,9 +178,14 @@ class Metrics:
         total = max(old, float(value)) if op == "max" else old + float(value)
         self._entries[name] = (op, total, old_weight + weight)
 
-    def merge(self, other: Metrics) -> None:
+    def merge(self, other: Metrics, prefix: str = "") -> None:
+        """Take over the other's numbers, as `prefix` + name."""
         for name, (op, value, weight) in other._entries.items():
-            self._add(name, op, value, weight)
+            self._add(prefix + name, op, value, weight)
+
+    def __getitem__(self, name: str) -> float:
+        """The reduced value; KeyError where nothing was added."""
+        return self.values()[name]
 
     def values(self) -> dict[str, float]:
         return {
