@@ -1,0 +1,127 @@
+r"""From a finished trajectory to a number.
+
+-1 where the format is wrong; 0 where it is right and the answer wrong; else the accuracy of the answer, plus 0.1 where
+both tools were called with success (ARPO sec. 3, eq. 7). Accuracy is mathematical equality for math and token F1 for
+questions.
+
+>>> score(r"<think>t</think><answer>\boxed{4}</answer>", ["4"], "gsm8k").total
+1.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from arpo.options import RewardConfig
+from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
+from arpo.rewards.format import Segments, answered_calls, derive_segments, extract_answer, format_error
+from arpo.rewards.math_answer import exact_accuracy, math_accuracy
+from arpo.rewards.qa import qa_accuracy
+from arpo.rewards.upstream import upstream_score
+from arpo.trajectory import Group, Prompt, ToolCall, Trajectory
+
+__all__ = ["RewardResult", "load_custom", "score", "score_groups", "score_trajectories"]
+
+TOOL_BONUS = 0.1
+
+RewardFn = Callable[[str, list[str]], float]
+ABILITIES: dict[str, RewardFn] = {"math": math_accuracy, "qa": qa_accuracy}
+REWARDS: dict[str, RewardFn] = {
+    "aime24": math_accuracy,
+    "aime25": math_accuracy,
+    "math500": math_accuracy,
+    "math": math_accuracy,
+    "gsm8k": math_accuracy,
+    "hotpotqa": qa_accuracy,
+    "2wiki": qa_accuracy,
+    "musique": qa_accuracy,
+    "bamboogle": qa_accuracy,
+    "SimpleQA": qa_accuracy,
+    "webwalker": qa_accuracy,
+    "xbench": qa_accuracy,
+    "demo": exact_accuracy,
+}
+"""By data_source; a prompt's own `ability` comes first. Sources of mixed content are judged by their answers."""
+
+_LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """`parts`: format (1 or 0), accuracy (of the boxed answer, whatever the rest of the format), tool_bonus."""
+
+    total: float
+    parts: dict[str, float]
+    reason: str = ""
+    """Why the total is -1, as a short stable name ("missing_answer", "call_without_result", ...); else ""."""
+
+
+def score(
+    response_text: str,
+    answers: list[str],
+    data_source: str,
+    *,
+    compat: Literal["paper", "upstream"] = "paper",
+    segments: Segments | None = None,
+    tool_calls: list[ToolCall] | None = None,
+    ability: str | None = None,
+) -> RewardResult:
+    """The reward of one response. Without `segments` and `tool_calls`, both are derived from the text.
+
+    `compat="upstream"` gives the released score and looks at nothing but text and answers.
+    """
+    if compat == "upstream":
+        total, f1, bonus, reason = upstream_score(response_text, answers)
+        return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
+    segments = derive_segments(response_text) if segments is None else segments
+    answer, _ = extract_answer(segments)
+    accuracy = 0.0 if answer is None else accuracy_function(answers, data_source, ability)(answer, answers)
+    reason = format_error(segments)
+    bonus = 0.0
+    if not reason and accuracy > 0:
+        successful = (
+            answered_calls(segments) if tool_calls is None else {c.tag for c in tool_calls if c.ok and c.executed}
+        )
+        bonus = TOOL_BONUS if {"search", "python"} <= successful else 0.0
+    parts = {"format": float(not reason), "accuracy": accuracy, "tool_bonus": bonus}
+    return RewardResult(-1.0 if reason else accuracy + bonus, parts, reason)
+
+
+def accuracy_function(answers: list[str], data_source: str, ability: str | None) -> RewardFn:
+    """By `ability`, else by data source, else by what the answers look like: numbers and formulas are math."""
+    if ability in ABILITIES:
+        return ABILITIES[ability]
+    if data_source in REWARDS:
+        return REWARDS[data_source]
+    return math_accuracy if all(_LOOKS_LIKE_MATH.fullmatch(answer.strip()) for answer in answers) else qa_accuracy
+
+
+def score_trajectories(
+    trajectories: list[Trajectory],
+    prompts_by_id: dict[str, Prompt],
+    cfg: RewardConfig,
+    custom: CustomReward | None = None,
+) -> None:
+    """Fill `reward`, `reward_parts` and `reward_reason` of each trajectory.
+
+    Raises UserError where a custom reward fails; it names the file and the sample.
+    """
+    if custom is not None:
+        score_with_custom(custom, trajectories, prompts_by_id)
+        return
+    for t in trajectories:
+        prompt = prompts_by_id[t.prompt_id]
+        result = score(
+            t.text, prompt.answers, prompt.data_source,
+            compat=cfg.compat, segments=t.segments or None, tool_calls=t.tool_calls, ability=prompt.meta.get("ability"),
+        )  # fmt: skip
+        t.reward, t.reward_parts, t.reward_reason = result.total, dict(result.parts), result.reason
+
+
+def score_groups(groups: list[Group], cfg: RewardConfig, custom: CustomReward | None = None) -> None:
+    """`score_trajectories` over all trajectories of all groups at once."""
+    prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
+    score_trajectories([t for group in groups for t in group.trajectories], prompts_by_id, cfg, custom)

@@ -1,0 +1,121 @@
+"""Your own reward: a function in a Python file, called per response or once per batch.
+
+def compute_score(data_source, solution_str, ground_truth, extra_info): ...   # -> float, or dict with "score"
+def compute_score(samples): ...            # list of {output, answer, data_source} -> list of float
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from arpo.config import UserError
+from arpo.trajectory import Prompt, Trajectory
+
+
+@dataclass(frozen=True)
+class CustomReward:
+    """A loaded reward function; `batched` tells which of the two forms it has."""
+
+    function: Callable
+    batched: bool
+    place: str
+    """ "my_reward.py: compute_score", for messages."""
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+def load_custom(file: str, function: str) -> CustomReward:
+    """Import `function` from a Python file. The number of required parameters (4 or 1) tells which form it has.
+
+    Raises UserError where the file cannot be imported or holds no such function.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"reward.file={file}: there is no such file; check the path")
+    name = f"arpo_custom_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise UserError(f"reward.file={file}: not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"reward.file={file}: cannot be imported ({_brief(error)})") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        defined = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v)) or "no function"
+        raise UserError(f"reward.function={function}: {file} does not define it (it has {defined})")
+    required = [
+        p
+        for p in inspect.signature(found).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return CustomReward(found, batched=len(required) == 1, place=f"{file}: {function}")
+
+
+def score_with_custom(custom: CustomReward, trajectories: list[Trajectory], prompts_by_id: dict[str, Prompt]) -> None:
+    """Fill reward, parts (the numbers a dict result holds besides `score`) and reason (its `reason`, if text)."""
+    pairs = [(t, prompts_by_id[t.prompt_id]) for t in trajectories]
+    results = _batch(custom, pairs) if custom.batched else (_single(custom, t, prompt) for t, prompt in pairs)
+    for (t, _), result in zip(pairs, results, strict=True):
+        t.reward, t.reward_parts, t.reward_reason = _parse(result, f"{custom.place}: {_sample(t)}")
+
+
+def _single(custom: CustomReward, t: Trajectory, prompt: Prompt) -> object:
+    truth = prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers)
+    try:
+        return custom(prompt.data_source, t.text, truth, prompt.meta.get("extra_info", prompt.meta))
+    except Exception as error:
+        raise UserError(f"{custom.place} failed on {_sample(t)} ({_brief(error)})") from error
+
+
+def _batch(custom: CustomReward, pairs: list[tuple[Trajectory, Prompt]]) -> list:
+    samples = [
+        {
+            "output": t.text,
+            "answer": prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers),
+            "data_source": prompt.data_source,
+        }
+        for t, prompt in pairs
+    ]
+    where = f"{len(samples)} samples from {_sample(pairs[0][0])}" if pairs else "0 samples"
+    try:
+        results = list(custom(samples))
+    except Exception as error:
+        raise UserError(f"{custom.place} failed on {where} ({_brief(error)})") from error
+    if len(results) != len(samples):
+        raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
+    return results
+
+
+def _parse(result: object, where: str) -> tuple[float, dict[str, float], str]:
+    parts, reason = {}, ""
+    if isinstance(result, dict):
+        if "score" not in result:
+            raise UserError(f"{where}: the returned dict has no 'score' (it has {', '.join(map(str, result))})")
+        parts = {k: float(v) for k, v in result.items() if k != "score" and isinstance(v, int | float)}
+        reason = result["reason"] if isinstance(result.get("reason"), str) else ""
+        result = result["score"]
+    try:
+        value = float(result)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: returned {result!r}; return a number or a dict with 'score'") from None
+    if not math.isfinite(value):
+        raise UserError(f"{where}: returned {value}; a reward must be finite")
+    return value, parts, reason
+
+
+def _sample(t: Trajectory) -> str:
+    return f"prompt {t.prompt_id}, trajectory {t.trajectory_id}"
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

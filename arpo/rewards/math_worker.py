@@ -1,0 +1,45 @@
+"""A process of its own for math-verify: it reads ["prediction", "answer"] lines and writes "1" or "0" lines.
+
+sympy can take forever or all memory on what a policy writes. Here either ends this process only: the kernel kills it
+when one comparison has used up its CPU time, whichever code it is stuck in, and the parent starts another one.
+Run by path, without the package, so that it starts in half a second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+CPU_S = 2.0  # CPU seconds, not wall time, so that a busy machine gives the same rewards as an idle one
+WALL_S = 60
+MEMORY_BYTES = 2 << 30
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    print("ready", flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.alarm(WALL_S)
+        prediction, answer = json.loads(line)
+        try:
+            # without math-verify's own timeouts, which are signals too and would disarm ours
+            parsed = [parse(rf"\boxed{{{text}}}", extraction, parsing_timeout=None) for text in (answer, prediction)]
+            equal = bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+        except (Exception, MemoryError, RecursionError):  # whatever sympy makes of it, it is no proof of equality
+            equal = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        print(int(equal), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Token F1 for question answering: SQuAD's, with numbers kept whole, CJK per character, and option letters."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\s*\{([^{}]*)\}")
+_CJK = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
+_OPTION = re.compile(r"\(?([A-Z])\)?(?:[.):]\s.*|[.):])?$", re.DOTALL)
+# SQuAD deletes all punctuation, which makes -5 of 5 and 105 of 1.05; what belongs to a number stays.
+_NUMBER_MARK = re.compile(r"(?<=\d)[./](?=\d)|(?<![\w.)])[-\u2212](?=[.\d])")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_EXACT_ONLY = ("yes", "no", "noanswer")
+
+
+def unwrap(text: str) -> str:
+    r"""LaTeX around plain words removed. "\text{(B)}" -> "(B)", "$5$" -> "5" """
+    return _WRAPPER.sub(r"\1", text).strip().strip("$").strip()
+
+
+def option_letter(text: str) -> str | None:
+    """ "B", "(B)", "B." and "B. Paris" -> "B"; anything else -> None."""
+    match = _OPTION.match(unwrap(text))
+    return match[1] if match else None
+
+
+def tokens(text: str) -> list[str]:
+    """Lower case, without punctuation and articles (unless nothing else is left); one token per CJK character.
+
+    >>> tokens("The  PARIS, France."), tokens("-1,000.5"), tokens("北京市"), tokens("A")
+    (['paris', 'france'], ['-1000.5'], ['北', '京', '市'], ['a'])
+    """
+    text = unicodedata.normalize("NFKC", unwrap(text)).lower()
+    text = _THOUSANDS.sub("", text)
+    marks = {match.start() for match in _NUMBER_MARK.finditer(text)}
+    text = "".join(
+        c if i in marks or not (c in string.punctuation or unicodedata.category(c).startswith("P")) else ""
+        for i, c in enumerate(text)
+    ).replace("\u2212", "-")
+    words = _CJK.sub(r" \1 ", text).split()
+    return [word for word in words if word not in ("a", "an", "the")] or words
+
+
+def token_f1(prediction: str, answer: str) -> float:
+    """F1 of the two bags of tokens; yes and no count only when they are the whole answer.
+
+    >>> round(token_f1("Paris France", "Paris"), 4), token_f1("yes it is", "yes"), token_f1("A", "A")
+    (0.6667, 0.0, 1.0)
+    """
+    predicted, expected = tokens(prediction), tokens(answer)
+    if predicted != expected and (" ".join(predicted) in _EXACT_ONLY or " ".join(expected) in _EXACT_ONLY):
+        return 0.0
+    num_common = sum((Counter(predicted) & Counter(expected)).values())
+    if num_common == 0:
+        return 0.0
+    return 2 * num_common / (len(predicted) + len(expected))
+
+
+def qa_accuracy(prediction: str, answers: list[str]) -> float:
+    """The best F1 over the accepted answers; a single letter as the answer is an option and must be that option."""
+    return max(_one(prediction, answer) for answer in answers)
+
+
+def _one(prediction: str, answer: str) -> float:
+    letter = option_letter(answer) if len(unwrap(answer).strip("().:")) == 1 else None
+    return float(option_letter(prediction) == letter) if letter else token_f1(prediction, answer)

@@ -1,0 +1,77 @@
+r"""The released `deep_research` score, defects included, for comparison with published runs (UPSTREAM facts, sec. 3).
+
+It reads the whole response, tool results included; it scores everything by word F1, so that 5 = -5 and 105 = 1.05;
+and it pays the bonus for the mere mention of both closing tags.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+TOOL_BONUS = 0.1
+
+
+def upstream_score(response_text: str, answers: list[str]) -> tuple[float, float, float, str]:
+    """(total, F1, bonus, reason); the reason is "" unless the total is -1."""
+    reason = _format_error(response_text)
+    if reason:
+        return -1.0, 0.0, 0.0, reason
+    block = re.search(r"<answer>(.*?)</answer>", response_text, re.DOTALL)
+    answer = _last_box(block[1]) if block else None
+    if answer is None:
+        return -1.0, 0.0, 0.0, "unbalanced_box"
+    f1 = max(word_f1(answer, truth) for truth in answers)
+    bonus = TOOL_BONUS if f1 > 0 and "</search>" in response_text and "</python>" in response_text else 0.0
+    return f1 + bonus, f1, bonus, ""
+
+
+def _format_error(text: str) -> str:
+    opened, closed = text.count("<think>"), text.count("</think>")
+    if not opened or not closed:
+        return "missing_think"
+    if opened != closed:
+        return "unpaired_think"
+    if text.count("<answer>") != 1 or text.count("</answer>") != 1:
+        return "missing_answer" if "<answer>" not in text else "several_answers"
+    for tag in ("search", "python"):
+        position = 0
+        while (start := text.find(f"<{tag}>", position)) >= 0:
+            end, result = text.find(f"</{tag}>", start), text.find("<result>", start)
+            result_end = text.find("</result>", result)
+            if not start < end < result < result_end:
+                return "call_without_result"
+            position = result_end  # calls before it share this result
+    start, end = text.find("<answer>"), text.find("</answer>")
+    if start > end:
+        return "unclosed_answer"
+    return "" if "\\boxed{" in text[start:end] and "}" in text[start:end] else "missing_box"
+
+
+def _last_box(text: str) -> str | None:
+    start = max(text.rfind("\\boxed{") + len("\\boxed{"), 0)
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return None
+
+
+def _normalize(text: str) -> str:
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def word_f1(prediction: str, truth: str) -> float:
+    """SQuAD's token F1; yes / no / noanswer only as an exact match."""
+    predicted, expected = _normalize(prediction), _normalize(truth)
+    exact_only = ("yes", "no", "noanswer")
+    if predicted != expected and (predicted in exact_only or expected in exact_only):
+        return 0.0
+    num_common = sum((Counter(predicted.split()) & Counter(expected.split())).values())
+    if not num_common:
+        return 0.0
+    precision, recall = num_common / len(predicted.split()), num_common / len(expected.split())
+    return 2 * precision * recall / (precision + recall)
