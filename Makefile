@@ -7,7 +7,7 @@ DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 NPROC  ?= $(shell [ $(DEVICE) = gpu ] && nvidia-smi -L | wc -l || echo 2)
 
 PY       := .venv/bin/python
-PIP      := $(PY) -m pip install --disable-pip-version-check
+PIP      := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC)
 TORCH    := $(shell grep '^torch==' requirements/cpu.txt)
 READY    := .venv/ready-$(DEVICE)
@@ -33,6 +33,7 @@ $(PY):
 
 .PHONY: install-cpu install-gpu
 install-cpu:  # torch first: the CPU build comes from the configured index, or else from PyTorch's own
+	@echo "installing the CPU wheels into .venv (1.8 GB, about two minutes)"
 	@$(PIP) --no-deps $(TORCH) 2>/dev/null || \
 	  $(PIP) --no-deps $(TORCH) --index-url https://download.pytorch.org/whl/cpu
 	$(PIP) --no-deps -r requirements/cpu.txt
