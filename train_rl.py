@@ -306,8 +306,7 @@ def update_policy(
         )
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
         (loss * dist.world_size).backward()
-        metrics.merge(loss_metrics)
-        metrics.sum("loss/policy", float(loss) / cfg.num_updates_per_step)
+        metrics.merge(loss_metrics, prefix="loss/")
 
     metrics.mean("optim/grad_norm", clip_grad_norm(policy, cfg.optim.max_grad_norm))
     optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from arpo.evals import bootstrap_interval, pass_at_k
-from arpo.trajectory import Group, StopReason
+from arpo.trajectory import Group, StopReason, Trajectory
 
 
 def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
@@ -14,7 +14,7 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     `accuracy` is avg@n, the mean over questions and samples of the reward's accuracy part, with a 95 % bootstrap
     interval over questions; `pass@k` is unbiased, a sample being solved where its accuracy is 1 (an exact answer).
     """
-    accuracies = [[t.reward_parts["accuracy"] for t in group.trajectories] for group in groups]
+    accuracies = [[accuracy(t) for t in group.trajectories] for group in groups]
     trajectories = [t for group in groups for t in group.trajectories]
     low, high = bootstrap_interval([float(np.mean(samples)) for samples in accuracies], seed=seed)
     num_samples = max(map(len, accuracies))
@@ -34,6 +34,11 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
         "response_tokens": float(np.mean([len(t.token_ids) for t in trajectories])),
         "truncated": float(np.mean([t.stop_reason == StopReason.LENGTH for t in trajectories])),
     }
+
+
+def accuracy(trajectory: Trajectory) -> float:
+    """The reward's accuracy part; a custom reward without such a part is its own measure. Errors of ours count as 0."""
+    return trajectory.reward_parts.get("accuracy", trajectory.reward or 0.0)
 
 
 def score_table(scores: dict[str, dict[str, float]], title: str) -> str:

@@ -1,22 +1,33 @@
-"""Tools that the policy calls from inside a rollout. A new tool is one file and one line in `make_tools`."""
+"""Tools that the policy calls from inside a rollout. A new tool is one file, and one function and line here."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from arpo.config import UserError
 from arpo.options import ToolsConfig
 from arpo.tools.base import Tool
 
 
-def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
-    """The tools named in the config, by tag. A tool that cannot start raises: training never goes on without it."""
+def _python(cfg: ToolsConfig) -> Tool:
     from arpo.tools.python import PythonTool
+
+    return PythonTool(cfg.python)
+
+
+def _search(cfg: ToolsConfig) -> Tool:
     from arpo.tools.search import SearchTool
 
-    table = {
-        "python": lambda: PythonTool(cfg.python),
-        "search": lambda: SearchTool(cfg.search),
-    }
+    return SearchTool(cfg.search)
+
+
+TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {"python": _python, "search": _search}
+"""By tag. Functions, so that a tool's own imports are paid only where it is used."""
+
+
+def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
+    """The tools named in the config, by tag. A tool that cannot start raises: training never goes on without it."""
     for name in cfg.names:
-        if name not in table:
-            raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(table)}")
-    return {name: table[name]() for name in cfg.names}
+        if name not in TOOLS:
+            raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
+    return {name: TOOLS[name](cfg) for name in cfg.names}
