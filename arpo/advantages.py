@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group
+from arpo.trajectory import Group, StopReason, Trajectory
 
 
 def group_advantages(
@@ -73,8 +73,11 @@ def gae_advantages(
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
-    """Fill `trajectory.advantage` from `trajectory.reward`; every trajectory must have been scored."""
-    trajectories = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
+    """Fill `trajectory.advantage` from `trajectory.reward`.
+
+    A trajectory that ended in an error of ours teaches nothing: it keeps None, and its group's mean ignores it.
+    """
+    trajectories = [(index, t) for index, group in enumerate(groups) for t in teaching(group)]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
     rewards = torch.tensor([t.reward for _, t in trajectories], dtype=torch.float64)
     advantages = group_advantages(rewards, [i for i, _ in trajectories], normalize_std=cfg.normalize_std)
@@ -82,6 +85,12 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
         t.advantage = advantage
 
 
+def teaching(group: Group) -> list[Trajectory]:
+    """The group's trajectories that are trained on."""
+    return [t for t in group.trajectories if t.stop_reason != StopReason.ERROR]
+
+
 def is_dead(group: Group) -> bool:
     """True where all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
-    return len(group.trajectories) > 1 and len({t.reward for t in group.trajectories}) == 1
+    rewards = [t.reward for t in teaching(group)]
+    return len(rewards) > 1 and len(set(rewards)) == 1

@@ -1,19 +1,26 @@
-"""Rows and padding-free micro-batches.
+"""Rows and padding-free micro-batches, balanced over ranks under a token budget.
 
 Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row, N tokens of all rows together.
 Rows lie one behind the other in one sequence of N tokens, position ids restart at 0 for each row, and no attention mask
 is passed: transformers derives the block-diagonal mask from the positions (with use_cache=False).
+
+    input_ids      p p p r r r r p p r r r       (N,) two rows: prompt 3 + response 4, prompt 2 + response 3
+    position_ids   0 1 2 3 4 5 6 0 1 2 3 4
+    predict_from   [[2, 3, 4, 5], [8, 9, 10, 0]]   (B, T) the hidden state at 2 predicts the token at 3, ...
+    loss_mask      [[1, 1, 0, 1], [1, 1, 1, 0]]    (B, T)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from arpo.advantages import is_dead
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group, StopReason
+from arpo.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,7 @@ class Row:
     """One sequence to train on. The response-aligned arrays have the length of `response_ids`."""
 
     prompt_ids: np.ndarray
+    """May be empty (SFT): then nothing predicts the first response token, and its loss_mask must be 0."""
     response_ids: np.ndarray
     loss_mask: np.ndarray
     """1 = counts in the loss."""
@@ -30,6 +38,8 @@ class Row:
     def __post_init__(self) -> None:
         assert len(self.response_ids) == len(self.loss_mask)
         assert self.rollout_logprobs is None or len(self.rollout_logprobs) == len(self.response_ids)
+        if not len(self.prompt_ids) and len(self.response_ids) and self.loss_mask[0]:
+            raise ValueError("a row without prompt cannot train its first token; set loss_mask[0] to 0")
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +68,8 @@ class MicroBatch:
     """(B, T), filled before the update"""
     old_entropies: torch.Tensor | None = None
     """(B, T) nats, filled with old_logprobs"""
+    row_ids: tuple[int, ...] = ()
+    """Each row's index in the global mini-batch; () = an empty micro-batch, which only keeps the ranks in step"""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -74,30 +86,27 @@ class MicroBatch:
 
 
 def training_rows(groups: list[Group], cfg: AdvantageConfig) -> list[Row]:
-    """Trajectories with an advantage -> rows; those that ended in an error of ours teach nothing.
-
-    With dead_groups "drop", groups without reward differences (all advantages 0) are left out.
-    """
-    rows = []
-    for group in groups:
-        usable = [t for t in group.trajectories if t.stop_reason != StopReason.ERROR and t.advantage is not None]
-        if cfg.dead_groups == "drop" and all(t.advantage == 0.0 for t in usable):
-            continue
-        rows += [
-            Row(
-                prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
-                response_ids=np.asarray(t.token_ids, dtype=np.int64),
-                loss_mask=np.asarray(t.loss_mask, dtype=np.int64),
-                advantage=t.advantage,
-                rollout_logprobs=np.asarray(t.rollout_logprobs, dtype=np.float32),
-            )
-            for t in usable
-        ]
-    return rows
+    """Trajectories with an advantage and a loss token -> rows, in order; dead_groups "drop" skips dead groups."""
+    live = [group for group in groups if not (cfg.dead_groups == "drop" and is_dead(group))]
+    return [
+        Row(
+            prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
+            response_ids=np.asarray(t.token_ids, dtype=np.int64),
+            loss_mask=np.asarray(t.loss_mask, dtype=np.int64),
+            advantage=t.advantage,
+            rollout_logprobs=np.asarray(t.rollout_logprobs, dtype=np.float32),
+        )
+        for group in live
+        for t in group.trajectories
+        if t.advantage is not None and any(t.loss_mask)
+    ]
 
 
 def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
-    """Indices per rank, balanced by tokens: longest first, each to the rank that has least so far. Deterministic."""
+    """Indices per rank, balanced by tokens: longest first, each to the rank that has least so far. Deterministic.
+
+    [5, 3, 4, 2], 2 ranks -> [[0, 3], [2, 1]]: 7 tokens each.
+    """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -107,23 +116,21 @@ def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
     return shares
 
 
-def pack(lengths: list[int], max_tokens: int, num_bins: int = 0) -> list[list[int]]:
-    """First-fit-decreasing: indices into bins of at most `max_tokens`; at least `num_bins` bins, some maybe empty.
+def pack(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """First-fit-decreasing: indices into bins of at most `max_tokens` each.
 
-    Raises ValueError where one length alone exceeds the budget.
+    Raises ValueError where one length alone exceeds the budget. [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]].
     """
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+    bins: list[list[int]] = []
+    loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[index] > max_tokens:
             raise ValueError(
-                f"a sequence of {lengths[index]} tokens does not fit into update.max_tokens_per_microbatch={max_tokens}"
+                f"a sequence of {lengths[index]} tokens does not fit into "
+                f"update.max_tokens_per_microbatch={max_tokens}; raise it or shorten the sequences"
             )
-        for b, load in enumerate(loads):
-            if load + lengths[index] <= max_tokens:
-                break
-        else:
-            b = len(bins)
+        b = next((b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(bins))
+        if b == len(bins):
             bins.append([])
             loads.append(0)
         bins[b].append(index)
@@ -131,8 +138,10 @@ def pack(lengths: list[int], max_tokens: int, num_bins: int = 0) -> list[list[in
     return bins
 
 
-def microbatches(rows: list[Row], rank: int, world_size: int, max_tokens: int) -> list[MicroBatch]:
-    """This rank's micro-batches of a global mini-batch.
+def microbatches(
+    rows: list[Row], rank: int, world_size: int, max_tokens: int, *, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
+    """This rank's micro-batches of a global mini-batch, on `device`.
 
     Every rank passes the same rows and computes the same plan. All ranks get the same number of micro-batches (FSDP2's
     collectives must match): a rank that has fewer gets empty ones, of one token that counts nowhere.
@@ -140,13 +149,14 @@ def microbatches(rows: list[Row], rank: int, world_size: int, max_tokens: int) -
     lengths = [row.num_tokens for row in rows]
     shares = assign_to_ranks(lengths, world_size)
     plans = [pack([lengths[i] for i in share], max_tokens) for share in shares]
-    num_bins = max(len(plan) for plan in plans)
-    plan = pack([lengths[i] for i in shares[rank]], max_tokens, num_bins)
-    return [collate([rows[shares[rank][i]] for i in bin_]) for bin_ in plan]
+    num_bins = max(1, *(len(plan) for plan in plans))
+    plan = plans[rank] + [[]] * (num_bins - len(plans[rank]))
+    row_ids = [[shares[rank][i] for i in bin_] for bin_ in plan]
+    return [collate([rows[i] for i in ids], ids).to(device) for ids in row_ids]
 
 
-def collate(rows: list[Row]) -> MicroBatch:
-    """Rows -> tensors. No rows give the empty micro-batch."""
+def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
+    """Rows -> tensors; `row_ids` are their indices in the global list. No rows give the empty micro-batch."""
     rows = rows or [Row(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))]
     longest = max(len(row.response_ids) for row in rows)
 
@@ -158,18 +168,22 @@ def collate(rows: list[Row]) -> MicroBatch:
 
     starts = np.cumsum([0, *[row.num_tokens for row in rows[:-1]]])
     firsts = [start + len(row.prompt_ids) - 1 for start, row in zip(starts, rows, strict=True)]
-    assert all(len(row.prompt_ids) for row in rows), "a row needs a prompt token to predict its first response token from"
+    ids = [part for row in rows for part in (row.prompt_ids, row.response_ids)]
     zeros = [np.zeros(len(row.response_ids), np.float32) for row in rows]
     loss_mask = padded([row.loss_mask for row in rows], torch.bool)
     return MicroBatch(
-        input_ids=torch.from_numpy(np.concatenate([np.r_[row.prompt_ids, row.response_ids] for row in rows]))[None],
+        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
         position_ids=torch.from_numpy(np.concatenate([np.arange(row.num_tokens) for row in rows]))[None],
-        predict_from=padded([f + np.arange(len(r.response_ids)) for f, r in zip(firsts, rows, strict=True)], torch.long),
+        predict_from=padded(
+            [f + np.arange(len(r.response_ids)) for f, r in zip(firsts, rows, strict=True)], torch.long
+        ).clamp_(min=0),  # -1 without a prompt, where the mask is 0
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[:, None] * loss_mask,
         rollout_logprobs=padded(
             [z if row.rollout_logprobs is None else row.rollout_logprobs for z, row in zip(zeros, rows, strict=True)],
             torch.float32,
-        ),
+        )
+        * loss_mask,
+        row_ids=tuple(row_ids),
     )

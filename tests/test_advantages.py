@@ -3,7 +3,7 @@ import torch
 
 from arpo.advantages import assign_advantages, gae_advantages, group_advantages, is_dead
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group, Prompt, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
 def test_group_advantages_are_as_published():
@@ -74,6 +74,13 @@ def test_assigned_advantages_are_per_group_and_leave_the_reward_alone():
     assign_advantages(groups, AdvantageConfig(normalize_std=False))
     assert [[t.advantage for t in g.trajectories] for g in groups] == [[0.5, -0.5], [0.0, 0.0]]
     assert groups[0].trajectories[0].reward == 1.0
+
+
+def test_a_trajectory_that_broke_counts_for_nothing():
+    [group] = groups_with([[1.0, 0.0, 0.0]])
+    group.trajectories[2].stop_reason = StopReason.ERROR
+    assign_advantages([group], AdvantageConfig(normalize_std=False))
+    assert [t.advantage for t in group.trajectories] == [0.5, -0.5, None]
 
 
 def test_a_dead_group_is_one_with_equal_rewards():

@@ -1,0 +1,94 @@
+"""Logprobs and entropies straight from hidden states, a chunk of tokens at a time.
+
+The (tokens, vocab) logits of one 16k-token micro-batch with a 152k vocabulary are 10 GB in float32, and autograd wants
+several copies. Here they exist for `chunk_tokens` tokens only, in forward and again (recomputed) in backward.
+
+Legend: N tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and the entropy of p, in nats, for p = softmax(hidden @ weight.T / temperature), both (N,) float32.
+
+    hidden (N, D), weight (V, D), targets (N,) int64. Both outputs have exact gradients; softmax runs in float32
+    whatever the inputs' dtype. N = 0 is fine, and still gives (zero) gradients. The entropy is of the same p, so at
+    temperature 1 it is the policy's own.
+    """
+    assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
+    return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens))
+
+
+def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as float32. CUDA's half-precision matmul can return its float32 accumulator; elsewhere it is upcast."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z), H = -sum p log p:
+
+    d log p(y) / dz = onehot(y) - p;    dH / dz = -p * (log p + H)
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens):
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        log_normalizer = torch.empty_like(logprobs)
+        for start in range(0, len(hidden), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = matmul_float32(hidden[part], weight.t())  # (chunk, V)
+            if temperature != 1.0:
+                logits.div_(temperature)
+            log_z = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_z
+            probs = (logits - log_z[:, None]).exp_()
+            entropy[part] = log_z - logits.mul_(probs).sum(-1)
+            log_normalizer[part] = log_z
+        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.set_materialize_grads(False)  # most losses use only one of the two outputs
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, len(hidden), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            logits = matmul_float32(hidden[part], weight.t())
+            if ctx.temperature != 1.0:
+                logits.div_(ctx.temperature)
+            log_p = logits.sub_(log_normalizer[part, None])
+            grad_logits = _grad_logits(log_p, targets[part], part, grad_logprobs, grad_entropy, entropy)
+            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            grad_weight += matmul_float32(grad_logits.t(), hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _grad_logits(log_p, targets, part, grad_logprobs, grad_entropy, entropy) -> Tensor:
+    """(chunk, V): the two terms of the class docstring, each times its incoming gradient. Overwrites log_p."""
+    if grad_entropy is None:
+        coefficient = -grad_logprobs[part, None] if grad_logprobs is not None else 0.0
+        grad = log_p.exp_().mul_(coefficient)
+    else:
+        coefficient = -grad_entropy[part, None] * entropy[part, None]
+        if grad_logprobs is not None:
+            coefficient = coefficient - grad_logprobs[part, None]
+        probs = log_p.exp()
+        grad = log_p.mul_(-grad_entropy[part, None]).add_(coefficient).mul_(probs)
+    if grad_logprobs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_logprobs[part, None])
+    return grad

@@ -1,0 +1,60 @@
+"""AdamW with decay on matrices only, learning-rate schedules, gradient clipping that refuses non-finite steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from arpo.options import OptimConfig
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the (sharded) parameters; norms and biases are not decayed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas)
+
+
+def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:
+    """Learning rate of optimizer step `update` (from 0) as a share of `cfg.lr`.
+
+    Warm-up rises linearly over the first `warmup_ratio` of all steps; linear falls over the last `decay_ratio`, cosine
+    over all that follows the warm-up; both end at `min_lr_ratio`.
+    """
+    warmup = round(cfg.warmup_ratio * num_updates)
+    if update < warmup:
+        return (update + 1) / warmup
+    if cfg.schedule == "constant":
+        return 1.0
+    decay = num_updates - warmup
+    if cfg.schedule == "linear":
+        decay = min(decay, max(1, round(cfg.decay_ratio * num_updates)))
+    progress = min(max(1.0 - (num_updates - update) / max(decay, 1), 0.0), 1.0)
+    shape = 1.0 - progress if cfg.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * shape
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, update: int, num_updates: int, cfg: OptimConfig) -> float:
+    """Set and return the learning rate of optimizer step `update`."""
+    lr = cfg.lr * lr_factor(update, num_updates, cfg)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Clip to the global norm over all shards; returns the norm before clipping, the same on every rank.
+
+    Raises FloatingPointError where it is not finite: the norm is reduced, so all ranks stop alike, before the step.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not math.isfinite(value):
+        raise FloatingPointError(f"gradient norm is {value}")
+    return value

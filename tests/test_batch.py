@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+import torch
+
+from arpo.advantages import assign_advantages
+from arpo.batch import Row, assign_to_ranks, collate, microbatches, pack, training_rows
+from arpo.options import AdvantageConfig
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+
+
+def make_row(num_prompt: int, mask: list[int], first_id: int = 0, advantage: float = 1.0) -> Row:
+    """Token ids count up from first_id; logprobs are -1, -2, ..."""
+    n = len(mask)
+    return Row(
+        prompt_ids=np.arange(first_id, first_id + num_prompt),
+        response_ids=np.arange(first_id + num_prompt, first_id + num_prompt + n),
+        loss_mask=np.asarray(mask),
+        advantage=advantage,
+        rollout_logprobs=-np.arange(1, n + 1, dtype=np.float32),
+    )
+
+
+def test_rows_lie_one_behind_the_other_and_positions_restart():
+    micro = collate([make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1], first_id=50, advantage=-2.0)], [7, 4])
+    assert micro.input_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53, 54]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]
+    assert micro.loss_mask.tolist() == [[True, True, False, True], [True, True, True, False]]
+    assert micro.advantages.tolist() == [[1.0, 1.0, 0.0, 1.0], [-2.0, -2.0, -2.0, 0.0]]
+    assert micro.rollout_logprobs.tolist() == [[-1.0, -2.0, 0.0, -4.0], [-1.0, -2.0, -3.0, 0.0]]
+    assert micro.row_ids == (7, 4)
+    assert (micro.num_loss_tokens, micro.num_sequences) == (6, 2)
+
+
+def test_each_loss_token_is_predicted_from_the_position_before_it_in_its_own_row():
+    rows = [make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1], first_id=50)]
+    micro = collate(rows)
+    ids, positions = micro.input_ids[0], micro.position_ids[0]
+    sources = micro.predict_from[micro.loss_mask]
+    assert torch.equal(ids[sources + 1], micro.targets[micro.loss_mask])
+    assert torch.equal(positions[sources + 1], positions[sources] + 1)
+
+
+def test_a_row_without_prompt_cannot_train_its_first_token():
+    micro = collate([Row(np.array([]), np.array([5, 6, 7]), np.array([0, 1, 1]))])
+    assert micro.input_ids.tolist() == [[5, 6, 7]] and micro.input_ids.dtype == torch.int64
+    assert micro.predict_from[micro.loss_mask].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="first token"):
+        Row(np.array([]), np.array([5]), np.array([1]))
+
+
+def test_packing_respects_the_budget_and_keeps_every_row_once():
+    lengths = np.random.default_rng(0).integers(1, 100, size=200).tolist()
+    bins = pack(lengths, 128)
+    assert sorted(i for b in bins for i in b) == list(range(200))
+    assert all(sum(lengths[i] for i in b) <= 128 for b in bins)
+    assert len(bins) <= 1.25 * sum(lengths) / 128
+
+
+def test_a_row_over_the_budget_is_an_error_that_names_the_option():
+    with pytest.raises(ValueError, match=r"update\.max_tokens_per_microbatch=10"):
+        pack([5, 11], 10)
+
+
+def test_ranks_get_about_the_same_number_of_tokens():
+    lengths = np.random.default_rng(1).integers(100, 4000, size=64).tolist()
+    shares = assign_to_ranks(lengths, 8)
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert sorted(i for share in shares for i in share) == list(range(64))
+    assert max(loads) - min(loads) <= max(lengths) and max(loads) < 1.1 * sum(loads) / 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_row_is_trained_once_and_all_ranks_have_equally_many_microbatches(world_size):
+    rows = [make_row(1 + i % 3, [1] * (1 + i)) for i in range(5)]
+    per_rank = [microbatches(rows, rank, world_size, max_tokens=9) for rank in range(world_size)]
+    assert len({len(micros) for micros in per_rank}) == 1
+    assert sorted(i for micros in per_rank for micro in micros for i in micro.row_ids) == list(range(5))
+    assert all(micro.input_ids.numel() <= 9 for micros in per_rank for micro in micros)
+
+
+def test_an_empty_microbatch_counts_nowhere():
+    [micro] = microbatches([make_row(1, [1])], rank=1, world_size=2, max_tokens=8)
+    assert micro.row_ids == () and not micro.loss_mask.any() and micro.num_sequences == 0
+    assert micro.input_ids.numel() >= 1
+
+
+def test_training_rows_leave_out_what_cannot_teach():
+    def trajectory(name: str, reward: float, mask: list[int], stop: StopReason = StopReason.EOS) -> Trajectory:
+        n = len(mask)
+        return Trajectory("p", name, list(range(n)), mask, [0.0] * n, stop_reason=stop, reward=reward)
+
+    prompt = Prompt("p", [], [], token_ids=(1, 2))
+    mixed = Group(prompt, [trajectory("0", 1.0, [1, 0, 1]), trajectory("1", 0.0, [1]), trajectory("2", 0.0, [0])])
+    mixed.trajectories.append(trajectory("3", 1.0, [1, 1], StopReason.ERROR))
+    dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
+    for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
+        assign_advantages([mixed, dead], cfg)
+        assert [len(row.response_ids) for row in training_rows([mixed, dead], cfg)] == expected
