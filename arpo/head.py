@@ -49,11 +49,10 @@ class _ChunkedHead(torch.autograd.Function):
             logits = matmul_float32(hidden[part], weight.t())  # (chunk, V)
             if temperature != 1.0:
                 logits.div_(temperature)
-            log_z = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_z
-            probs = (logits - log_z[:, None]).exp_()
-            entropy[part] = log_z - logits.mul_(probs).sum(-1)
-            log_normalizer[part] = log_z
+            log_normalizer[part] = logits.logsumexp(-1)
+            log_p = logits.sub_(log_normalizer[part, None])
+            logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
+            entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)  # most losses use only one of the two outputs

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from arpo.batch import MicroBatch
 from arpo.config import UserError
+from arpo.head import token_logprobs
 from arpo.options import ModelConfig
 
 
@@ -37,18 +37,17 @@ class Policy(nn.Module):
         hidden = self.hf.base_model(
             input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
         ).last_hidden_state[0]  # (N, D)
-        mask = micro.loss_mask if micro.loss_mask.any() else torch.ones_like(micro.loss_mask)
+        # Without a loss token the head runs on none: its gradients are zeros, and the ranks' collectives still match.
+        mask = micro.loss_mask
         logprobs, entropies = token_logprobs(
             hidden[micro.predict_from[mask]],
-            self.hf.lm_head.weight,
+            self.hf.lm_head.weight,  # whole: inside the root's forward, gathered once whatever the number of chunks
             micro.targets[mask],
             temperature=temperature,
             chunk_tokens=self.head_chunk_tokens,
         )
-        # An empty micro-batch still runs the head (the ranks' collectives must match), times 0.
-        scale = micro.loss_mask[mask].float()
-        rows = torch.zeros(micro.targets.shape, dtype=torch.float32, device=hidden.device)
-        return rows.masked_scatter(mask, logprobs * scale), rows.masked_scatter(mask, entropies * scale)
+        rows = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
+        return rows.masked_scatter(mask, logprobs), rows.masked_scatter(mask, entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export."""
@@ -62,49 +61,64 @@ class Policy(nn.Module):
                 module.reshard()
 
 
-def token_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, D), (V, D), (N,) -> logprob of each target, entropy of each distribution: (N,), (N,) float32.
-
-    Logits exist for `chunk_tokens` positions at a time, in float32, and are recomputed in the backward pass.
-    """
-
-    def chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)  # (chunk, V)
-        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
-
-    parts = [
-        checkpoint(chunk, h, weight, t, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
 def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Policy:
-    """Load, wrap, shard. Master weights and gradient reduction in float32, compute in `cfg.compute_dtype`."""
-    from transformers import AutoModelForCausalLM
+    """Load, wrap, shard. Master weights and gradient reduction in float32, compute in `cfg.compute_dtype`.
 
-    check_model_folder(cfg.path)
-    hf = AutoModelForCausalLM.from_pretrained(
-        cfg.path, dtype=torch.float32, attn_implementation=attention_backend(cfg, device)
-    )
+    Collective over `mesh`. Raises UserError where weights are missing or broken, or the head is not a plain matrix.
+    """
+    hf = load_hf(cfg.path, attention_backend(cfg, device))
+    check_head(hf)
     if cfg.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(hf, cfg.head_chunk_tokens).to(device).train()
+    policy = Policy(hf, cfg.head_chunk_tokens).train()
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
+    # Layer by layer, so that no device ever holds the whole model in float32.
     for layer in hf.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(layer.float().to(device), mesh=mesh, mp_policy=precision)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(policy.float().to(device), mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return policy
+
+
+def load_hf(path: str, attention: str) -> nn.Module:
+    """The transformers model on the CPU, in the dtype of its file, without a word on the console."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    check_model_folder(path)
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is a table on every rank; ours is one line
+    try:
+        hf, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", attn_implementation=attention, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"model.path={path}: cannot load the weights ({' '.join(str(error).split())[:300]})") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"model.path={path}: {len(missing)} weights are missing, {missing[0]} first; was it saved completely?"
+        )
+    return hf
+
+
+def check_head(hf: nn.Module) -> None:
+    """Raises UserError where logits are not just hidden states times lm_head.weight, which is what head.py computes."""
+    extras = {
+        "final_logit_softcapping": (None,),
+        "logit_scale": (None, 1.0),
+        "logits_scaling": (None, 1.0),
+    }
+    for name, neutral in extras.items():
+        if (value := getattr(hf.config, name, None)) not in neutral:
+            raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
+    if not isinstance(getattr(hf, "lm_head", None), nn.Linear) or hf.lm_head.bias is not None:
+        raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
@@ -125,33 +139,45 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot load the tokenizer ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(
+            f"model.path={path}: cannot load the tokenizer ({' '.join(str(error).split())[:200]})"
+        ) from None
 
 
 def check_model_folder(path: str, *, max_model_len: int = 0) -> None:
     """Name what is missing before anything is loaded; a path that is no folder, and does not look local, is a hub name.
 
-    Raises UserError: no folder, no config.json, no weights, no chat template, `max_model_len` beyond the positions.
+    Raises UserError: no folder, no config.json, no weights or not all of their files, no tokenizer, no chat template,
+    `max_model_len` beyond the model's positions.
     """
     folder = Path(path)
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith((".", "runs/")) or path.count("/") != 1:
             raise UserError(f"model.path={path}: no such folder; train or download the model first")
         return
-    if not (folder / "config.json").exists():
-        raise UserError(f"model.path={path}: no config.json; it must be a Hugging Face model folder")
+    config = read_json(folder, "config.json", "it must be a Hugging Face model folder")
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise UserError(f"model.path={path}: no weights (*.safetensors); was the model saved completely?")
-    tokenizer_config = folder / "tokenizer_config.json"
-    if not tokenizer_config.exists():
-        raise UserError(f"model.path={path}: no tokenizer_config.json; save the tokenizer into the folder")
-    if not (folder / "chat_template.jinja").exists() and "chat_template" not in json.loads(
-        tokenizer_config.read_text()
-    ):
+    if (folder / "model.safetensors.index.json").exists():
+        index = read_json(folder, "model.safetensors.index.json", "copy it again")
+        if absent := sorted({name for name in index.get("weight_map", {}).values() if not (folder / name).exists()}):
+            raise UserError(f"model.path={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
+    tokenizer = read_json(folder, "tokenizer_config.json", "save the tokenizer into the folder")
+    if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
         raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja")
-    positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    positions = config.get("max_position_embeddings")
     if positions and max_model_len > positions:
         raise UserError(
             f"model.path={path}: data.max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
             f"model's max_position_embeddings = {positions}; lower one of them"
         )
+
+
+def read_json(folder: Path, name: str, fix: str) -> dict:
+    """A JSON object of the model folder. Raises UserError where it is absent or broken."""
+    try:
+        return json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        raise UserError(f"model.path={folder}: no {name}; {fix}") from None
+    except ValueError as error:
+        raise UserError(f"model.path={folder}: {name} is not valid JSON ({error}); {fix}") from None
