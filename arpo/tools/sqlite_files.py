@@ -1,0 +1,89 @@
+"""Where the search tool's SQLite files may live, and a lock for building them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+NETWORK_FILESYSTEMS = {
+    0x6969: "NFS",
+    0x0BD00BD0: "Lustre",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB",
+    0x00C36400: "Ceph",
+    0x19830326: "BeeGFS",
+    0x47504653: "GPFS",
+    0x01021997: "9P",
+}
+"""statfs magic -> name. A write-ahead log needs memory shared by all its users, which no network file system has."""
+
+
+def network_filesystem(folder: Path) -> str | None:
+    """Name of the network file system that holds `folder`; None for a local one."""
+    if sys.platform != "linux":
+        return None
+    statfs = ctypes.create_string_buffer(256)  # f_type is its first word
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), statfs) != 0:
+        return None
+    return NETWORK_FILESYSTEMS.get(ctypes.c_long.from_buffer(statfs).value & 0xFFFFFFFF)
+
+
+def derived_paths(source: Path, suffix: str) -> list[Path]:
+    """Where a file made from `source` may live: beside it, in the user's cache folder, in the temporary folder.
+
+    data/corpus.jsonl -> data/corpus.jsonl.fts5.sqlite, ~/.cache/arpo/corpus.jsonl.1f0c9a64.fts5.sqlite, ...
+    """
+    source = source.resolve()
+    name = f"{source.name}.{hashlib.sha256(os.fsencode(source)).hexdigest()[:8]}{suffix}"
+    temporary = Path(tempfile.gettempdir())
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", temporary)) / ".cache"
+    return [
+        source.with_name(source.name + suffix),
+        Path(cache_home) / "arpo" / name,
+        temporary / f"arpo-{os.getuid()}" / name,
+    ]
+
+
+def first_writable(paths: list[Path], *, local: bool = False) -> Path:
+    """The first of `derived_paths` whose folder takes files (made if need be); `local` passes network storage over.
+
+    Raises OSError when none does.
+    """
+    beside, *in_caches = paths
+    if _takes_files(beside.parent) and not (local and network_filesystem(beside.parent)):
+        return beside
+    for path in in_caches:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mine = path.parent.stat().st_uid == os.getuid()  # a stranger's folder in /tmp could hold a planted file
+            if mine and _takes_files(path.parent) and not (local and network_filesystem(path.parent)):
+                return path
+    raise OSError(f"no folder takes {beside.name}; set XDG_CACHE_HOME to a writable local folder")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Can a file be created here? Tried, since permission bits say little on read-only mounts and for root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def lock_of(path: Path) -> Iterator[None]:
+    """Only one process at a time is inside for `path`. The kernel frees the lock of one that dies.
+
+    Where the file system has no locks, all come in: what they do must stay right then, only slower.
+    """
+    with path.with_name(path.name + ".lock").open("a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
