@@ -101,7 +101,7 @@ from arpo.distributed import Ranks  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
 from arpo.evals.summary import summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
-from arpo.losses import policy_loss  # noqa: E402
+from arpo.losses import entropy_moments, entropy_statistics_of, policy_loss  # noqa: E402
 from arpo.metrics import rollout_metrics  # noqa: E402
 from arpo.model import Policy, check_model_folder, load_policy, load_tokenizer  # noqa: E402
 from arpo.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
@@ -187,7 +187,7 @@ def main(cfg: RLConfig) -> None:
         assign_advantages(groups, cfg.advantage)
         size = cfg.update.num_prompts_per_minibatch
         minibatches = [
-            microbatches(rows, dist.rank, dist.world_size, cfg.update.max_tokens_per_microbatch)
+            microbatches(rows, dist.rank, dist.world_size, cfg.update.max_tokens_per_microbatch, device=dist.device)
             for start in range(0, len(groups), size)
             if (rows := training_rows(groups[start : start + size], cfg.advantage))
         ]
@@ -318,17 +318,14 @@ def entropy_statistics(
     policy: Policy, micros: list[MicroBatch], temperature: float, dist: Ranks, *, reuse_old: bool
 ) -> tuple[float, float]:
     """(mean, std) of the policy's token entropies over all loss tokens of the global mini-batch (AEPO)."""
-    count = total = squares = 0.0
+    moments = torch.zeros(3, dtype=torch.float64)
     for micro in micros:
         entropies = micro.old_entropies
         if not reuse_old:
             with torch.no_grad():
                 _, entropies = policy(micro, temperature)
-        values = entropies[micro.loss_mask].double()
-        count, total, squares = count + len(values), total + float(values.sum()), squares + float((values**2).sum())
-    count, total, squares = dist.all_reduce_sum(count, total, squares)
-    mean = total / count
-    return mean, max(squares / count - mean**2, 0.0) ** 0.5
+        moments += entropy_moments(entropies, micro.loss_mask)
+    return entropy_statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
 
 
 def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
