@@ -1,11 +1,10 @@
-"""The <search> tool: query hygiene, then the backend. A new backend is a class and a line in BACKENDS."""
+"""The <search> tool: query hygiene, the cache, the backend. A new backend is a class and a line in BACKENDS."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sqlite3
-import unicodedata
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,24 +12,15 @@ from arpo.config import UserError
 from arpo.options import SearchConfig
 from arpo.tools.base import ToolResult
 from arpo.tools.bm25 import Bm25Index
+from arpo.tools.cache import open_cache
+from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query
 
 logger = logging.getLogger(__name__)
 
-MAX_QUERY_CHARS = 512
 DEADLINE_S = 30.0
-NO_RESULTS = "No search results found."
 EMPTY_QUERY = "Error: the search query is empty. Write what to look for between <search> and </search>."
 UNAVAILABLE = "Error: search is unavailable."
-
-
-def clean_query(argument: str) -> str:
-    """One line of at most MAX_QUERY_CHARS, without control characters; and without double quotes, as upstream sends it.
-
-    >>> clean_query(' height of\\n"Silver\\x00 Otter" ')
-    'height of Silver Otter'
-    """
-    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in argument.replace('"', ""))
-    return " ".join(spaced.split())[:MAX_QUERY_CHARS].rstrip()
+NOT_RECORDED = "Error: there is no recorded result for this query. Try other words."
 
 
 def format_passages(passages: list[str], max_passage_chars: int) -> str:
@@ -44,6 +34,9 @@ def format_passages(passages: list[str], max_passage_chars: int) -> str:
 class Backend(Protocol):
     """Answers clean queries. TimeoutError, OSError and sqlite3.Error mean that it is down, whatever the query was."""
 
+    params: dict[str, object]
+    """All that changes an answer besides the query; part of the cache key."""
+
     async def search(self, query: str) -> str:
         """The text for the model; NO_RESULTS where nothing matches."""
         ...
@@ -55,23 +48,47 @@ class LocalBackend:
     """BM25 over the user's own corpus."""
 
     def __init__(self, cfg: SearchConfig):
+        """Builds the index if need be, which may take a while. Raises UserError for a corpus that cannot be used."""
         if not cfg.corpus:
             raise UserError("tools.search.corpus is empty, and backend local searches it; set it to a .jsonl file")
         for name in ("top_k", "max_passage_chars"):
             if getattr(cfg, name) < 1:
                 raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
-        self.cfg = cfg
+        self.top_k, self.max_passage_chars = cfg.top_k, cfg.max_passage_chars
         self.index = Bm25Index(cfg.corpus)
+        self.params = {
+            "corpus_sha256": self.index.corpus_sha256,
+            "top_k": cfg.top_k,
+            "max_passage_chars": cfg.max_passage_chars,
+        }
 
     async def search(self, query: str) -> str:
-        passages = await asyncio.to_thread(self.index.search, query, self.cfg.top_k, deadline_s=DEADLINE_S)
-        return format_passages(passages, self.cfg.max_passage_chars)
+        passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=DEADLINE_S)
+        return format_passages(passages, self.max_passage_chars)
 
     async def aclose(self) -> None:
         self.index.close()
 
 
 BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {"local": LocalBackend}
+"""By name. `replay` is none of them: it has nothing but the cache."""
+
+
+def _open_cache(cfg: SearchConfig, *, replays: bool) -> CacheFile | None:
+    """None where the config wants no cache. Raises UserError for a replay of nothing."""
+    if cfg.mode == "live" and cfg.backend == "replay":
+        raise UserError(
+            "tools.search.mode live ignores the cache, and backend replay has nothing else; set mode replay"
+        )
+    if replays and not cfg.cache:
+        setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
+        raise UserError(
+            f"tools.search.cache is empty, and {setting} reads it; set it to a .sqlite or released .json cache, "
+            "or set tools.search.backend local and tools.search.corpus FILE.jsonl"
+        )
+    if cfg.mode == "live" or not cfg.cache:
+        return None
+    return open_cache(cfg.cache, read_only=replays)
 
 
 class SearchTool:
@@ -80,13 +97,17 @@ class SearchTool:
     tag = "search"
 
     def __init__(self, cfg: SearchConfig):
-        """Raises UserError for a config that cannot work. Builds the local index if need be, which may take a while."""
-        if cfg.backend not in BACKENDS:
-            raise UserError(f"tools.search.backend: {cfg.backend!r} is not there yet; use {', '.join(BACKENDS)}")
-        self.backend = BACKENDS[cfg.backend](cfg)
+        """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
+        if cfg.backend != "replay" and cfg.backend not in BACKENDS:
+            raise UserError(f"tools.search.backend: no backend {cfg.backend!r}; use replay, {', '.join(BACKENDS)}")
+        self.cfg = cfg
+        self.replays = cfg.backend == "replay" or cfg.mode in ("replay", "replay_strict")
+        self.cache = _open_cache(cfg, replays=self.replays)
+        self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:
+        """Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on."""
         query = clean_query(argument)
         if not query:
             return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
@@ -96,15 +117,35 @@ class SearchTool:
         return await asyncio.shield(self._in_flight[query])
 
     async def _answer(self, query: str) -> ToolResult:
+        recorded = await asyncio.to_thread(self._recorded, query) if self.cache else None
+        if recorded is not None:
+            return ToolResult(recorded, ok=True, cached=True)
+        if self.replays:
+            if self.cfg.mode == "replay_strict":
+                raise UserError(f"{self.cfg.cache}: no recorded result for {query!r}; record it, or set mode replay")
+            return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
         try:
-            return ToolResult(await self.backend.search(query), ok=True)
+            text = await self.backend.search(query)
         except TimeoutError:
-            text = f"Error: no answer within {DEADLINE_S:g} s. Try a shorter query."
-            return ToolResult(text, ok=False, error_kind="timeout", infra_error=True)
+            message = f"Error: search gave no answer within {DEADLINE_S:g} s."
+            return ToolResult(message, ok=False, error_kind="timeout", infra_error=True)
         except (OSError, sqlite3.Error) as error:
             logger.warning("search failed: %s", error)
             return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
+        if self.cache:
+            await asyncio.to_thread(self.cache.put, self._key(query), self.cfg.backend, query, text)
+        return ToolResult(text, ok=True)
+
+    def _recorded(self, query: str) -> str | None:
+        return self.cache.get(self._key(query), query) if self.backend else self.cache.get_any(query)
+
+    def _key(self, query: str) -> bytes:
+        return cache_key(self.cfg.backend, self.backend.params, query)
 
     async def aclose(self) -> None:
+        """Waits for calls in flight. Safe to call twice."""
         await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
-        await self.backend.aclose()
+        if self.backend:
+            await self.backend.aclose()
+        if self.cache:
+            self.cache.close()
