@@ -1,0 +1,129 @@
+"""The <python> tool: the model's code in a jail, its output or its error as text for the model to read."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+from arpo.config import UserError
+from arpo.options import PythonConfig
+from arpo.tools.base import ToolResult
+from arpo.tools.sandbox.client import GRACE_S, Sandbox
+from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
+from arpo.tools.sandbox.limits import CallLimits
+from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
+
+FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
+NO_OUTPUT = "(no output)"
+
+
+class PythonTool:
+    """Runs code as a notebook cell without memory: what it prints, and the value of a last bare expression.
+
+    Two calls share nothing; the same code gives the same text (hash seed, `random` and NumPy are seeded, TZ is UTC).
+    """
+
+    tag = "python"
+
+    def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
+        """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests)."""
+        self.cfg = cfg
+        limits = CallLimits(
+            wall_s=cfg.wall_s,
+            cpu_s=cfg.cpu_s,
+            memory_bytes=cfg.memory_mib << 20,
+            max_processes=cfg.max_processes,
+            kept_output_bytes=max(CallLimits.kept_output_bytes, 4 * cfg.max_output_chars),  # UTF-8: up to 4 per char
+        )
+        try:
+            self.sandbox = Sandbox(limits, tier=tier, allow_unsafe=cfg.allow_unsafe, grace_s=grace_s)
+        except SandboxUnavailable as error:
+            raise UserError(
+                f"tools.python: no isolation for model-written code on this machine ({error}); allow user namespaces "
+                "or Landlock, drop python from tools.names, or accept the risk with tools.python.allow_unsafe"
+            ) from error
+        # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
+        # shared with everybody and has few.
+        self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
+
+    async def run(self, argument: str) -> ToolResult:
+        """Run one call. Never raises for what the code does; `infra_error` where the sandbox itself failed."""
+        code = strip_fences(argument)
+        refusal = self._refusal(code)
+        if refusal:
+            return refusal
+        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self.sandbox.run, code)
+        return self._result(reply)
+
+    async def aclose(self) -> None:
+        """End the host; calls that still run end with infra_error."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self.sandbox.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _refusal(self, code: str) -> ToolResult | None:
+        """What no interpreter would take; None for code that may run."""
+        try:
+            too_long = len(code.encode()) > MAX_CODE_BYTES
+        except UnicodeEncodeError:  # a lone surrogate
+            too_long, code = False, "\0"
+        if too_long:
+            return ToolResult("SyntaxError: the code is too long", ok=False, error_kind="code_too_long")
+        if "\0" in code:
+            text = "SyntaxError: the code contains a character that no source may have"
+            return ToolResult(text, ok=False, error_kind="bad_code")
+        return None
+
+    def _result(self, reply: Reply) -> ToolResult:
+        if reply.status == "sandbox_error":
+            text = "Error: the Python interpreter is unavailable."
+            return ToolResult(text, ok=False, error_kind=reply.status, infra_error=True)
+        output = reply.stdout.strip("\n").rstrip()
+        if reply.status == "ok":
+            text = output or NO_OUTPUT
+            return ToolResult(shorten(text, self.cfg.max_output_chars), ok=True, seconds=reply.wall_s)
+        reason = self._reason(reply)
+        # The reason comes first in the budget: it is short, except for a message that the code made long.
+        reason = shorten(reason, self.cfg.max_output_chars)
+        room = self.cfg.max_output_chars - len(reason) - 1
+        text = f"{shorten(output, room)}\n{reason}" if output and room > len(CUT) else reason
+        return ToolResult(text, ok=False, seconds=reply.wall_s, error_kind=reply.status)
+
+    def _reason(self, reply: Reply) -> str:
+        """Why it failed, in words that depend on nothing but the code and the limits."""
+        fixed = {
+            "timeout": f"TimeoutError: execution exceeded {self.cfg.wall_s:g} seconds",
+            "cpu_limit": f"TimeoutError: execution exceeded {self.cfg.cpu_s:g} seconds of CPU time",
+            "memory_limit": f"MemoryError: more than {self.cfg.memory_mib} MiB of memory",
+            "output_limit": "OSError: too much output",
+            "disk_limit": "OSError: too many or too large files",
+            "file_limit": "OSError: a file became too large",
+            "process_limit": f"OSError: more than {self.cfg.max_processes} processes or threads",
+            "killed": "The process was killed",
+        }
+        if reply.status in fixed:
+            return fixed[reply.status]
+        if reply.status == "signal":
+            return f"The process died of signal {-(reply.exit_code or 0)}"
+        return reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+
+
+CUT = "\n... [output truncated] ...\n"
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """At most `max_chars`, the mark included; what is cut is the middle: results and errors stand at the end."""
+    if len(text) <= max_chars:
+        return text
+    keep = max(max_chars - len(CUT), 0)
+    tail = keep // 2
+    return (text[: keep - tail] + CUT + text[len(text) - tail :])[:max_chars]
+
+
+def strip_fences(argument: str) -> str:
+    """The code between Markdown fences, if all of the argument is one fenced block; else the argument."""
+    match = FENCED.match(argument)
+    return match.group(1) if match else argument.strip("\n")

@@ -1,0 +1,12 @@
+"""The jail in which model-written Python runs: one host process per rank, one fresh fork of it per call.
+
+    trainer rank                            host (jailed once, numpy and sympy loaded, clean environment)
+    client.py  == control socket, 1 fd per call ==>  host.py, the zygote: never reads a request, only forks
+        |                                               supervisor.py, S: enforces the limits, replies
+        +<============= one socket per call =============>   worker.py, W: the model's code; fds 0, 1, 2 only
+
+Tiers, probed at start: namespaces.py (user, mount, pid, net, ipc namespaces), landlock.py (Landlock, where a container
+forbids namespaces), each with seccomp.py; else nothing runs, unless the user accepts rlimits alone (folder.py).
+
+The host imports this package as `sandbox`, without `arpo`: keep it to the standard library and relative imports.
+"""

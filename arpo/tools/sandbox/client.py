@@ -1,0 +1,112 @@
+"""The trainer's side: a host in the best tier there is, the proof that its jail holds, and its replacement if lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+from . import selftest, wire
+from .host_process import HostProcess, SandboxUnavailable, Tier
+from .limits import CallLimits
+
+ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
+"""Best first."""
+GRACE_S = 10.0
+"""A supervisor that is silent for so long, at its start or beyond its wall limit, means that the host is stuck."""
+NUM_ATTEMPTS = 4
+"""Code in the jail has no effect outside of it, so a call may be repeated."""
+log = logging.getLogger("arpo")
+
+
+class Sandbox:
+    """Runs code in forks of one jailed host process. Thread-safe."""
+
+    def __init__(
+        self, limits: CallLimits, *, tier: Tier | None = None, allow_unsafe: bool = False, grace_s: float = GRACE_S
+    ):
+        """Start the host in `tier`, or in the best that this machine allows. Raises SandboxUnavailable."""
+        self.limits, self.grace_s, self.num_restarts = limits, grace_s, 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self.tier, self._host = self._start_first([tier] if tier else [*ISOLATING, *["none"] * allow_unsafe])
+
+    def _start_first(self, tiers: Iterable[Tier]) -> tuple[Tier, HostProcess]:
+        reasons: list[str] = []
+        for tier in tiers:
+            try:
+                host = self._start(tier)
+            except SandboxUnavailable as error:
+                reasons.append(f"{tier}: {error}")
+            else:
+                _announce(tier, host, reasons)
+                return tier, host
+        raise SandboxUnavailable("; ".join(reasons))
+
+    def _start(self, tier: Tier) -> HostProcess:
+        """A host whose jail has been tried. A jail that leaks is worse than none: everybody would trust it."""
+        host = HostProcess(tier, self.limits)
+        if tier == "none":
+            return host
+        with selftest.Canaries() as canaries:
+            try:
+                reply = host.call(canaries.probe, self.limits.wall_s, self.grace_s)
+                leaks = canaries.leaks(reply)
+            except (OSError, EOFError, ValueError) as error:
+                leaks = [f"no answer ({type(error).__name__}: {error})"]
+        if leaks:
+            host.kill()
+            raise SandboxUnavailable(f"the jail failed its self-test: {', '.join(leaks)}")
+        return host
+
+    def run(self, code: str) -> wire.Reply:
+        """Run code; blocks. Never raises: `sandbox_error` is a call that failed repeatedly, and not by its code."""
+        error: Exception | None = None
+        for _ in range(NUM_ATTEMPTS):
+            host = self._host
+            try:
+                return host.call(code, self.limits.wall_s, self.grace_s)
+            except (OSError, EOFError, ValueError) as caught:
+                error = caught
+            if self._closed:
+                break
+            # A connection that just ends is a lost supervisor, or a fork that failed: try again. A host that is gone,
+            # or from which nothing comes at all, is replaced, once for all callers.
+            if isinstance(error, TimeoutError) or host.is_gone():
+                try:
+                    self._replace(host)
+                except SandboxUnavailable as unavailable:
+                    error = unavailable
+        return wire.Reply("sandbox_error", stderr=f"{type(error).__name__}: {error}")
+
+    def _replace(self, lost: HostProcess) -> None:
+        with self._lock:
+            if self._host is not lost or self._closed:
+                return
+            lost.kill()
+            self._host = self._start(self.tier)  # never in a lower tier than was announced
+            self.num_restarts += 1
+        log.warning("python tool: the sandbox host was lost and has been replaced (%d so far)", self.num_restarts)
+
+    @property
+    def host_pid(self) -> int:
+        return self._host.pid
+
+    def close(self) -> None:
+        """End the host, and every call in it."""
+        self._closed = True
+        with self._lock:
+            self._host.kill()
+
+
+def _announce(tier: Tier, host: HostProcess, refused: list[str]) -> None:
+    """One line per start; a warning for anything less than all."""
+    reasons = f" ({'; '.join(refused)})" if refused else ""
+    if tier == "none":
+        log.warning("python tool: NO isolation, model-written code runs as this user%s", reasons)
+    elif tier == "landlock":
+        log.warning("python tool: sandboxed by Landlock and seccomp, without namespaces%s", reasons)
+    elif not host.has_proc:
+        log.warning("python tool: sandboxed by namespaces and seccomp; without /proc, code may not start processes")
+    else:
+        log.info("python tool: sandboxed by namespaces and seccomp")

@@ -1,0 +1,129 @@
+"""The host: jails itself once, loads numpy and sympy, then forks a supervisor per call and does nothing else.
+
+`python -s -S -P -B -c "<BOOT of client.py>" <control fd>`; its settings are the first message on the control socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from .folder import FolderJail
+from .landlock import LandlockJail
+from .limits import CallLimits, private_bytes
+from .namespaces import NamespaceJail
+from .supervisor import serve_call
+
+PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
+"""A call pays for the fork of what is loaded: pandas or scipy would double its 6 ms; importing sympy takes 250 ms."""
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "USER": "nobody",
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+    "MPLBACKEND": "Agg",
+}
+"""All that the host, and so the model's code, gets of an environment."""
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
+
+
+def main(control_fd: int) -> NoReturn:
+    """Serve until the trainer is gone. A machine that cannot carry the wanted tier is reported, not worked around."""
+    control = socket.socket(fileno=control_fd)
+    settings = json.loads(control.recv(1 << 16))
+    trainer = os.pidfd_open(settings["trainer_pid"])
+    if os.getppid() != settings["trainer_pid"]:  # it died meanwhile, and its number may be someone else's
+        os._exit(1)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("900")  # out of memory: rather us than the trainer
+    limits = CallLimits(**settings["limits"])
+    sys.path += settings["import_paths"]
+    visible = visible_paths(settings["import_paths"] + settings["prefixes"])
+    try:
+        if settings["tier"] == "namespaces":
+            jail = NamespaceJail(limits, visible, control)
+        elif settings["tier"] == "landlock":
+            jail = LandlockJail(limits, visible)
+        else:
+            jail = FolderJail(limits)
+    except (OSError, ValueError) as error:
+        control.send(json.dumps({"refused": str(error)}).encode())
+        os._exit(3)
+    missing = _preload()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every page
+    gc.disable()
+    ready = {"has_proc": jail.has_proc, "missing": missing, "base": getattr(jail, "base", None)}
+    control.send(json.dumps(ready).encode())
+    os.dup2(0, 2)  # until now stderr was a file of the client's, for the case that we could not even report
+    _fork_per_call(jail, limits, control, trainer)
+
+
+def visible_paths(paths: list[str]) -> list[str]:
+    """The system's folders and those of `paths` that are not below them, each as named and as resolved."""
+    visible = [folder for folder in SYSTEM_FOLDERS if os.path.lexists(folder)]
+    prefixes = [sys.base_prefix, sys.base_exec_prefix, *paths]
+    for path in sorted({os.path.abspath(p) for p in prefixes} | {os.path.realpath(p) for p in prefixes}):
+        inside = any(path == folder or path.startswith(folder + "/") for folder in visible)
+        if os.path.isdir(path) and path != "/" and not inside:
+            visible.append(path)
+    return visible
+
+
+def _preload() -> list[str]:
+    missing = []
+    for name in PRELOADED:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    return missing
+
+
+def _fork_per_call(jail, limits: CallLimits, control: socket.socket, trainer: int) -> NoReturn:
+    """The zygote. It reads nothing but the arrival of sockets, so that nothing a call does can confuse it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
+    host_bytes = private_bytes()
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(trainer, select.POLLIN)  # a fork of the trainer may hold its end of the control socket open
+    while True:
+        ready = {fd for fd, _ in poller.poll()}
+        message, fds = b"", []
+        if trainer not in ready:
+            with contextlib.suppress(ConnectionError):
+                message, fds, _, _ = socket.recv_fds(control, 16, 1)
+        if not message:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)  # until the supervisors, who notice it too, are gone
+            jail.close()
+            os._exit(0)
+        for fd in fds:
+            with socket.socket(fileno=fd) as conn, contextlib.suppress(OSError):
+                # No process to be had: the caller sees the end of its connection, and tries again.
+                if jail.fork() == 0:
+                    _supervise(jail, limits, conn, host_bytes)
+
+
+def _supervise(jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> NoReturn:
+    try:
+        serve_call(jail, limits, conn, host_bytes)
+    except BaseException:  # the caller sees the end of its connection, and tries again
+        os._exit(1)
+    os._exit(0)

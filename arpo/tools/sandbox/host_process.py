@@ -1,0 +1,122 @@
+"""The trainer's handle on one host process: start it, call it, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from . import wire
+from .folder import remove_tree
+from .host import ENVIRONMENT
+from .limits import CallLimits
+
+Tier = Literal["namespaces", "landlock", "none"]
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import sandbox.host; del sys.path[0]; "
+    "sandbox.host.main(int(sys.argv[2]))"
+)
+START_TIMEOUT_S = 120.0
+"""numpy and sympy from a cold network file system."""
+
+
+class SandboxUnavailable(Exception):
+    """No host can be had; the message says why."""
+
+
+class HostProcess:
+    """One jailed host, spawned fresh: a fork would take the trainer's memory, threads and files into the jail."""
+
+    def __init__(self, tier: Tier, limits: CallLimits):
+        """Raises SandboxUnavailable where the machine does not allow this tier."""
+        self.base: str | None = None
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # No -E: PYTHONHASHSEED must count, and the environment is ours. -S: a .pth file (an editable install, say) runs
+        # code and shows the repository; -s -P: no user site, no current folder; -B: writes nothing.
+        package = str(Path(__file__).resolve().parents[1])
+        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, package, str(theirs.fileno())]
+        with tempfile.TemporaryFile() as stderr:
+            self._process = subprocess.Popen(
+                command,
+                env=ENVIRONMENT,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+            theirs.close()
+            answer = self._introduce(tier, limits)
+            stderr.seek(0)
+            last_words = stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        self.base = answer.get("base")
+        if "has_proc" not in answer:
+            self.kill()
+            raise SandboxUnavailable(str(answer.get("refused") or " ".join(last_words) or "the host died at its start"))
+        self.has_proc: bool = answer["has_proc"]
+        """Without it, code may not start processes."""
+        self.missing: list[str] = answer["missing"]
+        """Modules that were to be preloaded but are not installed."""
+
+    def _introduce(self, tier: Tier, limits: CallLimits) -> dict:
+        installed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        settings = {
+            "tier": tier,
+            "limits": asdict(limits),
+            "trainer_pid": os.getpid(),
+            "prefixes": [sys.prefix, sys.exec_prefix],
+            "import_paths": [path for path in installed if os.path.isdir(path)],
+        }
+        self._control.settimeout(START_TIMEOUT_S)
+        try:
+            self._control.send(json.dumps(settings).encode())
+            return json.loads(self._control.recv(1 << 16) or b"{}")
+        except ConnectionError:
+            return {}
+        except TimeoutError:
+            return {"refused": f"the host did not start within {START_TIMEOUT_S:g} s"}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
+        """Run code in a fresh fork. Raises OSError (TimeoutError: the host or the call is stuck), EOFError where the
+        fork was lost, ValueError for a reply that makes no sense."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._control.settimeout(grace_s)
+                socket.send_fds(self._control, [b"call"], [theirs.fileno()])
+            ours.settimeout(grace_s)
+            wire.receive_exactly(ours, len(wire.HELLO))
+            ours.settimeout(wall_s + grace_s)  # a net below the supervisor, who answers earlier than that
+            wire.send_block(ours, code.encode())
+            return wire.receive_reply(ours)
+
+    def is_gone(self) -> bool:
+        """Whether the process has ended, or hung up."""
+        if self._process.poll() is not None or self._control.fileno() < 0:
+            return True
+        poller = select.poll()
+        poller.register(self._control, 0)
+        return bool(poller.poll(0))
+
+    def kill(self) -> None:
+        """End it, the calls in it, and its folder."""
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self.base:
+            remove_tree(self.base)

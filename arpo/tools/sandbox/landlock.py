@@ -1,0 +1,98 @@
+"""Tier B: Landlock (Linux 5.13) says which files, the filter forbids the rest, where no namespaces can be had (Docker's
+default profile). One process per call; files may be read only below the interpreter and written only in its folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+
+from . import seccomp
+from . import syscalls as sys_
+from .folder import FolderJail
+from .limits import CallLimits
+
+JAIL_UID = 61000
+READABLE_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/dev/random", "/dev/urandom")
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+ALL_OF_ABI_1 = (1 << 13) - 1
+REFER, TRUNCATE, IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15  # of ABI 2, 3, 5
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
+RULE_PATH_BENEATH = 1
+NET_BIND_AND_CONNECT = 3
+SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
+CREATE, ADD_RULE, RESTRICT_SELF = 0, 1, 2
+
+
+class LandlockJail(FolderJail):
+    tier = "landlock"
+
+    def __init__(self, limits: CallLimits, visible: list[str]):
+        """Raises OSError where the kernel has no Landlock, or forbids it."""
+        self.abi = _abi()
+        seccomp.program(seccomp.Confinement(allow_children=False, only_pid=1))  # an unknown machine fails here
+        super().__init__(limits)
+        self.readable = [*visible, *READABLE_FILES]
+        if os.geteuid() == 0 and all(_is_open_to_all(path) for path in visible):
+            self.worker_uid = JAIL_UID  # a root without capabilities still owns root's files
+
+    def confine(self, scratch: str) -> None:
+        super().confine(scratch)
+        self._restrict_files(scratch)
+        sys_.drop_capabilities()
+        confinement = seccomp.Confinement(allow_children=False, only_pid=os.getpid())
+        seccomp.install(seccomp.program(confinement))
+
+    def _restrict_files(self, scratch: str) -> None:
+        """Also no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
+        everything = ALL_OF_ABI_1
+        for abi, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
+            everything |= right if self.abi >= abi else 0
+        network = NET_BIND_AND_CONNECT if self.abi >= 4 else 0
+        scope = SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if self.abi >= 6 else 0
+        size = 8 if self.abi < 4 else 16 if self.abi < 6 else 24
+        attributes = struct.pack("QQQ", everything, network, scope)[:size]
+        ruleset = _landlock(CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+        rules = {path: EXECUTE | READ_FILE | READ_DIR for path in self.readable}
+        rules |= {"/dev/null": READ_FILE | WRITE_FILE, scratch: everything}
+        for path, rights in rules.items():
+            if os.path.exists(path):
+                _allow(ruleset, path, rights & everything)
+        sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
+        _landlock(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
+        os.close(ruleset)
+
+
+def _landlock(operation: int, *arguments: object) -> int:
+    return sys_.syscall("landlock", *arguments, offset=operation)
+
+
+def _abi() -> int:
+    return _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= FILE_RIGHTS
+        rule = struct.pack("<Qi", rights, fd)
+        _landlock(ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(RULE_PATH_BENEATH), rule, ctypes.c_uint(0))
+    except OSError as error:
+        raise OSError(error.errno or errno.EINVAL, f"{error.strerror} for {path}") from error
+    finally:
+        os.close(fd)
+
+
+def _is_open_to_all(path: str) -> bool:
+    """Whether any user may enter that folder."""
+    while True:
+        if os.stat(path).st_mode & 0o005 != 0o005:
+            return False
+        if path == "/":
+            return True
+        path = os.path.dirname(path)

@@ -1,0 +1,204 @@
+"""Tier A: the host in namespaces of its own, and each call in further ones. Nothing of the machine is in sight but
+the system's libraries and the interpreter, read-only; no network, not even loopback.
+
+Needs user namespaces (or root), mount_setattr (Linux 5.12), and for child processes a /proc that may be mounted again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+
+from . import seccomp
+from . import syscalls as sys_
+from .limits import CallLimits, set_rlimits
+
+JAIL_UID = 61000
+"""Who the host is on the outside where the trainer is root: RLIMIT_NPROC does not bind root."""
+NOBODY = 65534
+STAGING_FOLDERS = ("/sys", "/mnt", "/media", "/srv")
+DEVICES = ("null", "full", "random", "urandom")
+"""Not /dev/zero: a shared mapping of it is memory that no limit of ours counts."""
+ETC = {
+    "passwd": f"nobody:x:{NOBODY}:{NOBODY}:nobody:/tmp:/bin/false\n",
+    "group": f"nogroup:x:{NOBODY}:\n",
+    "hosts": "127.0.0.1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+NO_SPECIAL_FILES = sys_.MS_NOSUID | sys_.MS_NODEV
+
+
+class NamespaceJail:
+    """Entered once, by the host. Then `fork` per call (in the zygote), `open_scratch` (in S), `confine` (in W)."""
+
+    tier = "namespaces"
+
+    def __init__(self, limits: CallLimits, visible: list[str], control: socket.socket):
+        """Returns in a child that is PID 1 of the new pid namespace; the caller stays behind as its launcher and
+        never returns. Raises OSError where the machine does not allow it, from either of them."""
+        self.limits = limits
+        self.interpreter_in_tmp = [path for path in visible if path.startswith("/tmp/")]
+        own = sys_.CLONE_NEWPID | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS | sys_.CLONE_NEWCGROUP
+        if os.geteuid() == 0:
+            sys_.unshare(sys_.CLONE_NEWNS)
+            root = _build_root(visible)
+            sys_.mount("/proc", root + "/proc", None, sys_.MS_BIND | sys_.MS_REC)
+            _enter(root)  # before NEWUSER: after it these mounts are locked and pivot_root says EINVAL
+            root = ""
+            os.setgroups([])
+            os.setresgid(JAIL_UID, JAIL_UID, JAIL_UID)
+            os.setresuid(JAIL_UID, JAIL_UID, JAIL_UID)
+            sys_.prctl(sys_.PR_SET_DUMPABLE, 1)  # setuid cleared it, and /proc/self/uid_map would belong to root
+            _require_readable(visible)
+            _new_user_namespace()
+            sys_.unshare(sys_.CLONE_NEWNS | own)
+            sys_.mount(None, "/", None, sys_.MS_REC | sys_.MS_PRIVATE)
+        else:
+            _new_user_namespace()
+            sys_.unshare(sys_.CLONE_NEWNS | own)
+            root = _build_root(visible)
+        _become_pid_1(control)
+        self.has_proc = _mount_proc(root + "/proc")
+        if root:
+            _enter(root)
+        self._pid_namespace = os.pidfd_open(os.getpid())
+        # Without /proc nobody can sum up the memory of several processes, so there is only one.
+        self._filter = seccomp.program(seccomp.Confinement(allow_children=self.has_proc))
+
+    def fork(self) -> int:
+        """Fork; the child is PID 1 of a pid namespace of its own, so whatever a call leaves behind dies with it."""
+        sys_.unshare(sys_.CLONE_NEWPID)
+        pid = None
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:  # a process can unshare again only after it has gone back to its own namespace
+                sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
+        return pid
+
+    def open_scratch(self) -> str:
+        """Private /tmp, /dev/shm and /proc; returns the folder the call may write to."""
+        sys_.unshare(sys_.CLONE_NEWNS)
+        size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
+        target = "/mnt" if self.interpreter_in_tmp else "/tmp"
+        sys_.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
+        for path in self.interpreter_in_tmp:  # a virtual environment below /tmp must not vanish under the new /tmp
+            place = target + path.removeprefix("/tmp")
+            os.makedirs(place)
+            sys_.mount(path, place, None, sys_.MS_BIND | sys_.MS_REC)
+        if self.interpreter_in_tmp:
+            sys_.mount(target, "/tmp", None, sys_.MS_MOVE)
+        size = f"size={self.limits.scratch_bytes // 4},nr_inodes=256,mode=1777"
+        sys_.mount("shm", "/dev/shm", "tmpfs", NO_SPECIAL_FILES | sys_.MS_NOEXEC, size)
+        if self.has_proc:
+            sys_.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | sys_.MS_NOEXEC)
+        sys_.prctl(sys_.PR_SET_DUMPABLE, 0)  # or W, which has our uid, could read /proc/1/mem
+        return "/tmp"
+
+    def confine(self, scratch: str) -> None:
+        """Last step of W before the model's code."""
+        sys_.unshare(sys_.CLONE_NEWUSER)  # its own count of processes, or RLIMIT_NPROC would count all calls together
+        set_rlimits(self.limits, count_processes=True)
+        sys_.drop_capabilities()
+        seccomp.install(self._filter)
+
+    def processes(self, worker: int) -> list[int]:
+        """All of the call, less S; none where /proc is missing."""
+        if not self.has_proc:
+            return []
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+    def is_over_quota(self, scratch: str) -> bool:
+        """The tmpfs has a size: the kernel says ENOSPC."""
+        return False
+
+    def kill(self, worker: int) -> None:
+        """End every process of the call but S, which is PID 1 here: -1 is all others, and none can fork away."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+
+    def close_scratch(self, scratch: str) -> None:
+        """It goes with the mount namespace."""
+
+    def close(self) -> None:
+        """Everything of ours goes with the namespaces."""
+
+
+def _new_user_namespace() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    sys_.unshare(sys_.CLONE_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def _become_pid_1(control: socket.socket) -> None:
+    """Return in a child, the first process of the new pid namespace; the parent only waits for it."""
+    pid = os.fork()
+    if pid == 0:
+        sys_.prctl(sys_.PR_SET_PDEATHSIG, signal.SIGKILL)  # the trainer ends a stuck host by killing the launcher
+        return
+    control.close()
+    _, status = os.waitpid(pid, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _build_root(visible: list[str]) -> str:
+    """A tmpfs with read-only binds of the `visible` paths, a made-up /etc and four devices; returns where it is."""
+    sys_.mount(None, "/", None, sys_.MS_REC | sys_.MS_PRIVATE)
+    free = (f for f in STAGING_FOLDERS if os.path.isdir(f) and not any(p.startswith(f + "/") for p in visible))
+    root = next(free, None)
+    if root is None:
+        raise OSError(f"none of {', '.join(STAGING_FOLDERS)} is there to build a root on")
+    sys_.mount("jail", root, "tmpfs", NO_SPECIAL_FILES, "size=4m,mode=755")
+    os.umask(0o022)
+    for path in visible:
+        place = root + path
+        if os.path.islink(path):  # /lib -> usr/lib
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            os.symlink(os.readlink(path), place)
+        else:
+            os.makedirs(place, exist_ok=True)
+            sys_.bind_readonly(path, place)
+    for folder in ("etc", "dev/shm", "tmp", "proc", "mnt"):
+        os.makedirs(f"{root}/{folder}", exist_ok=True)
+    for path in ("/etc/ld.so.cache", "/etc/localtime"):
+        if os.path.isfile(path):
+            shutil.copyfile(path, root + path)
+    if os.path.isdir("/etc/alternatives"):  # Debian's libblas is a link through it
+        os.makedirs(f"{root}/etc/alternatives")
+        sys_.bind_readonly("/etc/alternatives", f"{root}/etc/alternatives")
+    for name, text in ETC.items():
+        with open(f"{root}/etc/{name}", "w") as file:
+            file.write(text)
+    for name in DEVICES:
+        with open(f"{root}/dev/{name}", "w"):
+            pass
+        sys_.mount(f"/dev/{name}", f"{root}/dev/{name}", None, sys_.MS_BIND)
+    for name, path in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink("/proc/self/fd" + path, f"{root}/dev/{name}")
+    return root
+
+
+def _enter(root: str) -> None:
+    sys_.pivot_into(root)
+    sys_.mount(None, "/", None, sys_.MS_REMOUNT | sys_.MS_BIND | sys_.MS_RDONLY | NO_SPECIAL_FILES)
+
+
+def _require_readable(visible: list[str]) -> None:
+    for path in visible:
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise PermissionError(f"{path} is not readable for uid {JAIL_UID}, as which the code is to run")
+
+
+def _mount_proc(target: str) -> bool:
+    """A /proc that shows this pid namespace only. Containers with a masked /proc refuse it; then there is none."""
+    try:
+        sys_.mount("proc", target, "proc", NO_SPECIAL_FILES | sys_.MS_NOEXEC)
+    except PermissionError:
+        sys_.mount("none", target, "tmpfs", NO_SPECIAL_FILES | sys_.MS_RDONLY, "size=4k")
+        return False
+    return True

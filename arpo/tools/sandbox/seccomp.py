@@ -1,0 +1,125 @@
+"""The system call filter of a worker: a deny-list in the kernel's classic BPF. It is installed after the worker has
+given up everything else, and binds its children too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+from dataclasses import dataclass
+
+from . import syscall_table as table
+from . import syscalls as sys_
+
+SECCOMP_MODE_FILTER = 2
+ALLOW, KILL_PROCESS, RETURN_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+LOAD, AND, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_BITS, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+AT_NUMBER, AT_ARCHITECTURE, AT_ARGUMENTS = 0, 4, 16
+
+CLONE_THREAD = 0x10000
+SOCK_TYPE_MASK, SOCK_DGRAM = 0xF, 2
+MAP_SHARED_ANONYMOUS = 0x21
+PERSONALITY_QUERY = 0xFFFFFFFF
+IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902, 0x40086602, 0x401C5820)
+"""TIOCSTI, TIOCLINUX (type into a terminal), FIOSETOWN, SIOCSPGRP (aim signals), FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR."""
+FCNTLS = (8, 10, 15)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX: with them "data is ready" becomes a SIGKILL for any process of the same user."""
+
+Instruction = tuple[int, int, int, int]
+"""(code, jump if true, jump if false, constant)"""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What the filter has to make up for."""
+
+    allow_children: bool
+    only_pid: int | None = None
+    """Set where the worker has no pid and mount namespace: its own pid, the only one that it may signal."""
+
+
+def program(confinement: Confinement) -> bytes:
+    """The filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture."""
+    machine = platform.machine()
+    if machine not in table.ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call table for {machine}")
+    audit_arch, _ = table.ARCHITECTURES[machine]
+    single = table.numbers(table.SINGLE, machine)
+    code: list[Instruction] = [
+        (LOAD, 0, 0, AT_ARCHITECTURE),
+        (JUMP_EQUAL, 1, 0, audit_arch),
+        (RETURN, 0, 0, KILL_PROCESS),  # 32-bit calls have other numbers
+        (LOAD, 0, 0, AT_NUMBER),
+        (JUMP_GREATER_EQUAL, 0, 1, table.NEWEST + 1),
+        (RETURN, 0, 0, RETURN_ERRNO | errno.ENOSYS),
+    ]
+    code += _refuse(table.numbers(table.ADMINISTRATION, machine), errno.EPERM)
+    code += _refuse(table.numbers(table.OUTSIDE_THE_LIMITS, machine), errno.ENOSYS)
+    code += _refuse(table.numbers(table.FLUSH, machine), 0)
+    code += _refuse({"socket": single["socket"]}, errno.ENETUNREACH)
+    # asyncio needs socketpair; but a datagram socket can send to any address, connected or not
+    datagram = [(AND, 0, 0, SOCK_TYPE_MASK), *_if(JUMP_EQUAL, SOCK_DGRAM, RETURN_ERRNO | errno.EPERM)]
+    code += _on_argument(single["socketpair"], 1, datagram)
+    # memory of that kind is in nobody's RSS once it is unmapped, and RLIMIT_DATA does not know it
+    shared = [
+        (AND, 0, 0, MAP_SHARED_ANONYMOUS),
+        *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM),
+    ]
+    code += _on_argument(single["mmap"], 3, shared)
+    code += _on_argument(single["ioctl"], 1, _if_any(IOCTLS, RETURN_ERRNO | errno.EPERM))
+    code += _on_argument(single["personality"], 0, _only(0, PERSONALITY_QUERY))
+    children = _if(JUMP_BITS, sys_.ALL_NAMESPACES, RETURN_ERRNO | errno.EPERM)
+    if not confinement.allow_children:
+        children += [*_if(JUMP_BITS, CLONE_THREAD, ALLOW), (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM)]
+        code += _refuse({name: single[name] for name in ("fork", "vfork") if name in single}, errno.EPERM)
+    code += _on_argument(single["clone"], 0, children)
+    code += _against_others(confinement.only_pid, single, machine)
+    code.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def install(filter_program: bytes) -> None:
+    """Bind this process and its future children; there is no way back."""
+    instructions = ctypes.create_string_buffer(filter_program, len(filter_program))
+    header = struct.pack("HxxxxxxQ", len(filter_program) // 8, ctypes.addressof(instructions))
+    header_buffer = ctypes.create_string_buffer(header, len(header))
+    sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
+    sys_.prctl(sys_.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header_buffer))
+
+
+def _against_others(only_pid: int | None, single: dict[str, int], machine: str) -> list[Instruction]:
+    if only_pid is None:  # the supervisor is in sight, and has our uid: its limits are not ours to change
+        return _on_argument(single["prlimit64"], 0, _only(0))
+    code = _refuse(table.numbers(table.ON_OTHERS, machine), errno.EPERM)
+    code += _on_argument(single["fcntl"], 1, _if_any(FCNTLS, RETURN_ERRNO | errno.EPERM))
+    code += _on_argument(single["prctl"], 0, _if_any((sys_.PR_SET_PDEATHSIG,), RETURN_ERRNO | errno.EPERM))
+    for name in ("kill", "tgkill"):
+        code += _on_argument(single[name], 0, _only(only_pid))
+    for name in ("prlimit64", "sched_setaffinity"):
+        code += _on_argument(single[name], 0, _only(0, only_pid))
+    return code
+
+
+def _if(test: int, value: int, verdict: int) -> list[Instruction]:
+    return [(test, 0, 1, value & 0xFFFFFFFF), (RETURN, 0, 0, verdict)]
+
+
+def _if_any(values: tuple[int, ...], verdict: int) -> list[Instruction]:
+    return [instruction for value in values for instruction in _if(JUMP_EQUAL, value, verdict)]
+
+
+def _only(*values: int) -> list[Instruction]:
+    return [*_if_any(values, ALLOW), (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM)]
+
+
+def _refuse(calls: dict[str, int], error: int) -> list[Instruction]:
+    return _if_any(tuple(calls.values()), RETURN_ERRNO | error)
+
+
+def _on_argument(number: int, argument: int, tests: list[Instruction]) -> list[Instruction]:
+    """Run `tests` on the low half of an argument of that call; allowed where none of them says otherwise."""
+    # Every argument that is looked at here is an int (or flags below 2^32) to the kernel too.
+    tests = [(LOAD, 0, 0, AT_ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, ALLOW)]
+    return [(JUMP_EQUAL, 0, len(tests), number), *tests]

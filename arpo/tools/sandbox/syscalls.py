@@ -1,0 +1,105 @@
+"""The Linux calls that Python lacks, by ctypes. Each raises OSError. x86_64 and aarch64."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+CLONE_NEWNS = 0x20000
+CLONE_NEWCGROUP = 0x2000000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWIPC = 0x8000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+ALL_NAMESPACES = (
+    CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+)
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 32, 4096, 8192, 16384, 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 28, 38
+NOROOT_FOREVER = 0x2F  # NOROOT, NO_SETUID_FIXUP, NO_CAP_AMBIENT_RAISE with their locks, KEEP_CAPS locked off
+CAPABILITY_VERSION_3 = 0x20080522
+
+_NUMBERS = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "mount_setattr": 442, "close_range": 436, "landlock": 444},
+    "aarch64": {"pivot_root": 41, "capset": 91, "mount_setattr": 442, "close_range": 436, "landlock": 444},
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def check(returned: int, what: str) -> int:
+    """The value a call returned, or the OSError of errno."""
+    if returned < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return returned
+
+
+def syscall(name: str, *arguments: object, offset: int = 0) -> int:
+    """Call by name; `offset` for families with consecutive numbers (landlock)."""
+    numbers = _NUMBERS.get(platform.machine())
+    if numbers is None:
+        raise OSError(errno.ENOSYS, f"no system call table for {platform.machine()}")
+    return check(_libc.syscall(ctypes.c_long(numbers[name] + offset), *arguments), name)
+
+
+def unshare(flags: int) -> None:
+    check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def setns(fd: int, flags: int) -> None:
+    check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(flags)), "setns")
+
+
+def prctl(option: int, value: int = 0, third: int = 0) -> None:
+    zero = ctypes.c_ulong(0)
+    arguments = (ctypes.c_int(option), ctypes.c_ulong(value), ctypes.c_ulong(third), zero, zero)
+    check(_libc.prctl(*arguments), f"prctl({option})")
+
+
+def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
+    strings = [None if s is None else s.encode() for s in (source, target, kind)]
+    data = None if options is None else options.encode()
+    check(_libc.mount(*strings, ctypes.c_ulong(flags), data), f"mount {target}")
+
+
+def bind_readonly(source: str, target: str) -> None:
+    """Bind a folder with all mounts below it; read-only, no set-uid programs, no devices."""
+    mount(source, target, None, MS_BIND | MS_REC)
+    # mount_setattr and not a remount: it reaches every mount below, and keeps flags that a parent namespace locked.
+    attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    at_cwd, recursive = ctypes.c_int(-100), ctypes.c_uint(0x8000)
+    syscall("mount_setattr", at_cwd, target.encode(), recursive, attributes, ctypes.c_size_t(len(attributes)))
+
+
+def pivot_into(new_root: str) -> None:
+    """Make `new_root` the root of this mount namespace and detach the old one."""
+    os.chdir(new_root)
+    syscall("pivot_root", b".", b".")
+    check(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount2")
+    os.chdir("/")
+
+
+def close_from(first_fd: int) -> None:
+    try:
+        syscall("close_range", ctypes.c_uint(first_fd), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0))
+    except OSError:  # kernels before 5.9
+        os.closerange(first_fd, 65536)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for good: no_new_privs, and no way for uid 0 to regain them by execve."""
+    with contextlib.suppress(PermissionError):  # needs CAP_SETPCAP: a process without it has nothing to drop
+        prctl(PR_SET_SECUREBITS, NOROOT_FOREVER)
+    header = struct.pack("II", CAPABILITY_VERSION_3, 0)
+    syscall("capset", header, bytes(24))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)

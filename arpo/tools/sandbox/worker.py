@@ -1,0 +1,116 @@
+"""W: the process that runs the model's code. After `confine` it is the attacker's."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import contextlib
+import gc
+import io
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+import types
+
+from . import syscalls as sys_
+
+SETUP_FAILED = 121
+"""Exit code of a worker that could not be confined; what it says on stderr begins with SETUP_MARK."""
+SETUP_MARK = b"sandbox set-up failed: "
+NICE = 10
+SEED = 0
+
+
+def run_worker(jail, code: str, scratch: str, stdout_fd: int, stderr_fd: int) -> None:
+    """Confine this process, run the code, exit with its exit code. Never returns."""
+    try:
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDWR)
+        for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2)):
+            os.dup2(source, target)
+        sys_.close_from(3)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.nice(NICE)  # below the supervisors: they have to stop us
+        os.chdir(scratch)
+        os.umask(0o077)
+        os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
+        jail.confine(scratch)
+        sys_.prctl(sys_.PR_SET_DUMPABLE, 0)  # no core dumps, not even through a pipe to a program
+    except BaseException as error:
+        os.write(2, SETUP_MARK + repr(error).encode())
+        os._exit(SETUP_FAILED)
+    _prepare_interpreter()
+    exit_code = _run(code)
+    os._exit(_finish() or exit_code)
+
+
+def _prepare_interpreter() -> None:
+    """As a fresh interpreter would be, but with the same random numbers in every call."""
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8")
+    stderr = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(stderr, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.argv, sys.path[:0] = ["-c"], [""]
+    random.seed(SEED)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(SEED)
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    sys.setrecursionlimit(sys.getrecursionlimit() + depth)  # our frames are not the code's
+    gc.enable()
+
+
+def _run(code: str) -> int:
+    """Execute as a notebook cell: the value of a last bare expression is shown. Returns the exit code.
+
+    stderr ends with the last line(s) of the traceback; the rest of it would only name our files.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        tree = compile(code, "<string>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<string>", "exec", dont_inherit=True), main.__dict__)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "<string>", "eval", dont_inherit=True), main.__dict__)
+            sys.displayhook(value)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        _complain(f"{error.code}\n")
+        return 1
+    except BaseException as error:
+        _complain("".join(traceback.format_exception_only(error)))
+        return 1
+    return 0
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(BaseException):  # the code may have closed or replaced its streams
+        sys.stdout.flush()
+    with contextlib.suppress(BaseException):
+        sys.stderr.flush()
+    os.write(2, text.encode("utf-8", "backslashreplace"))
+
+
+def _finish() -> int:
+    """What an interpreter does at its end: join threads, atexit, flush. Returns an exit code if that fails."""
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.modules["__main__"].__dict__.clear()
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+    except BaseException:
+        return 120  # as CPython does where the last flush fails
+    return 0
