@@ -1,198 +1,273 @@
 """Checkpoints that survive a kill at any moment, and export to Hugging Face folders.
 
-    checkpoints/step_000100/{manifest.json, dcp files, rank_0.json, hf/}   checkpoints/latest
+    checkpoints/step_000100/{manifest.json, .metadata, __0_0.distcp, ..., random_states.pt, hf/}   checkpoints/latest
 
 Written to a temporary folder, listed with sizes and checksums in a manifest, renamed, and only then pointed to; the
 distributed checkpoint format (DCP) itself notices neither a half-written folder nor flipped bytes (measured).
-`python -m arpo.checkpoint export RUN/checkpoints/step_000100 MODEL OUT` makes a Hugging Face folder of one.
+
+    python -m arpo.checkpoint export RUN/checkpoints/step_000100 MODEL OUT
+
+makes a Hugging Face folder of one, in a single process; MODEL is the folder that the run started from.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
-import random
 import shutil
-import zlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from arpo.config import UserError
+from arpo.manifest import files_of, find_problem, measure, read_manifest, step_of, sync, write_manifest, write_synced
 from arpo.model import Policy
+from arpo.process_state import RandomState
+from arpo.weight_sync import full_tensors
 
 logger = logging.getLogger("arpo")
-MANIFEST = "manifest.json"
+RANDOM_STATES = "random_states.pt"
+BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 
 
 class Checkpoints:
-    """The checkpoint folder of one run. All methods are collective: every rank calls them."""
+    """The checkpoint folder of one run. All methods are collective: every rank calls them, and decides alike."""
 
     def __init__(self, folder: Path, *, keep: int = 2):
         """keep: how many of the newest stay; below 2 there would be no fallback for a broken one."""
         if keep < 2:
             raise UserError(f"run.keep_checkpoints={keep} must be at least 2, so that a broken one has a fallback")
         self.folder, self.keep = folder, keep
-        self.is_main = not dist.is_initialized() or dist.get_rank() == 0
 
     def save(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> Path:
-        """Model, optimizer, step and every rank's random state; returns the final folder. Raises OSError when full."""
+        """Model, optimizer, step and every rank's random state; returns the final folder.
+
+        Raises UserError where the disk is too full or cannot be written; the checkpoints before stay as they are.
+        """
         final = self.folder / f"step_{step:06d}"
-        temporary = self.folder / f"step_{step:06d}.tmp"
-        if self.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
+        temporary = final.with_suffix(".tmp")
+        self._require_space(BYTES_PER_PARAMETER * sum(p.numel() for p in policy.parameters()))
+        random_states = _gather(_random_state())
+        if dist.get_rank() == 0:
+            for stale in self.folder.glob("step_*.tmp"):
+                shutil.rmtree(stale)
             temporary.mkdir(parents=True)
-        _barrier()
-        policy.reshard_all()
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        torch.save(_random_state(), temporary / f"random_state_{rank}.pt")
-        _barrier()
-        if self.is_main:
-            _write_manifest(temporary, {"step": step, "world_size": dist.get_world_size()})
-            shutil.rmtree(final, ignore_errors=True)  # only a broken one can be in the way: resume would have used it
+            torch.save(random_states, temporary / RANDOM_STATES)
+        dist.barrier()
+        with _one_line(f"{temporary}: cannot write the checkpoint"):
+            dcp.save(_state(policy, optimizer), checkpoint_id=temporary)
+        names = _from_rank_0(files_of(temporary))
+        measured = _gather(measure(temporary, names[_my_share()]))
+        if dist.get_rank() == 0:
+            write_manifest(temporary, step, {name: entry for part in measured for name, entry in part.items()})
             temporary.rename(final)
-            _fsync(self.folder)
-            pointer = self.folder / "latest.tmp"
-            pointer.write_text(final.name + "\n")
-            pointer.rename(self.folder / "latest")
-            for old in self._all()[self.keep :]:
+            sync(self.folder)
+            write_synced(self.folder / "latest.tmp", final.name + "\n")
+            (self.folder / "latest.tmp").rename(self.folder / "latest")
+            for old in [*self._all()[self.keep :], *self.folder.glob("step_*.broken")]:
                 shutil.rmtree(old)
-        _barrier()
+        dist.barrier()
         return final
 
     def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, *, allow: bool = True) -> int:
-        """Load the newest intact checkpoint; returns its step, 0 where there is none.
+        """Load the newest intact checkpoint; returns its step, 0 where there is none. Works across world sizes.
 
-        Works across world sizes. Raises UserError when there is one and `allow` is False.
+        The optimizer's settings (weight decay, betas) stay those of the config. Raises UserError when there are
+        checkpoints but `allow` is False, none of them is intact, or it belongs to another model.
         """
-        found: list[str | None] = [None]
-        if self.is_main:
-            newest = self.newest_intact()
-            found = [newest.name if newest else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)
-        if found[0] is None:
+        folder = self._newest_intact(allow)
+        if folder is None:
             return 0
-        folder = self.folder / found[0]
-        if not allow:
-            raise UserError(f"{folder}: this run exists and run.resume is False; choose another run.name or delete it")
-        policy.reshard_all()
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        rank_state = folder / f"random_state_{dist.get_rank() if dist.is_initialized() else 0}.pt"
-        if rank_state.exists():  # absent for ranks that the saving run did not have
-            _restore_random_state(torch.load(rank_state, weights_only=False))
-        return json.loads((folder / MANIFEST).read_text())["step"]
+        state = _state(policy, optimizer)
+        with _one_line(f"{folder}: cannot be loaded; is model.path the one that the run started with?"):
+            dcp.load(state, checkpoint_id=folder)  # in place
+        groups = get_optimizer_state_dict(policy, optimizer)["param_groups"]
+        set_optimizer_state_dict(policy, optimizer, {"state": state["optimizer"], "param_groups": groups})
+        random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
+        if dist.get_rank() < len(random_states):  # a rank that the saving run did not have keeps its seed
+            _restore_random_state(random_states[dist.get_rank()])
+        return step_of(folder)
 
-    def newest_intact(self) -> Path | None:
-        """The newest checkpoint whose sizes and checksums agree with its manifest; every skipped one is logged."""
-        for folder in self._all():
-            problem = verify(folder)
-            if problem is None:
-                return folder
-            logger.warning("%s is skipped: %s", folder, problem)
+    def _newest_intact(self, allow: bool) -> Path | None:
+        """Rank 0 looks, all ranks check their share of the files; newer ones that are broken are set aside."""
+        broken = []
+        for name, files in _from_rank_0([(folder.name, read_manifest(folder)) for folder in self._all()]):
+            folder = self.folder / name
+            if not allow:
+                raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
+            if problem := next(filter(None, _gather(find_problem(folder, files, _my_share()))), None):
+                broken.append((folder, problem))
+                continue
+            if dist.get_rank() == 0:
+                for newer, why in broken:
+                    logger.warning("%s is skipped: %s", newer, why)
+                    _replace_folder(newer, newer.with_suffix(".broken"))
+            return folder
+        if broken:  # not from step 0 again, in silence
+            folder, problem = broken[0]
+            raise UserError(f"{folder}: {problem}, and no other checkpoint is intact; move {self.folder} away")
         return None
 
     def _all(self) -> list[Path]:
         """Final folders, newest first."""
-        return sorted((p for p in self.folder.glob("step_*") if p.suffix != ".tmp"), reverse=True)
+        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=step_of, reverse=True)
+
+    def _require_space(self, num_bytes: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = _from_rank_0(shutil.disk_usage(self.folder).free)
+        if free < num_bytes:
+            raise UserError(
+                f"{self.folder}: a checkpoint needs {num_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
+                "make space and start again, the run continues from its last checkpoint"
+            )
 
 
 def verify(folder: Path) -> str | None:
-    """None if every file of the manifest is there, with its size and checksum; else what is wrong."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError):
-        return "it has no readable manifest"
-    for name, (size, checksum) in files.items():
-        path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _crc32(path) != checksum:
-            return f"{name} is corrupt (checksum)"
-    return None
+    """None if every file of the manifest is there, with its size and checksum; else what is wrong. Not collective."""
+    return find_problem(folder, read_manifest(folder))
 
 
 def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = None) -> None:
     """A folder that transformers and vLLM load: safetensors, config, generation config, tokenizer. Collective.
 
-    Weights have the dtype of the source model. `source` is where the tokenizer comes from; `link` becomes a symbolic
-    link to the folder, so that the newest export of a run has a stable name.
+    All but the weights comes from `source`, the dtype too; `link` becomes a symbolic link to the folder, so that the
+    newest export of a run has a stable name.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    hf_config = policy.hf.config
-    dtype = getattr(torch, str(json.loads((Path(source) / "config.json").read_text()).get("dtype", "float32")))
+    dtype, device = _source_dtype(source), next(policy.parameters()).device
     state = {}
-    for name, parameter in policy.hf_parameters():
-        whole = parameter.detach().to(dtype)
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            state[name] = whole.cpu().clone()
-    if state:
-        temporary = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-        shell.generation_config = policy.hf.generation_config
-        shell.save_pretrained(temporary, state_dict=state)
-        AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+    for name, whole in full_tensors(policy.hf_parameters(), dtype=dtype, device=device):
+        if dist.get_rank() == 0:
+            state[name] = whole.to("cpu", copy=True)  # out of the buffer that the gather reuses
+    if dist.get_rank() == 0:
+        _write_hf(state, folder, source)
         if link:
-            link.unlink(missing_ok=True)
-            link.symlink_to(os.path.relpath(folder, link.parent))
-    _barrier()
+            temporary = link.with_name(link.name + ".tmp")
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(os.path.relpath(folder, link.parent))
+            temporary.rename(link)
+    dist.barrier()
+
+
+def export_checkpoint(checkpoint: Path, source: str, folder: Path) -> None:
+    """The same from a checkpoint on disk, in one process without process group. Raises UserError."""
+    from arpo.weight_sync import expected_parameters
+
+    if problem := verify(checkpoint):
+        raise UserError(f"{checkpoint}: {problem}; choose another checkpoint")
+    if folder.exists():
+        raise UserError(f"{folder}: exists already; choose another folder")
+    state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in expected_parameters(source).items()}
+    what = f"{checkpoint}: cannot be loaded; is {source} the model that the run started with?"
+    with _one_line(what), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+        dcp.load({"model": state}, checkpoint_id=checkpoint, no_dist=True)
+    dtype = _source_dtype(source)
+    _write_hf({name: tensor.to(dtype) for name, tensor in state.items()}, folder, source)
+
+
+def _write_hf(state: dict[str, torch.Tensor], folder: Path, source: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=_source_dtype(source))
+    with contextlib.suppress(OSError):  # a model folder need not have one
+        shell.generation_config = GenerationConfig.from_pretrained(source)
+    shell.save_pretrained(temporary, state_dict=state)
+    AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
+    _replace_folder(temporary, folder)
+
+
+def _replace_folder(new: Path, old: Path) -> None:
+    if old.exists():
+        shutil.rmtree(old)
+    new.rename(old)
+
+
+def _source_dtype(source: str) -> torch.dtype:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source).dtype or torch.float32
+
+
+def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
+    """Live tensors (shards): HF names -> parameters, and -> AdamW's moments and step counts."""
+    model = {name: p.detach() for name, p in policy.hf_parameters()}
+    return {"model": model, "optimizer": get_optimizer_state_dict(policy, optimizer)["state"]}
 
 
 def _random_state() -> dict:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    """In types that torch.load reads with weights_only."""
+    state = RandomState.current()
+    numpy = state.numpy | {
+        "state": state.numpy["state"] | {"key": torch.from_numpy(state.numpy["state"]["key"].astype(np.int64))}
+    }
+    return {"python": state.python, "numpy": numpy, "cpu": state.cpu, "cuda": state.cuda}
 
 
 def _restore_random_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
+    numpy = state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}}
+    RandomState(state["python"], numpy, state["cpu"], state["cuda"] if torch.cuda.is_available() else None).restore()
 
 
-def _write_manifest(folder: Path, head: dict) -> None:
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        _fsync(path)
-        files[str(path.relative_to(folder))] = [path.stat().st_size, _crc32(path)]
-    (folder / MANIFEST).write_text(json.dumps(head | {"files": files}, indent=1))
-    _fsync(folder / MANIFEST)
-    _fsync(folder)
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """DCP raises the failures of all ranks on all ranks; the first one says enough."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise UserError(f"{what} (rank {rank}: {' '.join(str(reason).split())[:300]})") from error
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _my_share() -> slice:
+    """Which files this rank reads."""
+    return slice(dist.get_rank(), None, dist.get_world_size())
+
+
+def _gather(value):
+    """Every rank's value, by rank, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _from_rank_0(value):
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def main() -> None:
+    import argparse
+
+    from arpo.config import exit_with
+
+    parser = argparse.ArgumentParser(prog="python -m arpo.checkpoint", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    export = commands.add_parser("export", help="make a Hugging Face folder of a checkpoint")
+    export.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step_000100")
+    export.add_argument("model", help="the model folder (or hub name) that the run started from")
+    export.add_argument("out", type=Path, help="folder to write; must not exist")
+    args = parser.parse_args()
+    try:
+        export_checkpoint(args.checkpoint, args.model, args.out)
+    except UserError as error:
+        exit_with(error)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()
