@@ -11,9 +11,9 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import re
 import sqlite3
-import threading
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Counted up when the schema below changes; an index of another format is built anew."""
 MAX_TERMS = 32
+NUM_CONNECTIONS = 4
 _STOP_WORDS = """
     a about am an and are as at be been being but by can could did do does for from had has have he her him his how i if
     in into is it its me my no nor not of on or our she should so such than that the their them then there these they
@@ -43,7 +44,7 @@ _SCHEMA = """
 """
 
 
-def fts_query(query: str, *, keep_stop_words: bool = False) -> str:
+def fts_query(query: str, stop_words: frozenset[str] = STOP_WORDS) -> str:
     """The query as FTS5 reads it: every term quoted, so that no operator is left in it. Empty when there is no term.
 
     A query of stop words alone keeps them: better a slow answer than none.
@@ -53,7 +54,7 @@ def fts_query(query: str, *, keep_stop_words: bool = False) -> str:
     """
     words = _TERM.findall(unicodedata.normalize("NFC", query).lower())
     words = list(dict.fromkeys(word for word in words if word.strip("_")))
-    terms = words if keep_stop_words else [word for word in words if word not in STOP_WORDS] or words
+    terms = [word for word in words if word not in stop_words] or words
     return " OR ".join(f'"{term}"' for term in terms[:MAX_TERMS])
 
 
@@ -105,48 +106,55 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
 
 
-def _recorded_digest(path: Path, built_from: tuple[int, int, int]) -> str | None:
-    """The corpus' hash as the index recorded it; None where this is no intact index of the corpus as it is now."""
+def _is_index_of(built_from: tuple[int, int, int], path: Path) -> bool:
+    """Is there an intact index at `path`, of the corpus as it is now?"""
     try:
         with contextlib.closing(_connect(path)) as connection:
-            *recorded, digest = connection.execute("SELECT * FROM meta").fetchone()
-    except (sqlite3.Error, TypeError):  # TypeError: no row
-        return None
-    return digest if tuple(recorded) == built_from else None
+            return connection.execute("SELECT format, corpus_bytes, corpus_mtime_ns FROM meta").fetchone() == built_from
+    except sqlite3.Error:
+        return False
 
 
 class Bm25Index:
-    """The index of one corpus. Any number of threads may search; each has a connection of its own."""
+    """The index of one corpus. Any number of threads may search; NUM_CONNECTIONS of them at a time."""
 
     def __init__(self, corpus: str | Path):
         """Builds the index if there is none for the corpus as it is now. Raises UserError, see `read_corpus`."""
         self.corpus = Path(corpus)
         try:
-            self.path, self.corpus_sha256 = self._ready_index()
+            self.path = self._ready_index()
         except OSError as error:
             raise UserError(f"{self.corpus}: cannot read or index the corpus ({error.strerror or error})") from None
-        self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        # Opened here, all of them: they keep reading this index, even if another run replaces it.
+        self._connections = [_connect(self.path) for _ in range(NUM_CONNECTIONS)]
+        self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        for connection in self._connections:
+            connection.execute("PRAGMA mmap_size = 1073741824")
+            self._idle.put(connection)
+        [self.corpus_sha256] = self._connections[0].execute("SELECT corpus_sha256 FROM meta").fetchone()
 
-    def _ready_index(self) -> tuple[Path, str]:
+    def _ready_index(self) -> Path:
         stat = self.corpus.stat()
         built_from = (FORMAT, stat.st_size, stat.st_mtime_ns)
         paths = derived_paths(self.corpus, ".fts5.sqlite")
         for path in paths:
-            if digest := _recorded_digest(path, built_from):
-                return path, digest
+            if _is_index_of(built_from, path):
+                return path
         path = first_writable(paths)
-        with lock_of(path):  # of several ranks one builds; the others wait here, and find it done
-            digest = _recorded_digest(path, built_from) or self._build(path, built_from)
-        return path, digest
+        with lock_of(path) as is_alone:  # of several ranks one builds; the others wait here, and find it done
+            if not _is_index_of(built_from, path):
+                if is_alone:
+                    for remains in path.parent.glob(f"{path.name}.{os.uname().nodename}.*.tmp"):  # of a killed build
+                        remains.unlink()
+                self._build(path, built_from)
+        return path
 
-    def _build(self, path: Path, built_from: tuple[int, int, int]) -> str:
+    def _build(self, path: Path, built_from: tuple[int, int, int]) -> None:
         started = time.perf_counter()
         building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-        building.unlink(missing_ok=True)
         try:
             with contextlib.closing(sqlite3.connect(building, isolation_level=None)) as connection:
-                num_passages, digest = self._fill(connection, built_from)
+                num_passages = self._fill(connection, built_from)
             with building.open("rb") as file:
                 os.fsync(file.fileno())
             building.replace(path)  # readers of the index before it keep theirs
@@ -155,9 +163,8 @@ class Bm25Index:
         finally:
             building.unlink(missing_ok=True)
         logger.info("%s: %d passages indexed in %.1f s", path, num_passages, time.perf_counter() - started)
-        return digest
 
-    def _fill(self, connection: sqlite3.Connection, built_from: tuple[int, int, int]) -> tuple[int, str]:
+    def _fill(self, connection: sqlite3.Connection, built_from: tuple[int, int, int]) -> int:
         connection.executescript(_SCHEMA)
         connection.execute("BEGIN")
         corpus_hash, num_passages = hashlib.sha256(), 0
@@ -170,36 +177,34 @@ class Bm25Index:
         connection.execute("INSERT INTO words (words) VALUES ('optimize')")
         connection.execute("INSERT INTO meta VALUES (?, ?, ?, ?)", (*built_from, corpus_hash.hexdigest()))
         connection.execute("COMMIT")
-        return num_passages, corpus_hash.hexdigest()
+        return num_passages
 
-    def search(self, query: str, top_k: int, *, deadline_s: float = 30.0, keep_stop_words: bool = False) -> list[str]:
+    def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
 
-        Raises TimeoutError after `deadline_s`, and sqlite3.Error where the index file is damaged or gone.
+        Raises TimeoutError after `deadline_s`, and sqlite3.Error where the index file is damaged.
         """
-        expression = fts_query(query, keep_stop_words=keep_stop_words)
-        if not expression:
-            return []
-        connection = self._thread_connection()
+        expression = fts_query(query)
+        return self.match(expression, top_k, deadline_s=deadline_s) if expression else []
+
+    def match(self, expression: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
+        """`search` for an expression in the language of FTS5."""
         ends = time.monotonic() + deadline_s
-        connection.set_progress_handler(lambda: time.monotonic() > ends, 100_000)
+        connection = self._idle.get()
         try:
+            connection.set_progress_handler(lambda: time.monotonic() > ends, 100_000)
             # Ranks first, texts of the winners after: the sorter then carries two numbers per hit, not a passage.
             best = connection.execute(
                 "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?", (expression, top_k)
             ).fetchall()
+            sql = "SELECT text FROM passages WHERE id = ?"
+            return [connection.execute(sql, rowid).fetchone()[0] for rowid in best]
         except sqlite3.OperationalError as error:
             if time.monotonic() > ends:
                 raise TimeoutError(f"no answer within {deadline_s:g} s") from error
             raise
-        return [connection.execute("SELECT text FROM passages WHERE id = ?", row).fetchone()[0] for row in best]
-
-    def _thread_connection(self) -> sqlite3.Connection:
-        if not hasattr(self._local, "connection"):
-            self._local.connection = _connect(self.path)
-            self._local.connection.execute("PRAGMA mmap_size = 1073741824")
-            self._connections.append(self._local.connection)
-        return self._local.connection
+        finally:
+            self._idle.put(connection)
 
     def close(self) -> None:
         """No search may be running."""

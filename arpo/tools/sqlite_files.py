@@ -43,12 +43,9 @@ def derived_paths(source: Path, suffix: str) -> list[Path]:
     source = source.resolve()
     name = f"{source.name}.{hashlib.sha256(os.fsencode(source)).hexdigest()[:8]}{suffix}"
     temporary = Path(tempfile.gettempdir())
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", temporary)) / ".cache"
-    return [
-        source.with_name(source.name + suffix),
-        Path(cache_home) / "arpo" / name,
-        temporary / f"arpo-{os.getuid()}" / name,
-    ]
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", temporary)) / ".cache")
+    folders = [cache_home / "arpo", temporary / f"arpo-{os.getuid()}"]
+    return [source.with_name(source.name + suffix), *(folder / name for folder in folders if _is_mine(folder))]
 
 
 def first_writable(paths: list[Path], *, local: bool = False) -> Path:
@@ -56,16 +53,22 @@ def first_writable(paths: list[Path], *, local: bool = False) -> Path:
 
     Raises OSError when none does.
     """
-    beside, *in_caches = paths
-    if _takes_files(beside.parent) and not (local and network_filesystem(beside.parent)):
-        return beside
-    for path in in_caches:
+    for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mine = path.parent.stat().st_uid == os.getuid()  # a stranger's folder in /tmp could hold a planted file
-            if mine and _takes_files(path.parent) and not (local and network_filesystem(path.parent)):
-                return path
-    raise OSError(f"no folder takes {beside.name}; set XDG_CACHE_HOME to a writable local folder")
+        if _takes_files(path.parent) and not (local and network_filesystem(path.parent)):
+            return path
+    raise OSError(f"no folder takes {paths[0].name}; set XDG_CACHE_HOME to a writable local folder")
+
+
+def _is_mine(folder: Path) -> bool:
+    """False for a stranger's folder: names in /tmp can be guessed, and a planted file would be read."""
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _takes_files(folder: Path) -> bool:
@@ -78,12 +81,15 @@ def _takes_files(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock_of(path: Path) -> Iterator[None]:
-    """Only one process at a time is inside for `path`. The kernel frees the lock of one that dies.
+def lock_of(path: Path) -> Iterator[bool]:
+    """Only one process at a time is inside for `path` (yields True). The kernel frees the lock of one that dies.
 
-    Where the file system has no locks, all come in: what they do must stay right then, only slower.
+    Where the file system has no locks, all come in (False): what they do must stay right then, only slower.
     """
     with path.with_name(path.name + ".lock").open("a") as file:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            is_alone = True
+        except OSError:
+            is_alone = False
+        yield is_alone

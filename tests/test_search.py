@@ -1,0 +1,385 @@
+"""The search tool and its local index: real SQLite, real processes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from forked import in_processes
+
+from arpo.config import UserError
+from arpo.demo_world import World
+from arpo.options import SearchConfig
+from arpo.tools.base import ToolRunner
+from arpo.tools.bm25 import MAX_TERMS, Bm25Index, fts_query
+from arpo.tools.search import BACKENDS, NO_RESULTS, SearchTool
+
+ROOT = Path(__file__).resolve().parent.parent
+OTTERS = [
+    {"key": "height of Silver Otter", "text": "height of Silver Otter is 482"},
+    {"key": "owner of Red Fox", "text": "owner of Red Fox is Silver Otter"},
+    {"key": "height of Red Fox", "text": "height of Red Fox is 77"},
+]
+
+
+def write_corpus(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    return write_corpus(tmp_path / "corpus.jsonl", OTTERS)
+
+
+def ask(tool: SearchTool, *queries: str):
+    """One result, or a list of those that were asked at the same time."""
+
+    async def all_of_them():
+        results = await asyncio.gather(*(tool.run(query) for query in queries))
+        await tool.aclose()
+        return results
+
+    results = asyncio.run(all_of_them())
+    return results[0] if len(queries) == 1 else results
+
+
+def search(corpus: Path, query: str, **options) -> str:
+    return ask(SearchTool(SearchConfig(backend="local", corpus=str(corpus), mode="live", **options)), query).text
+
+
+# ---- what comes back
+
+
+def test_the_best_passages_come_first_numbered(corpus):
+    assert search(corpus, "height of Silver Otter", top_k=2) == (
+        "Page 1: height of Silver Otter is 482\nPage 2: height of Red Fox is 77"
+    )
+
+
+def test_only_the_key_of_a_row_is_searched_and_only_its_text_is_shown(corpus):
+    assert search(corpus, "owner of Silver Otter", top_k=1) == "Page 1: height of Silver Otter is 482"
+    assert search(corpus, "482") == NO_RESULTS
+
+
+def test_every_fact_of_the_demo_is_found_by_its_own_key(tmp_path):
+    documents = World(0).documents()[:500]
+    index = Bm25Index(write_corpus(tmp_path / "demo.jsonl", documents))
+    assert [index.search(d["key"], 1) for d in documents] == [[d["text"]] for d in documents]
+
+
+def test_titles_are_searched_and_shown_where_the_text_does_not_begin_with_them(tmp_path):
+    rows = [
+        {"title": "Ada Lovelace", "text": "She wrote the first program."},
+        {"title": "Alan Turing", "text": "Alan Turing broke\n\nEnigma."},
+        {"contents": '"Grace Hopper"\nShe wrote a compiler.'},
+    ]
+    corpus = write_corpus(tmp_path / "people.jsonl", rows)
+    assert search(corpus, "Lovelace", top_k=1) == "Page 1: Ada Lovelace: She wrote the first program."
+    assert search(corpus, "turing", top_k=1) == "Page 1: Alan Turing broke Enigma."
+    assert search(corpus, "compiler", top_k=1) == 'Page 1: "Grace Hopper" She wrote a compiler.'
+
+
+def test_long_passages_are_cut_with_a_mark(tmp_path):
+    corpus = write_corpus(tmp_path / "long.jsonl", [{"text": "word " * 1000}])
+    text = search(corpus, "word", max_passage_chars=20)
+    assert text == "Page 1: word word word word…"
+
+
+def test_no_hit_is_a_proper_answer(corpus):
+    tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus), mode="live"))
+    result = ask(tool, "zebra")
+    assert (result.text, result.ok, result.cached) == ("No search results found.", True, False)
+
+
+def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path):
+    rows = [{"key": "same words", "text": f"number {i}"} for i in range(50)]
+    index = Bm25Index(write_corpus(tmp_path / "ties.jsonl", rows))
+    assert index.search("words", 50) == [f"number {i}" for i in range(50)]
+
+
+def test_two_indexes_of_one_corpus_answer_alike(tmp_path):
+    documents = World(1).documents()
+    one, two = (Bm25Index(write_corpus(tmp_path / name, documents)) for name in ("one.jsonl", "two.jsonl"))
+    queries = [f"info on {d['key'].split(' of ')[1]}" for d in documents[:100]]
+    assert [one.search(q, 5) for q in queries] == [two.search(q, 5) for q in queries]
+    assert one.corpus_sha256 == two.corpus_sha256
+
+
+# ---- queries
+
+
+@pytest.mark.parametrize("query", ["", "   ", "\n\t", "\x00\x07", '""', "\ud800"])
+def test_an_empty_query_is_told_so(corpus, query):
+    result = ask(SearchTool(SearchConfig(backend="local", corpus=str(corpus), mode="live")), query)
+    assert not result.ok and result.error_kind == "empty_query" and "<search>" in result.text
+
+
+HOSTILE = ['"', "*", "NEAR(", "-a", "OR", "AND NOT", ":", "^", "{indexed}:", "(", "a*", "'; DROP TABLE words; --",
+           "\\", "\x00", "\ud800", "_", "\u0301", "日本", "+", "NEAR(a b, 3)", "?1", "x" * 400]  # fmt: skip
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=ascii)
+def test_search_syntax_in_a_query_is_only_text(corpus, hostile):
+    assert search(corpus, f"{hostile} silver height", top_k=1) == "Page 1: height of Silver Otter is 482"
+
+
+def test_a_query_of_ten_thousand_words_is_cut(corpus):
+    assert search(corpus, "otter " + "the fox " * 5000, top_k=3).count("Page") == 3
+    assert len(fts_query(" ".join(f"w{i}" for i in range(500))).split(" OR ")) == MAX_TERMS
+
+
+def test_stop_words_are_left_out_unless_there_is_nothing_else(tmp_path):
+    assert fts_query("What is the height of an otter?") == '"height" OR "otter"'
+    corpus = write_corpus(tmp_path / "bands.jsonl", [{"text": "Queen are a band"}, {"text": "The Who"}])
+    assert search(corpus, "the who", top_k=1) == "Page 1: The Who"
+
+
+def test_a_search_past_its_deadline_stops(tmp_path):
+    index = Bm25Index(write_corpus(tmp_path / "big.jsonl", [{"text": f"word {i}"} for i in range(20_000)]))
+    with pytest.raises(TimeoutError):
+        index.search("word", 3, deadline_s=-1.0)
+    assert len(index.search("word", 3)) == 3
+
+
+# ---- the index file
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"text": 5}', '"text" must be a string, not int'),
+        ('{"text": "x", "key": ["a"]}', '"key" must be a string, not list'),
+        ('{"title": null, "text": "x"}', '"title" must be a string, not NoneType'),
+        ('{"title": "x"}', 'neither "text" nor "contents"'),
+        ('{"text": "  "}', '"text" is empty'),
+        ('["x"]', "must be a JSON object, not list"),
+        ('{"text": "x"', "not valid JSON"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path, line, complaint):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b'{"text": "fine"}\n\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(UserError) as error:
+        Bm25Index(corpus)
+    assert str(error.value).startswith(f"{corpus}:3: ") and complaint in str(error.value)
+    assert not list(tmp_path.glob("*.sqlite")) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_empty_or_missing_corpus_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere.jsonl: cannot read"):
+        Bm25Index(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match=r"empty.jsonl: the corpus is empty"):
+        Bm25Index(write_corpus(tmp_path / "empty.jsonl", []))
+
+
+def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus):
+    first = Bm25Index(corpus)
+    built = first.path.stat()
+    assert Bm25Index(corpus).path.stat() == built
+    write_corpus(corpus, [{"text": "new otter"}])
+    assert Bm25Index(corpus).search("otter", 5) == ["new otter"]
+    assert first.search("otter", 5) == ["height of Silver Otter is 482"]  # a running search keeps what it opened
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a database at all" * 50, b"SQLite format 3\0" + b"\0" * 500])
+def test_a_damaged_index_is_built_anew(corpus, damage):
+    path = Bm25Index(corpus).path
+    path.write_bytes(damage)
+    assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
+
+
+def test_a_truncated_index_is_built_anew(corpus):
+    path = Bm25Index(corpus).path
+    os.truncate(path, path.stat().st_size // 2)
+    assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
+
+
+def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypatch):
+    with tempfile.TemporaryDirectory() as name:  # not tmp_path: its parents are closed to other users
+        folder, cache = Path(name) / "data", Path(name) / "cache"
+        folder.mkdir()
+        cache.mkdir()
+        corpus = write_corpus(folder / "corpus.jsonl", OTTERS)
+        for path, mode in ((Path(name), 0o755), (cache, 0o777), (folder, 0o555)):
+            path.chmod(mode)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+        def build(_: int) -> tuple[Path, list[str]]:
+            index = Bm25Index(corpus)
+            return index.path, index.search("silver", 1)
+
+        [(path, found)] = in_processes(build, as_nobody=True)
+        folder.chmod(0o755)
+        assert path.parent == cache / "arpo" and found == ["height of Silver Otter is 482"]
+        assert [p.name for p in folder.iterdir()] == ["corpus.jsonl"]
+
+
+def test_processes_that_start_together_build_one_index(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(5000)])
+
+    def build(_: int) -> tuple[int, list[str]]:
+        index = Bm25Index(corpus)
+        return index.path.stat().st_ino, index.search("word4321", 1)
+
+    outcomes = in_processes(build, 4)
+    assert {found[0] for _, found in outcomes} == {"word4321 common"}
+    assert len({inode for inode, _ in outcomes}) == 1
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(50_000)])
+    command = [sys.executable, "-c", f"from arpo.tools.bm25 import Bm25Index; Bm25Index({str(corpus)!r})"]
+    builder = subprocess.Popen(command, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size > 100_000 for path in tmp_path.glob("*.tmp")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    builder.send_signal(signal.SIGKILL)
+    assert builder.wait() == -signal.SIGKILL and not list(tmp_path.glob("*.sqlite"))
+    assert Bm25Index(corpus).search("word49999", 1) == ["word49999 common"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+# ---- the tool: cache, modes, failures
+
+
+def test_a_recorded_answer_is_replayed_without_the_corpus(corpus, tmp_path):
+    cache = str(tmp_path / "cache.sqlite")
+    recording = SearchConfig(backend="local", corpus=str(corpus), cache=cache)
+    first = ask(SearchTool(recording), "height of Silver Otter")
+    again = ask(SearchTool(recording), '  height of "Silver  Otter"')
+    corpus.unlink()
+    replayed = ask(SearchTool(SearchConfig(backend="replay", cache=cache)), "height of Silver Otter")
+    assert first.ok and first.text == again.text == replayed.text
+    assert (first.cached, again.cached, replayed.cached) == (False, True, True)
+
+
+@pytest.mark.parametrize("backend", ["local", "replay"])
+def test_a_replay_miss_is_an_error_that_the_model_reads(corpus, tmp_path, backend):
+    cache = str(tmp_path / "cache.sqlite")
+    ask(SearchTool(SearchConfig(backend="local", corpus=str(corpus), cache=cache)), "height of Silver Otter")
+    replay = SearchConfig(backend=backend, corpus=str(corpus), cache=cache, mode="replay")
+    hit, miss = ask(SearchTool(replay), "height of Silver Otter", "height of Red Fox")
+    assert hit.ok and hit.cached
+    assert not miss.ok and miss.error_kind == "not_recorded" and "no recorded result" in miss.text
+    assert not miss.infra_error
+
+
+def test_a_strict_replay_miss_stops_the_run(corpus, tmp_path):
+    cache = str(tmp_path / "cache.sqlite")
+    ask(SearchTool(SearchConfig(backend="local", corpus=str(corpus), cache=cache)), "height of Silver Otter")
+    runner = ToolRunner({"search": SearchTool(SearchConfig(backend="replay", cache=cache, mode="replay_strict"))})
+    runner.start("hit", "search", "height of Silver Otter")
+    [(_, hit)] = runner.collect(block=True)
+    assert hit.cached and hit.seconds > 0
+    runner.start("miss", "search", "height of Red Fox")
+    with pytest.raises(UserError, match=r"cache.sqlite: no recorded result for 'height of Red Fox'"):
+        runner.collect(block=True)
+    runner.close()
+
+
+def test_live_neither_reads_nor_writes_the_cache(corpus, tmp_path):
+    cfg = SearchConfig(backend="local", corpus=str(corpus), cache=str(tmp_path / "cache.sqlite"), mode="live")
+    assert not ask(SearchTool(cfg), "silver otter").cached and not ask(SearchTool(cfg), "silver otter").cached
+    assert not Path(cfg.cache).exists()
+
+
+def test_another_corpus_or_top_k_is_not_answered_from_the_cache(corpus, tmp_path):
+    cache = str(tmp_path / "cache.sqlite")
+    one = SearchConfig(backend="local", corpus=str(corpus), cache=cache, top_k=1)
+    assert ask(SearchTool(one), "height").text.count("Page") == 1
+    assert ask(SearchTool(SearchConfig(**{**vars(one), "top_k": 2})), "height").text.count("Page") == 2
+    write_corpus(corpus, [{"text": "height of nothing"}])
+    assert ask(SearchTool(one), "height").text == "Page 1: height of nothing"
+
+
+class SlowBackend:
+    """What a test adds to BACKENDS: counts its requests, and fails as it is told."""
+
+    def __init__(self, _: SearchConfig):
+        self.params: dict[str, object] = {}
+        self.requests: list[str] = []
+        self.failure: Exception | None = None
+
+    async def search(self, query: str) -> str:
+        self.requests.append(query)
+        await asyncio.sleep(0.01)
+        if self.failure:
+            raise self.failure
+        return f"about {query}"
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.fixture
+def slow(monkeypatch, tmp_path) -> SearchTool:
+    monkeypatch.setitem(BACKENDS, "slow", SlowBackend)
+    return SearchTool(SearchConfig(backend="slow", cache=str(tmp_path / "cache.sqlite")))
+
+
+def test_32_identical_queries_at_once_are_one_request(slow):
+    results = ask(slow, *['"otter"', " otter "] * 16)
+    assert [r.text for r in results] == ["about otter"] * 32 and slow.backend.requests == ["otter"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"), [(TimeoutError(), "timeout"), (ConnectionResetError("reset"), "unavailable")]
+)
+def test_a_backend_that_is_down_is_our_failure_and_is_not_recorded(slow, failure, kind):
+    async def down_then_up():
+        slow.backend.failure = failure
+        down = await slow.run("otter")
+        slow.backend.failure = None
+        return down, await slow.run("otter"), await slow.run("otter")
+
+    down, up, again = asyncio.run(down_then_up())
+    assert not down.ok and down.infra_error and down.error_kind == kind and down.text.startswith("Error: ")
+    assert up.text == again.text == "about otter" and (up.cached, again.cached) == (False, True)
+
+
+def test_a_bug_in_a_backend_is_not_hidden(slow):
+    slow.backend.failure = KeyError("organic")
+    with pytest.raises(KeyError):
+        ask(slow, "otter")
+
+
+def test_a_cancelled_caller_does_not_cancel_the_others(slow):
+    async def one_gives_up():
+        impatient = asyncio.create_task(slow.run("otter"))
+        patient = asyncio.create_task(slow.run("otter"))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        return await patient
+
+    assert asyncio.run(one_gives_up()).text == "about otter"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"backend": "replay"}, r"tools\.search\.cache is empty, and backend replay reads it; set it to"),
+        ({"backend": "local"}, r"tools\.search\.corpus is empty, .*set it to a \.jsonl file"),
+        ({"backend": "local", "corpus": "C", "mode": "replay"}, r"tools\.search\.cache is empty, and mode replay"),
+        ({"backend": "replay", "cache": "C", "mode": "live"}, r"tools\.search\.mode live ignores the cache"),
+        (
+            {"backend": "replay", "cache": "/nowhere/cache.sqlite"},
+            r"/nowhere/cache\.sqlite: .*set tools\.search\.cache",
+        ),
+        ({"backend": "replay", "cache": "/nowhere/cache.json"}, r"/nowhere/cache\.json: .*set tools\.search\.cache"),
+        ({"backend": "local", "corpus": "/nowhere/c.jsonl"}, r"/nowhere/c\.jsonl: cannot read or index the corpus"),
+        ({"backend": "local", "corpus": "C", "top_k": 0}, r"tools\.search\.top_k must be at least 1, not 0"),
+        ({"backend": "bing"}, r"tools\.search\.backend: no backend 'bing'"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_with_the_fix(options, complaint):
+    with pytest.raises(UserError, match=complaint):
+        SearchTool(SearchConfig(**options))
