@@ -62,6 +62,8 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        # z = logits / temperature: the inner derivative, on (N,) instead of (N, V)
+        grad_logprobs, grad_entropy = (g if g is None else g / ctx.temperature for g in (grad_logprobs, grad_entropy))
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(hidden), ctx.chunk_tokens):
@@ -71,7 +73,7 @@ class _ChunkedHead(torch.autograd.Function):
                 logits.div_(ctx.temperature)
             log_p = logits.sub_(log_normalizer[part, None])
             grad_logits = _grad_logits(log_p, targets[part], part, grad_logprobs, grad_entropy, entropy)
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
+            grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[part] = grad_logits @ weight
             grad_weight += matmul_float32(grad_logits.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None

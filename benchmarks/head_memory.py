@@ -1,0 +1,131 @@
+"""Peak memory and time of logprobs, entropies and their gradients: our chunked head against full logits.
+
+    python benchmarks/head_memory.py [--quick]          (on the GPU if there is one)
+
+Both sides see the same hidden states and weight, and their gradients are compared. Each runs in a process of its own,
+after one warm-up, so that neither profits from the other's memory; what counts is the peak above the inputs.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arpo.head import token_logprobs
+
+SIZES = {  # N tokens, D hidden size, V vocabulary
+    "cuda": {"quick": (4096, 2048, 151_936), "full": (16_384, 3584, 152_064)},  # full: Qwen2.5-7B
+    "cpu": {"quick": (4096, 128, 16_384), "full": (8192, 512, 32_768)},
+}
+
+
+def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one writes first: all logits at once, upcast to float32, autograd does the rest."""
+    log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)  # (N, V)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+HEADS = {"ours": token_logprobs, "baseline": full_logits}
+
+
+class PeakMemory:
+    """Bytes allocated above the start, at their highest: the allocator's count on a GPU, else resident memory.
+
+    Resident memory is sampled every millisecond; a chunk lives some hundred times longer than that.
+    """
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+        else:
+            self.start = self.highest = resident_bytes()
+            self.running = True
+            self.thread = threading.Thread(target=self.watch)
+            self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        while self.running:
+            self.highest = max(self.highest, resident_bytes())
+            time.sleep(0.001)
+
+    def __exit__(self, *_: object) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            self.highest = torch.cuda.max_memory_allocated()
+        else:
+            self.running = False
+            self.thread.join()
+        self.peak = self.highest - self.start
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def measure(side: str, device: str, size: tuple[int, int, int], repeats: int) -> dict[str, float]:
+    """Peak MiB and median seconds of forward and backward, and sums by which the two sides can be compared."""
+    num_tokens, hidden_size, vocab = size
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    g = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(num_tokens, hidden_size, generator=g, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocab, hidden_size, generator=g, device=device, dtype=dtype).mul_(0.05).requires_grad_()
+    targets = torch.randint(0, vocab, (num_tokens,), generator=g, device=device)
+
+    def forward_backward() -> tuple[float, float, float]:
+        hidden.grad = weight.grad = None
+        logprobs, entropy = HEADS[side](hidden, weight, targets)
+        (logprobs.mean() + 0.1 * entropy.mean()).backward()
+        return float(logprobs.mean()), float(entropy.mean()), float(weight.grad.float().norm())
+
+    forward_backward()
+    seconds, peaks = [], []
+    for _ in range(repeats):
+        hidden.grad = weight.grad = None
+        with PeakMemory(device) as memory:
+            started = time.perf_counter()
+            sums = forward_backward()
+            seconds.append(time.perf_counter() - started)
+        peaks.append(memory.peak / 2**20)
+    return {"mib": max(peaks), "seconds": statistics.median(seconds), "sums": sums}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
+    parser.add_argument("--side", choices=HEADS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = SIZES[device]["quick" if args.quick else "full"]
+    if args.side:
+        print(json.dumps(measure(args.side, device, size, repeats=3)))
+        return
+    results = {}
+    for side in HEADS:
+        command = [sys.executable, __file__, "--side", side, *(["--quick"] if args.quick else [])]
+        results[side] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    ours, baseline = results["ours"], results["baseline"]
+    for a, b in zip(ours["sums"], baseline["sums"], strict=True):
+        assert abs(a - b) <= (1e-4 if device == "cpu" else 1e-2) * abs(b), (ours["sums"], baseline["sums"])
+    print("{} tokens, hidden size {}, vocabulary {}, on {}".format(*size, device))
+    for side, values in results.items():
+        print(f"{side:8}  peak {values['mib']:8.0f} MiB   forward + backward {values['seconds']:.3f} s")
+    result = {"name": "head_memory", "ratio": baseline["mib"] / ours["mib"], "ours": ours["mib"]}
+    result |= {"baseline": baseline["mib"], "unit": "MiB", "time_ratio": baseline["seconds"] / ours["seconds"]}
+    print(json.dumps(result | {"ours_s": ours["seconds"], "baseline_s": baseline["seconds"], "device": device}))
+
+
+if __name__ == "__main__":
+    main()
