@@ -104,7 +104,13 @@ def test_no_results_expires_while_recording_but_not_in_a_replay(path):
 def test_a_forked_process_can_go_on_using_the_cache(path):
     cache = CacheFile(path)
     put(cache, "parent", "1")
-    assert in_processes(lambda i: (put(cache, f"child {i}", "2"), get(cache, "parent"))[1], 3) == ["1"] * 3
+    of_parent = cache.connection()
+
+    def child(number: int) -> tuple[bool, str | None]:
+        put(cache, f"child {number}", "2")
+        return cache.connection() is of_parent, get(cache, "parent")
+
+    assert in_processes(child, 3) == [(False, "1")] * 3
     assert [get(cache, f"child {i}") for i in range(3)] == ["2"] * 3
 
 
@@ -222,6 +228,17 @@ def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
     assert {query for query, _ in CacheFile(path).entries()} == {f"rank {n}" for n in range(6)}
 
 
+def test_a_file_that_breaks_while_another_run_uses_it_is_not_moved_under_it(path, caplog):
+    user = CacheFile(path)
+    put(user, "otter", "wet")
+    user.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    damage_garbage(path)
+    newcomer = CacheFile(path)
+    put(newcomer, "fox", "red")
+    assert not newcomer.usable and len(caplog.records) == 1
+    assert not list(path.parent.glob("*.corrupt-*"))
+
+
 def test_another_programs_file_is_refused_and_never_moved(tmp_path):
     with sqlite3.connect(tmp_path / "mine.sqlite") as connection:
         connection.execute("CREATE TABLE photos (name TEXT)")
@@ -317,6 +334,14 @@ def test_a_changed_released_cache_replaces_what_it_gave_before_but_not_what_was_
     released.write_text(json.dumps({"nothing": "now something"}))
     cache = open_cache(released, read_only=False)
     assert dict(cache.entries()) == {"recorded": "kept", "nothing": "now something"}
+
+
+def test_an_import_that_another_rank_finished_first_adds_nothing(path, released):
+    one, two = CacheFile(path), CacheFile(path)
+    entries, stat = read_released(released), released.stat()
+    assert not one.has_imported(stat) and not two.has_imported(stat)
+    assert one.import_entries(entries, stat) == 1000
+    assert two.import_entries(entries, stat) == 0
 
 
 def test_ranks_that_start_together_import_once(released):
