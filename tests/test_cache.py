@@ -139,7 +139,7 @@ def write_until_killed(path: Path, name: str, acknowledge: int) -> None:
 
 def test_killed_writers_lose_no_acknowledged_row(path):
     acknowledged: set[str] = set()
-    for attempt in range(10):
+    for attempt in range(6):
         writers = []
         for number in range(8):
             reading, writing = os.pipe()
