@@ -1,9 +1,11 @@
 """Build everything the offline demo needs, from nothing: world, tokenizer, corpus, SFT and RL data, a tiny model.
 
     python -m arpo.demo build --out data/demo --seed 0
+    python -m arpo.demo report --runs runs
 
-Writes OUT/{corpus, sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model, a 2-layer Qwen3 with tokenizer
-and chat template that loads in transformers and vLLM. The same seed gives the same files.
+`build` writes OUT/{corpus, sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model, a 2-layer Qwen3 with
+tokenizer and chat template that loads in transformers and vLLM; the same seed gives the same files. `report` prints
+the table at the end of `make demo`.
 """
 
 from __future__ import annotations
@@ -13,20 +15,21 @@ import hashlib
 import json
 import random
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from arpo import demo_world
+from arpo.config import UserError, exit_with
 from arpo.demo_world import Demonstrator, Question, World
 from arpo.protocol import TAGS
-import sys
-
-sys.path.insert(0, "/tmp")
-from interim import local_search
+from arpo.tools.bm25 import Bm25Index
+from arpo.tools.search import format_passages
 
 NUM_TRACES = {"sft_train": 24000, "sft_valid": 200}
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
@@ -51,21 +54,20 @@ def build(out: Path, seed: int) -> None:
         print(f"{out} is up to date")
         return
     started = time.perf_counter()
+    transformers_logging.disable_progress_bar()
     out.mkdir(parents=True, exist_ok=True)
     stamp_path.unlink(missing_ok=True)
 
     world = World(seed)
     write_jsonl(out / "corpus.jsonl", world.documents())
-    demonstrator = Demonstrator(local_search(out / "corpus.jsonl"))
+    demonstrator = searching_demonstrator(out / "corpus.jsonl")
     tokenizer = build_tokenizer(world, demonstrator, seed)
     for name, rows in build_data(world, demonstrator, seed).items():
         write_jsonl(out / f"{name}.jsonl", rows)
         print(f"{out / name}.jsonl: {len(rows)} rows")
     model = build_model(tokenizer, seed)
-    print(
-        f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {len(tokenizer)} tokens",
-        flush=True,
-    )
+    num_parameters = sum(p.numel() for p in model.parameters())
+    print(f"model: {num_parameters / 1e6:.2f}M parameters, {len(tokenizer)} tokens", flush=True)
     teach_recall(model, tokens_in_use(out / "sft_train.jsonl", tokenizer), seed)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
@@ -83,6 +85,17 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 # ---- data
+
+
+def searching_demonstrator(corpus: Path) -> Demonstrator:
+    """A demonstrator who reads what the search tool will answer to the policy: the best passage."""
+    index = Bm25Index(str(corpus))
+
+    @cache  # it asks the same few thousand questions again and again
+    def search(query: str) -> str:
+        return format_passages(index.search(query, 1), max_passage_chars=1000)
+
+    return Demonstrator(search)
 
 
 def build_data(world: World, demonstrator: Demonstrator, seed: int) -> dict[str, list[dict]]:
@@ -209,7 +222,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int) -> None:
     """Pre-training in miniature: sequences in which a few random phrases keep coming back.
 
-    Predicting the rest of a phrase seen before needs exactly the copying circuit that every pretrained LLM has, and that
+    Predicting the rest of a phrase seen before needs exactly the copying circuit that every pretrained LLM has and that
     SFT alone does not form within minutes: without this stage, numbers and names are not copied and accuracy stays 0.
     `words` are the tokens that the phrases are made of. It holds no knowledge of tasks, tools or facts.
     """
@@ -240,6 +253,25 @@ def recall_sequence(words: list[int], num_tokens: int, rng: random.Random) -> li
     return sequence[:num_tokens]
 
 
+# ---- report
+
+EVALUATIONS = {"after SFT": "demo_eval_sft", "after RL": "demo_eval_arpo", "after RL, tools muted": "demo_eval_muted"}
+
+
+def report(runs: Path) -> str:
+    """Accuracy and tool calls before and after RL, and where to look next. Raises UserError for a missing run."""
+    lines = ["| held-out questions, temperature 1 | accuracy [95 %] | tool calls per question |", "|---|---|---|"]
+    for name, run in EVALUATIONS.items():
+        path = runs / run / "scores.json"
+        if not path.exists():
+            raise UserError(f"{path}: no such file; run `make demo`, which ends with this report")
+        s = json.loads(path.read_text())["test"]
+        accuracy = f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
+        lines.append(f"| {name} | {accuracy} | {s['tool_calls']:.2f} |")
+    run = runs / "demo_arpo"
+    return "\n".join([*lines, "", f"reward curve: {run / 'curve.png'}", f"tensorboard --logdir {runs}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m arpo.demo", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
@@ -247,8 +279,14 @@ def main() -> None:
     command.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write")
     command.add_argument("--seed", type=int, default=0, help="seed of world, data and model")
     command.set_defaults(run=lambda args: build(args.out, args.seed))
+    command = commands.add_parser("report", help="print the demo's results")
+    command.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the demo's runs")
+    command.set_defaults(run=lambda args: print(report(args.runs)))
     args = parser.parse_args()
-    args.run(args)
+    try:
+        args.run(args)
+    except UserError as error:
+        exit_with(error)
 
 
 if __name__ == "__main__":
