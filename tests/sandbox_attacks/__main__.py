@@ -50,7 +50,7 @@ def run_attacks(tier: str, only: str | None) -> dict[str, str | None]:
     finally:
         sandbox.close()
         world.close()
-    left = [str(path) for path in Path("/dev/shm").glob("arpo-python-*") if path.stat().st_uid == os.getuid()]
+    left = [str(path) for path in Path("/tmp").glob("arpo-python-*") if path.stat().st_uid == os.getuid()]
     results["files_left"] = "; ".join(left) or None
     return results
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
 
 from . import selftest, wire
 from .host_process import HostProcess, SandboxUnavailable, Tier
@@ -29,9 +28,10 @@ class Sandbox:
         self.limits, self.grace_s, self.num_restarts = limits, grace_s, 0
         self._lock = threading.Lock()
         self._closed = False
-        self.tier, self._host = self._start_first([tier] if tier else [*ISOLATING, *["none"] * allow_unsafe])
+        tiers = (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING
+        self.tier, self._host = self._start_first(tiers)
 
-    def _start_first(self, tiers: Iterable[Tier]) -> tuple[Tier, HostProcess]:
+    def _start_first(self, tiers: tuple[Tier, ...]) -> tuple[Tier, HostProcess]:
         reasons: list[str] = []
         for tier in tiers:
             try:
@@ -91,6 +91,11 @@ class Sandbox:
     @property
     def host_pid(self) -> int:
         return self._host.pid
+
+    @property
+    def folder(self) -> str | None:
+        """Where calls keep their files on this machine; None where they have a file system of their own."""
+        return self._host.base
 
     def close(self) -> None:
         """End the host, and every call in it."""

@@ -14,15 +14,15 @@ from .limits import CallLimits, set_rlimits
 
 
 class FolderJail:
-    """`fork` per call (in the zygote), `open_scratch` (in S), `confine` (in W), as in namespaces.py."""
+    """The methods are those of jail.py."""
 
     tier = "none"
     has_proc = True
 
     def __init__(self, limits: CallLimits):
         self.limits = limits
-        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        self.base = tempfile.mkdtemp(prefix="arpo-python-", dir=parent)
+        # not in /dev/shm: Docker gives it 64 MB, and the trainer's NCCL and data loaders live there
+        self.base = tempfile.mkdtemp(prefix="arpo-python-")
         os.chmod(self.base, 0o711)
         self.worker_uid: int | None = None
 
@@ -42,7 +42,7 @@ class FolderJail:
         return scratch
 
     def confine(self, scratch: str) -> None:
-        """Last step of W before the model's code. W must not outlive S: nobody else would stop it."""
+        """The worker must not outlive its supervisor: nobody else would stop it."""
         supervisor = os.getppid()
         if self.worker_uid is not None:
             os.setgroups([])

@@ -17,6 +17,7 @@ import sys
 from typing import NoReturn
 
 from .folder import FolderJail
+from .jail import Jail
 from .landlock import LandlockJail
 from .limits import CallLimits, private_bytes
 from .namespaces import NamespaceJail
@@ -57,7 +58,7 @@ def main(control_fd: int) -> NoReturn:
     visible = visible_paths(settings["import_paths"] + settings["prefixes"])
     try:
         if settings["tier"] == "namespaces":
-            jail = NamespaceJail(limits, visible, control)
+            jail: Jail = NamespaceJail(limits, visible, control)
         elif settings["tier"] == "landlock":
             jail = LandlockJail(limits, visible)
         else:
@@ -96,7 +97,7 @@ def _preload() -> list[str]:
     return missing
 
 
-def _fork_per_call(jail, limits: CallLimits, control: socket.socket, trainer: int) -> NoReturn:
+def _fork_per_call(jail: Jail, limits: CallLimits, control: socket.socket, trainer: int) -> NoReturn:
     """The zygote. It reads nothing but the arrival of sockets, so that nothing a call does can confuse it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     host_bytes = private_bytes()
@@ -121,7 +122,7 @@ def _fork_per_call(jail, limits: CallLimits, control: socket.socket, trainer: in
                     _supervise(jail, limits, conn, host_bytes)
 
 
-def _supervise(jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> NoReturn:
+def _supervise(jail: Jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> NoReturn:
     try:
         serve_call(jail, limits, conn, host_bytes)
     except BaseException:  # the caller sees the end of its connection, and tries again

@@ -32,7 +32,7 @@ NO_SPECIAL_FILES = sys_.MS_NOSUID | sys_.MS_NODEV
 
 
 class NamespaceJail:
-    """Entered once, by the host. Then `fork` per call (in the zygote), `open_scratch` (in S), `confine` (in W)."""
+    """The methods are those of jail.py."""
 
     tier = "namespaces"
 
@@ -42,7 +42,7 @@ class NamespaceJail:
         self.limits = limits
         self.interpreter_in_tmp = [path for path in visible if path.startswith("/tmp/")]
         own = sys_.CLONE_NEWPID | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS | sys_.CLONE_NEWCGROUP
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 and _is_mapped(JAIL_UID):
             sys_.unshare(sys_.CLONE_NEWNS)
             root = _build_root(visible)
             sys_.mount("/proc", root + "/proc", None, sys_.MS_BIND | sys_.MS_REC)
@@ -69,18 +69,24 @@ class NamespaceJail:
         self._filter = seccomp.program(seccomp.Confinement(allow_children=self.has_proc))
 
     def fork(self) -> int:
-        """Fork; the child is PID 1 of a pid namespace of its own, so whatever a call leaves behind dies with it."""
+        """The child is PID 1 of a pid namespace of its own: the kernel kills the rest of it when it ends."""
         sys_.unshare(sys_.CLONE_NEWPID)
         pid = None
         try:
             pid = os.fork()
         finally:
             if pid != 0:  # a process can unshare again only after it has gone back to its own namespace
-                sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
+                self._go_back()
         return pid
 
+    def _go_back(self) -> None:
+        try:
+            sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
+        except OSError:  # no further call could be forked: better a host that is gone, and replaced
+            os._exit(1)
+
     def open_scratch(self) -> str:
-        """Private /tmp, /dev/shm and /proc; returns the folder the call may write to."""
+        """Private /tmp, /dev/shm and /proc."""
         sys_.unshare(sys_.CLONE_NEWNS)
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
@@ -95,18 +101,17 @@ class NamespaceJail:
         sys_.mount("shm", "/dev/shm", "tmpfs", NO_SPECIAL_FILES | sys_.MS_NOEXEC, size)
         if self.has_proc:
             sys_.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | sys_.MS_NOEXEC)
-        sys_.prctl(sys_.PR_SET_DUMPABLE, 0)  # or W, which has our uid, could read /proc/1/mem
+        sys_.prctl(sys_.PR_SET_DUMPABLE, 0)  # or the worker, who has our uid, could read /proc/1/mem
         return "/tmp"
 
     def confine(self, scratch: str) -> None:
-        """Last step of W before the model's code."""
         sys_.unshare(sys_.CLONE_NEWUSER)  # its own count of processes, or RLIMIT_NPROC would count all calls together
         set_rlimits(self.limits, count_processes=True)
         sys_.drop_capabilities()
         seccomp.install(self._filter)
 
     def processes(self, worker: int) -> list[int]:
-        """All of the call, less S; none where /proc is missing."""
+        """All of the pid namespace but the supervisor; none where /proc is missing."""
         if not self.has_proc:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
@@ -116,7 +121,7 @@ class NamespaceJail:
         return False
 
     def kill(self, worker: int) -> None:
-        """End every process of the call but S, which is PID 1 here: -1 is all others, and none can fork away."""
+        """-1 is every process of the namespace but us, PID 1, at one moment: none can fork away."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 
@@ -125,6 +130,16 @@ class NamespaceJail:
 
     def close(self) -> None:
         """Everything of ours goes with the namespaces."""
+
+
+def _is_mapped(uid: int) -> bool:
+    """Whether this user namespace has that uid and gid: "root" of a rootless container may be alone in there."""
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}") as file:
+            ranges = [[int(word) for word in line.split()] for line in file]
+        if not any(first <= uid < first + count for first, _, count in ranges):
+            return False
+    return True
 
 
 def _new_user_namespace() -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from . import wire
+from .jail import Jail
 from .limits import CallLimits, Usage, usage
 from .worker import SETUP_FAILED, SETUP_MARK, run_worker
 
@@ -64,7 +65,7 @@ class Stream:
         return bytes(self._head) + mark + tail
 
 
-def serve_call(jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> None:
+def serve_call(jail: Jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> None:
     """One call on `conn`: hello, code in, reply out. An exception closes the connection; the trainer then repeats."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
@@ -95,7 +96,7 @@ def serve_call(jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -
 
 @dataclass
 class _Call:
-    jail: object
+    jail: Jail
     limits: CallLimits
     scratch: str
     worker: int

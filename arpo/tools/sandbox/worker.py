@@ -17,6 +17,7 @@ import traceback
 import types
 
 from . import syscalls as sys_
+from .jail import Jail
 
 SETUP_FAILED = 121
 """Exit code of a worker that could not be confined; what it says on stderr begins with SETUP_MARK."""
@@ -25,7 +26,7 @@ NICE = 10
 SEED = 0
 
 
-def run_worker(jail, code: str, scratch: str, stdout_fd: int, stderr_fd: int) -> None:
+def run_worker(jail: Jail, code: str, scratch: str, stdout_fd: int, stderr_fd: int) -> None:
     """Confine this process, run the code, exit with its exit code. Never returns."""
     try:
         os.setsid()
