@@ -212,8 +212,8 @@ def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
 
 
 def test_waiting_for_a_free_place_does_not_count_as_run_time():
-    tool = start(dataclasses.replace(SMALL, wall_s=2.0, max_concurrent=1))
-    results = run(tool, *["import time; time.sleep(0.8)"] * 4)  # the last one waits 2.4 s
+    tool = start(dataclasses.replace(SMALL, wall_s=2.5, max_concurrent=1))
+    results = run(tool, *["import time; time.sleep(0.7)"] * 5)  # the last one waits 2.8 s
     asyncio.run(tool.aclose())
     assert all(result.ok for result in results)
 
