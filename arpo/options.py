@@ -183,16 +183,18 @@ class SearchConfig:
     backend: Literal["local", "replay"] = "replay"
     """local = BM25 over `corpus`; replay = only what `cache` holds (a miss is an error that the model reads)."""
     corpus: str = ""
-    """local: jsonl, one {"title", "text"} (or {"contents"}) object per line; the index is built once, beside it."""
+    """local: jsonl, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key is
+    indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
     top_k: int = 3
     """local: passages per query."""
     max_passage_chars: int = 1000
     """Characters of one passage in the result."""
     cache: str = ""
-    """SQLite cache file of query -> result (created if missing); a .json file in the released format is imported."""
+    """SQLite cache file of query -> result, on a local disk (created if missing); a .json file in the released format
+    is imported into a SQLite file beside it."""
     mode: Literal["live", "record", "replay", "replay_strict"] = "record"
-    """live = ignore the cache; record = read it, and add what is new; replay = read only, a miss is an error that the
-    model reads; replay_strict = a miss stops the run."""
+    """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
+    miss is an error that the model reads; replay_strict = a miss stops the run."""
 
 
 @dataclass(frozen=True)

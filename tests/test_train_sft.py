@@ -1,0 +1,129 @@
+"""train_sft.main on real ranks: the loss falls, results stay untrained, a resumed run is the undisturbed one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import build_tiny_model
+from transformers import AutoModelForCausalLM
+
+from arpo.log import read_metrics
+from arpo.model import load_tokenizer
+from arpo.protocol import Codec
+from train_sft import conversation_row
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = """
+run: {name: sft, num_steps: 12, validate_every: 6, save_every: 4, dir: @DIR@/runs}
+model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+data: {train: @DIR@/train.jsonl, valid: @DIR@/valid.jsonl, num_conversations_per_step: 6, max_tokens: 256,
+       max_tokens_per_microbatch: 256}
+optim: {lr: 1.0e-2, schedule: constant, warmup_ratio: 0.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    build_tiny_model(folder / "model")
+    trajectory = "<python>print({0} + 1)</python> <result>\n{1}\n</result><answer>{1}</answer>"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n} + 1?"},
+                      {"role": "assistant", "content": trajectory.format(n, n + 1)}]} for n in range(10, 40)
+    ]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:24]))
+    (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[24:]))
+    (folder / "config.yaml").write_text(CONFIG.replace("@DIR@", str(folder)))
+    return folder
+
+
+def train(world: Path, *flags: str, ranks: int = 2) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.run(
+        [*command, "train_sft.py", str(world / "config.yaml"), *flags],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(world) -> Path:
+    done = train(world)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return world / "runs" / "sft"
+
+
+@pytest.mark.slow
+def test_the_loss_falls_on_training_and_validation_conversations(trained):
+    rows = read_metrics(trained)
+    losses = [row["loss/nll"] for row in rows if row["step"] > 0]
+    assert len(losses) == 12 and losses[-1] < 0.6 * losses[0]
+    valid = [row["valid/nll"] for row in rows if "valid/nll" in row]
+    assert len(valid) == 3 and valid[-1] < 0.7 * valid[0]
+
+
+@pytest.mark.slow
+def test_the_run_leaves_a_model_that_loads_and_a_curve(trained):
+    model = AutoModelForCausalLM.from_pretrained(trained / "hf")
+    assert model.config.num_hidden_layers == 2 and (trained / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_one_rank_learns_what_two_ranks_learn(trained, world):
+    done = train(world, "--run.name", "alone", "--run.num_steps", "4", "--run.save_every", "0", ranks=1)
+    assert done.returncode == 0, done.stderr
+    alone, together = read_metrics(world / "runs" / "alone"), read_metrics(trained)[:5]
+    for a, b in zip(alone[1:], together[1:], strict=True):
+        assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_continues_bit_for_bit(trained, world):
+    """Its newest checkpoint is half-written, as by a kill: it goes on from the one before and ends the same."""
+    done = train(world, "--run.name", "again")
+    assert done.returncode == 0, done.stderr
+    folder = world / "runs" / "again" / "checkpoints"
+    newest = folder / "step_000012" / "manifest.json"
+    newest.write_text(newest.read_text()[:50])  # as if killed while writing
+    done = train(world, "--run.name", "again")
+    assert done.returncode == 0 and "from step 8" in done.stdout, done.stdout + done.stderr
+    for a, b in zip(read_metrics(trained), read_metrics(world / "runs" / "again"), strict=True):
+        assert {k: v for k, v in a.items() if k.startswith(("loss", "optim", "valid"))} == {
+            k: v for k, v in b.items() if k.startswith(("loss", "optim", "valid"))
+        }
+
+
+def test_the_row_of_a_conversation_trains_calls_and_answer_but_not_the_result(world):
+    codec = Codec(load_tokenizer(str(world / "model")))
+    messages = json.loads((world / "train.jsonl").read_text().splitlines()[0])["messages"]
+    for mask_results, trained in (
+        (True, r"<python>print(10 + 1)</python><answer>11</answer><|im_end|>"),
+        (False, None),
+    ):
+        row = conversation_row(messages, codec, mask_results=mask_results)
+        text = codec.tokenizer.decode(row.response_ids[row.loss_mask == 1])
+        assert text == trained if trained else "<result>\n11\n</result>" in text
+        assert row.loss_mask[0] == 1 and codec.tokenizer.decode(row.prompt_ids).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--data.train", "nowhere.jsonl"], r"nowhere\.jsonl"),
+        (["--data.num_conversations_per_step", "25"], r"train\.jsonl: 24 usable .*num_conversations_per_step=25"),
+        (["--data.max_tokens", "20"], r"train\.jsonl: no conversation has at most data\.max_tokens=20 "),
+        (["--data.max_tokens", "300"], r"max_tokens_per_microbatch=256 cannot hold .*data\.max_tokens=300"),
+        (["--model.path", "/nonexistent"], r"model\.path=/nonexistent: no such folder"),
+    ],
+)
+def test_bad_input_is_one_line_with_exit_code_2(world, flags, message):
+    done = subprocess.run(
+        [sys.executable, "train_sft.py", str(world / "config.yaml"), *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert re.match(f"error: .*{message}", done.stderr), done.stderr
