@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from arpo.config import UserError
 from arpo.manifest import files_of, find_problem, measure, read_manifest, step_of, sync, write_manifest, write_synced
@@ -86,11 +86,8 @@ class Checkpoints:
         folder = self._newest_intact(allow)
         if folder is None:
             return 0
-        state = _state(policy, optimizer)
         with _one_line(f"{folder}: cannot be loaded; is model.path the one that the run started with?"):
-            dcp.load(state, checkpoint_id=folder)  # in place
-        groups = get_optimizer_state_dict(policy, optimizer)["param_groups"]
-        set_optimizer_state_dict(policy, optimizer, {"state": state["optimizer"], "param_groups": groups})
+            dcp.load(_state(policy, optimizer), checkpoint_id=folder)  # in place
         random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         if dist.get_rank() < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[dist.get_rank()])
@@ -202,7 +199,7 @@ def _source_dtype(source: str) -> torch.dtype:
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
-    """Live tensors (shards): HF names -> parameters, and -> AdamW's moments and step counts."""
+    """The live tensors (shards): HF names -> parameters, and -> AdamW's moments and step counts."""
     model = {name: p.detach() for name, p in policy.hf_parameters()}
     return {"model": model, "optimizer": get_optimizer_state_dict(policy, optimizer)["state"]}
 
