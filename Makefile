@@ -1,6 +1,7 @@
 # make demo | test | lint | bench: each sets up what it needs in .venv (CPU wheels; GPU wheels where nvidia-smi works).
 #   make demo DEVICE=cpu     the CPU wheels on a machine with a GPU
 #   make demo NPROC=1        another number of ranks (default: 2 on CPU, all GPUs otherwise)
+#   make demo SEED=1         another seed, in folders of its own
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
@@ -41,14 +42,23 @@ install-cpu:  # torch first: the CPU build comes from the configured index, or e
 install-gpu:
 	$(PIP) -r requirements/gpu.txt
 
+# SEED is the seed of everything: the world, the data, the model, SFT and RL. Each seed has its own folders.
+SEED  ?= 0
+DATA  := $(if $(filter 0,$(SEED)),data/demo,data/demo_seed$(SEED))
+RUNS  := $(if $(filter 0,$(SEED)),runs,runs/demo_seed$(SEED))
+SEEDED := --run.seed $(SEED) --run.dir $(RUNS)
+EVAL   := evaluate.py configs/demo_eval.yaml $(SEEDED) --eval.files $(DATA)/test.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
+
 demo: setup
-	$(PY) -m arpo.demo build --out data/demo --seed 0
-	$(TORCHRUN) train_sft.py configs/demo_sft.yaml
-	$(TORCHRUN) evaluate.py configs/demo_eval.yaml --model.path runs/demo_sft/hf --run.name demo_eval_sft
-	$(TORCHRUN) train_rl.py configs/demo_arpo.yaml
-	$(TORCHRUN) evaluate.py configs/demo_eval.yaml --model.path runs/demo_arpo/hf --run.name demo_eval_arpo
-	$(TORCHRUN) evaluate.py configs/demo_eval.yaml --model.path runs/demo_arpo/hf --run.name demo_eval_muted \
-	  --eval.mute_tools True
+	$(PY) -m arpo.demo build --out $(DATA) --seed $(SEED)
+	$(TORCHRUN) train_sft.py configs/demo_sft.yaml $(SEEDED) --model.path $(DATA)/model \
+	  --data.train $(DATA)/sft_train.jsonl --data.valid $(DATA)/sft_valid.jsonl
+	$(TORCHRUN) $(EVAL) --run.name demo_eval_sft --model.path $(RUNS)/demo_sft/hf
+	$(TORCHRUN) train_rl.py configs/demo_arpo.yaml $(SEEDED) --model.path $(RUNS)/demo_sft/hf \
+	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
+	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf
+	$(TORCHRUN) $(EVAL) --run.name demo_eval_muted --model.path $(RUNS)/demo_arpo/hf --eval.mute_tools True --eval.num_samples 1
+	@$(PY) -m arpo.demo report --runs $(RUNS)
 
 test: setup
 	$(PY) -m pytest

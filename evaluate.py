@@ -75,6 +75,8 @@ from arpo.tools.base import MutedTool, ToolRunner  # noqa: E402
 
 def main(cfg: EvalConfig) -> dict[str, dict[str, float]]:
     """Returns the scores by file stem, as written to scores.json."""
+    dist = distributed.init()
+
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)
     codec = Codec(load_tokenizer(cfg.model.path), enable_thinking=cfg.model.enable_thinking)
@@ -94,7 +96,6 @@ def main(cfg: EvalConfig) -> dict[str, dict[str, float]]:
     tools = make_tools(cfg.tools)
     runner = ToolRunner({tag: MutedTool(tag) for tag in tools} if cfg.eval.mute_tools else tools)
 
-    dist = distributed.init()
     log = RunLog(Path(cfg.run.dir) / cfg.run.name, cfg, is_main=dist.is_main)
     max_model_len = cfg.eval.max_prompt_tokens + cfg.rollout.max_response_tokens
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=max_model_len, seed=cfg.run.seed + dist.rank)

@@ -336,8 +336,9 @@ def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/executed']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
         f"tokens {values['response/tokens']:.0f}",
-        f"entropy {values.get('loss/entropy', float('nan')):.2f}",
-        f"kl {values.get('mismatch/kl', float('nan')):.1e}",
+        f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"
+        if "loss/entropy" in values
+        else "no update: every group's rewards are all equal",
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
     if "valid/accuracy" in values:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,6 +79,7 @@ def init(timeout_minutes: float = 60.0) -> Ranks:
     The timeout must exceed the slowest legal rollout: ranks wait for each other there.
     """
     _die_with_parent()
+    _log_on_rank_0()
     cuda = torch.cuda.is_available()
     if not cuda and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
@@ -95,6 +98,19 @@ def init(timeout_minutes: float = 60.0) -> Ranks:
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh)
+
+
+def _log_on_rank_0() -> None:
+    """Our own log as plain lines, once: what rank 0 has to say, every rank has."""
+    logger = logging.getLogger("arpo")
+    if int(os.environ.get("RANK", "0")) > 0:
+        logger.setLevel(logging.ERROR)
+        return
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)  # stderr is for the one line that ends a run
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
 
 
 def _die_with_parent() -> None:

@@ -8,7 +8,6 @@ Only rank 0 writes; on other ranks every method is a no-op.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,6 @@ class RunLog:
     def __init__(self, folder: Path, config: object, *, is_main: bool, resume_step: int = 0):
         self.folder, self.is_main = folder, is_main
         if not is_main:
-            logging.getLogger("arpo").setLevel(logging.ERROR)
             return
         from torch.utils.tensorboard import SummaryWriter
 
