@@ -4,7 +4,8 @@ Everything the demo's agent can learn about lives here, and nothing needs a netw
 
 * One document per fact ("height of Silver Otter is 482"). A fifth of the entities is held out: no training file names
   them, so a question about them can be answered by searching only.
-* Question families: calc (python), look (search), hop (search twice), mix (search, python), long (search twice, python).
+* Question families: calc (python), look (search), hop (search twice), mix (search, python), long (search twice
+  and python).
 * The demonstrator knows the right moves, but often guesses, sends sloppy queries, picks the wrong tool or breaks the
   format. Imitating it gives a mediocre agent; RL has to find out which of its habits pay.
 """
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 
 from arpo.protocol import render_result
 
-ADJECTIVES = tuple(
-    "Red Blue Green Black White Gold Silver Dark Bright Old New Wild Calm Cold Warm Swift Quiet Tall Tiny Grand".split()
+ADJECTIVES = (
+    *("Red", "Blue", "Green", "Black", "White", "Gold", "Silver", "Dark", "Bright", "Old"),
+    *("New", "Wild", "Calm", "Cold", "Warm", "Swift", "Quiet", "Tall", "Tiny", "Grand"),
 )
-NOUNS = tuple(
-    "Otter Falcon Wolf Raven Tiger Eagle Bear Fox Lion Shark "
-    "Whale Crane Horse Moose Lynx Hawk Viper Bison Panda Gecko".split()
+NOUNS = (
+    *("Otter", "Falcon", "Wolf", "Raven", "Tiger", "Eagle", "Bear", "Fox", "Lion", "Shark"),
+    *("Whale", "Crane", "Horse", "Moose", "Lynx", "Hawk", "Viper", "Bison", "Panda", "Gecko"),
 )
 ATTRIBUTES = ("height", "age", "mass", "price", "speed")
 FAMILIES = ("calc", "look", "hop", "mix", "long")
@@ -123,35 +125,34 @@ def python_result(code: str) -> str:
         return f"NameError: {error}"
 
 
+# The demonstrator's habits, as shares. The wrong habit is the most frequent one where it matters ("info on X"), so that
+# greedy decoding after SFT is mediocre too, and RL has something to find.
+LOOKUP = {"right": 0.33, "vague": 0.42, "noun_only": 0.04, "guess": 0.12, "wrong_tool": 0.09}
+AFTER_WRONG_HIT = {"retry": 0.45, "trust": 0.55}
+COMPUTE = {"right": 0.46, "guess": 0.34, "wrong_operator": 0.11, "wrong_tool": 0.09}
+GIVES_UP_AFTER_WRONG_TOOL = 0.5
+FORGETS_THE_OWNER = 0.10
+NO_BOX_OR_UNCLOSED = 0.06
+UNCLOSED_THOUGHT = 0.04
+
+
 class Demonstrator:
-    """Writes one trajectory per question. The shares below are its habits; it is right in about a third of all cases.
-
-    The wrong habit is the most frequent one where it matters ("info on X"), so that greedy decoding after SFT is
-    mediocre too, and RL has something to find.
-    """
-
-    LOOKUP = {"right": 0.33, "vague": 0.42, "noun_only": 0.04, "guess": 0.12, "wrong_tool": 0.09}
-    AFTER_WRONG_HIT = {"retry": 0.45, "trust": 0.55}
-    COMPUTE = {"right": 0.46, "guess": 0.34, "wrong_operator": 0.11, "wrong_tool": 0.09}
-    GIVES_UP_AFTER_WRONG_TOOL = 0.5
-    FORGETS_THE_OWNER = 0.10
-    NO_BOX_OR_UNCLOSED = 0.06
-    UNCLOSED_THOUGHT = 0.04
+    """Writes one trajectory per question; it is right in about a third of all cases."""
 
     def __init__(self, search: Callable[[str], str]):
         self.search = search  # query -> result text, as the search tool gives it
 
     def trajectory(self, question: Question, rng: random.Random) -> str:
         """The whole assistant turn, tool results included, without EOS."""
-        text = _Trace(self, question, rng).write()
-        return text.replace("</think>", "", 1) if rng.random() < self.UNCLOSED_THOUGHT else text
+        text = _Trace(self.search, question, rng).write()
+        return text.replace("</think>", "", 1) if rng.random() < UNCLOSED_THOUGHT else text
 
 
 class _Trace:
     """One trajectory in the making."""
 
-    def __init__(self, habits: Demonstrator, question: Question, rng: random.Random):
-        self.habits, self.question, self.rng = habits, question, rng
+    def __init__(self, search: Callable[[str], str], question: Question, rng: random.Random):
+        self.search, self.question, self.rng = search, question, rng
         self.text = ""
 
     def write(self) -> str:
@@ -162,7 +163,7 @@ class _Trace:
         subject: str | None = q.entity
         if q.family in ("hop", "long"):
             owner = self.look_up("owner", q.entity)
-            subject = q.entity if owner and self.chance(self.habits.FORGETS_THE_OWNER) else owner
+            subject = q.entity if owner and self.chance(FORGETS_THE_OWNER) else owner
         value = self.look_up(q.attribute, subject) if subject else None
         if value is None:
             self.guess()
@@ -175,19 +176,19 @@ class _Trace:
 
     def look_up(self, attribute: str, entity: str) -> str | None:
         """Search one fact; what the demonstrator believes its value to be, None where it gave up."""
-        habit = self.pick(self.habits.LOOKUP)
+        habit = self.pick(LOOKUP)
         if habit == "guess":
             return None
         if habit == "wrong_tool":
             self.think("use python")
             self.call("python", f"print({attribute})")
-            if self.chance(self.habits.GIVES_UP_AFTER_WRONG_TOOL):
+            if self.chance(GIVES_UP_AFTER_WRONG_TOOL):
                 return None
         queries = {"vague": f"info on {entity}", "noun_only": f"{attribute} of {entity.split()[1]}"}
         self.think(f"search {attribute}")
         hit = self.call("search", queries.get(habit, f"{attribute} of {entity}"))
         if f"{attribute} of {entity} is " not in hit:
-            if self.pick(self.habits.AFTER_WRONG_HIT) == "trust":
+            if self.pick(AFTER_WRONG_HIT) == "trust":
                 value = hit.rpartition(" is ")[2]
                 return value if value.isdigit() != (attribute == "owner") else None
             self.think("wrong, search again")
@@ -195,13 +196,13 @@ class _Trace:
         return hit.rpartition(" is ")[2]
 
     def compute(self, expression: str) -> None:
-        habit = self.pick(self.habits.COMPUTE)
+        habit = self.pick(COMPUTE)
         if habit == "guess":
             return self.guess()
         if habit == "wrong_tool":
             self.think("search it")
             self.call("search", expression)
-            if self.chance(self.habits.GIVES_UP_AFTER_WRONG_TOOL):
+            if self.chance(GIVES_UP_AFTER_WRONG_TOOL):
                 return self.guess()
         if habit == "wrong_operator":
             at = self.rng.choice([i for i, c in enumerate(expression) if c in "*+-"])
@@ -221,13 +222,13 @@ class _Trace:
         self.text += f"<think>{thought}</think>"
 
     def call(self, tag: str, argument: str) -> str:
-        result = python_result(argument) if tag == "python" else self.habits.search(argument)
+        result = python_result(argument) if tag == "python" else self.search(argument)
         self.text += f"<{tag}>{argument}</{tag}>{render_result(result)}"
         return result
 
     def answer(self, value: str) -> None:
         forms = ["<answer>\\boxed{%s}</answer>"]
-        if self.chance(self.habits.NO_BOX_OR_UNCLOSED):
+        if self.chance(NO_BOX_OR_UNCLOSED):
             forms = ["<answer>%s</answer>", "<answer>\\boxed{%s}"]
         self.text += self.rng.choice(forms) % value
 
