@@ -198,6 +198,13 @@ def test_the_host_inherits_no_files_of_the_trainer(tmp_path):
     assert links and not any("weights" in link for link in links)
 
 
+def test_a_worker_that_cannot_be_confined_is_our_fault():
+    host = HostProcess("none", dataclasses.replace(CallLimits(), max_open_files=-5))
+    reply = host.call("1", 20.0, 10.0)
+    host.kill()
+    assert reply.status == "sandbox_error" and "ValueError" in reply.stderr
+
+
 def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
     monkeypatch.setenv("ARPO_CANARY", "1")
     host = HostProcess("none", CallLimits())

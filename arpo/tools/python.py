@@ -16,6 +16,7 @@ from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 NO_OUTPUT = "(no output)"
+CUT = "\n... [output truncated] ...\n"
 
 
 class PythonTool:
@@ -109,9 +110,6 @@ class PythonTool:
         if reply.status == "signal":
             return f"The process died of signal {-(reply.exit_code or 0)}"
         return reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
-
-
-CUT = "\n... [output truncated] ...\n"
 
 
 def shorten(text: str, max_chars: int) -> str:

@@ -88,7 +88,8 @@ print("bye")
 
 
 def disk_was_limited(reply: Reply) -> bool:
-    return reply.status == "disk_limit" or "No space left" in reply.stderr
+    """Files may also be slow to make: then time runs out first."""
+    return reply.status in ("disk_limit", "cpu_limit", "timeout") or "No space left" in reply.stderr
 
 
 def is_short(stream: str) -> bool:

@@ -26,6 +26,15 @@ def again():
     again()
 again()
 """
+PRETEND_A_FAILED_SET_UP = """
+import os
+for fd in range(2, 256):
+    try:
+        os.write(fd, b"OSError()")
+    except OSError:
+        pass
+os._exit(1)
+"""
 DIVISION = "division by zero"
 
 HONEST = [
@@ -33,7 +42,7 @@ HONEST = [
     Attack("read_stdin", "input()", raised("EOFError")),
     Attack("exit_code", "import sys; sys.exit(3)", lambda r: r.status == "error" and r.exit_code == 3),
     Attack("hard_exit", "import os; os._exit(7)", lambda r: r.status == "error" and r.exit_code == 7),
-    Attack("exit_like_a_failed_set_up", "import os; os._exit(121)", ended("error")),
+    Attack("pretend_a_failed_set_up", PRETEND_A_FAILED_SET_UP, lambda r: r.status == "error" and r.exit_code == 1),
     Attack("recursion", RECURSION, lambda r: "RecursionError" in r.stderr and len(r.stderr) < 1000),
     Attack("nested_source", "(" * 5000, ended("error")),
     Attack("surrogate", r"print('\ud800')", raised("UnicodeEncodeError")),

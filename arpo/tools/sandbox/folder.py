@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 
-from . import syscalls as sys_
+from . import syscalls as kernel
 from .limits import CallLimits, set_rlimits
 
 
@@ -30,7 +30,7 @@ class FolderJail:
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
-            sys_.prctl(sys_.PR_SET_PDEATHSIG, signal.SIGKILL)
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != zygote:  # it died before the line above
                 os._exit(1)
         return pid
@@ -48,7 +48,7 @@ class FolderJail:
             os.setgroups([])
             os.setresgid(self.worker_uid, self.worker_uid, self.worker_uid)
             os.setresuid(self.worker_uid, self.worker_uid, self.worker_uid)
-        sys_.prctl(sys_.PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
         if os.getppid() != supervisor:
             os._exit(1)
         set_rlimits(self.limits, count_processes=False)
@@ -71,8 +71,8 @@ class FolderJail:
                     num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-            if num_inodes > self.limits.scratch_inodes or num_bytes > self.limits.scratch_bytes:
-                return True
+                if num_inodes > self.limits.scratch_inodes or num_bytes > self.limits.scratch_bytes:
+                    return True
         return False
 
     def kill(self, worker: int) -> None:

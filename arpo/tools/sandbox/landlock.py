@@ -11,7 +11,7 @@ import stat
 import struct
 
 from . import seccomp
-from . import syscalls as sys_
+from . import syscalls as kernel
 from .folder import FolderJail
 from .limits import CallLimits
 
@@ -34,7 +34,7 @@ class LandlockJail(FolderJail):
     def __init__(self, limits: CallLimits, visible: list[str]):
         """Raises OSError where the kernel has no Landlock, or forbids it."""
         self.abi = _abi()
-        seccomp.program(seccomp.Confinement(allow_children=False, only_pid=1))  # an unknown machine fails here
+        seccomp.program(allow_children=False)  # an unknown machine fails here
         super().__init__(limits)
         self.readable = [*visible, *READABLE_FILES]
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in visible):
@@ -43,9 +43,8 @@ class LandlockJail(FolderJail):
     def confine(self, scratch: str) -> None:
         super().confine(scratch)
         self._restrict_files(scratch)
-        sys_.drop_capabilities()
-        confinement = seccomp.Confinement(allow_children=False, only_pid=os.getpid())
-        seccomp.install(seccomp.program(confinement))
+        kernel.drop_capabilities()
+        seccomp.install(seccomp.program(allow_children=False, only_pid=os.getpid()))
 
     def _restrict_files(self, scratch: str) -> None:
         """Also no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
@@ -62,13 +61,13 @@ class LandlockJail(FolderJail):
         for path, rights in rules.items():
             if os.path.exists(path):
                 _allow(ruleset, path, rights & everything)
-        sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         _landlock(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
         os.close(ruleset)
 
 
 def _landlock(operation: int, *arguments: object) -> int:
-    return sys_.syscall("landlock", *arguments, offset=operation)
+    return kernel.syscall("landlock", *arguments, offset=operation)
 
 
 def _abi() -> int:

@@ -34,10 +34,10 @@ class CallLimits:
 class Usage:
     """What the processes of a call use at one moment."""
 
-    memory_bytes: int = 0
+    memory_bytes: int
     """Private memory, less what they share with the host they were forked from."""
-    cpu_s: float = 0.0
-    num_tasks: int = 0
+    cpu_s: float
+    num_tasks: int
 
 
 def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 
 from . import seccomp
-from . import syscalls as sys_
+from . import syscalls as kernel
 from .limits import CallLimits, set_rlimits
 
 JAIL_UID = 61000
@@ -28,7 +28,7 @@ ETC = {
     "hosts": "127.0.0.1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-NO_SPECIAL_FILES = sys_.MS_NOSUID | sys_.MS_NODEV
+NO_SPECIAL_FILES = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
 class NamespaceJail:
@@ -41,24 +41,24 @@ class NamespaceJail:
         never returns. Raises OSError where the machine does not allow it, from either of them."""
         self.limits = limits
         self.interpreter_in_tmp = [path for path in visible if path.startswith("/tmp/")]
-        own = sys_.CLONE_NEWPID | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS | sys_.CLONE_NEWCGROUP
+        own = kernel.ALL_NAMESPACES & ~(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         if os.geteuid() == 0 and _is_mapped(JAIL_UID):
-            sys_.unshare(sys_.CLONE_NEWNS)
+            kernel.unshare(kernel.CLONE_NEWNS)
             root = _build_root(visible)
-            sys_.mount("/proc", root + "/proc", None, sys_.MS_BIND | sys_.MS_REC)
+            kernel.mount("/proc", root + "/proc", None, kernel.MS_BIND | kernel.MS_REC)
             _enter(root)  # before NEWUSER: after it these mounts are locked and pivot_root says EINVAL
             root = ""
             os.setgroups([])
             os.setresgid(JAIL_UID, JAIL_UID, JAIL_UID)
             os.setresuid(JAIL_UID, JAIL_UID, JAIL_UID)
-            sys_.prctl(sys_.PR_SET_DUMPABLE, 1)  # setuid cleared it, and /proc/self/uid_map would belong to root
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # setuid cleared it, and /proc/self/uid_map would belong to root
             _require_readable(visible)
             _new_user_namespace()
-            sys_.unshare(sys_.CLONE_NEWNS | own)
-            sys_.mount(None, "/", None, sys_.MS_REC | sys_.MS_PRIVATE)
+            kernel.unshare(kernel.CLONE_NEWNS | own)
+            kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
         else:
             _new_user_namespace()
-            sys_.unshare(sys_.CLONE_NEWNS | own)
+            kernel.unshare(kernel.CLONE_NEWNS | own)
             root = _build_root(visible)
         _become_pid_1(control)
         self.has_proc = _mount_proc(root + "/proc")
@@ -66,11 +66,11 @@ class NamespaceJail:
             _enter(root)
         self._pid_namespace = os.pidfd_open(os.getpid())
         # Without /proc nobody can sum up the memory of several processes, so there is only one.
-        self._filter = seccomp.program(seccomp.Confinement(allow_children=self.has_proc))
+        self._filter = seccomp.program(allow_children=self.has_proc)
 
     def fork(self) -> int:
         """The child is PID 1 of a pid namespace of its own: the kernel kills the rest of it when it ends."""
-        sys_.unshare(sys_.CLONE_NEWPID)
+        kernel.unshare(kernel.CLONE_NEWPID)
         pid = None
         try:
             pid = os.fork()
@@ -81,33 +81,35 @@ class NamespaceJail:
 
     def _go_back(self) -> None:
         try:
-            sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
+            kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
         except OSError:  # no further call could be forked: better a host that is gone, and replaced
             os._exit(1)
 
     def open_scratch(self) -> str:
         """Private /tmp, /dev/shm and /proc."""
-        sys_.unshare(sys_.CLONE_NEWNS)
+        kernel.unshare(kernel.CLONE_NEWNS)
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
-        sys_.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
+        kernel.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
         for path in self.interpreter_in_tmp:  # a virtual environment below /tmp must not vanish under the new /tmp
             place = target + path.removeprefix("/tmp")
             os.makedirs(place)
-            sys_.mount(path, place, None, sys_.MS_BIND | sys_.MS_REC)
+            kernel.mount(path, place, None, kernel.MS_BIND | kernel.MS_REC)
         if self.interpreter_in_tmp:
-            sys_.mount(target, "/tmp", None, sys_.MS_MOVE)
+            kernel.mount(target, "/tmp", None, kernel.MS_MOVE)
         size = f"size={self.limits.scratch_bytes // 4},nr_inodes=256,mode=1777"
-        sys_.mount("shm", "/dev/shm", "tmpfs", NO_SPECIAL_FILES | sys_.MS_NOEXEC, size)
+        kernel.mount("shm", "/dev/shm", "tmpfs", NO_SPECIAL_FILES | kernel.MS_NOEXEC, size)
         if self.has_proc:
-            sys_.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | sys_.MS_NOEXEC)
-        sys_.prctl(sys_.PR_SET_DUMPABLE, 0)  # or the worker, who has our uid, could read /proc/1/mem
+            kernel.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # or the worker, who has our uid, could read /proc/1/mem
         return "/tmp"
 
     def confine(self, scratch: str) -> None:
-        sys_.unshare(sys_.CLONE_NEWUSER)  # its own count of processes, or RLIMIT_NPROC would count all calls together
+        kernel.unshare(
+            kernel.CLONE_NEWUSER
+        )  # its own count of processes, or RLIMIT_NPROC would count all calls together
         set_rlimits(self.limits, count_processes=True)
-        sys_.drop_capabilities()
+        kernel.drop_capabilities()
         seccomp.install(self._filter)
 
     def processes(self, worker: int) -> list[int]:
@@ -144,7 +146,7 @@ def _is_mapped(uid: int) -> bool:
 
 def _new_user_namespace() -> None:
     uid, gid = os.geteuid(), os.getegid()
-    sys_.unshare(sys_.CLONE_NEWUSER)
+    kernel.unshare(kernel.CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -154,7 +156,7 @@ def _become_pid_1(control: socket.socket) -> None:
     """Return in a child, the first process of the new pid namespace; the parent only waits for it."""
     pid = os.fork()
     if pid == 0:
-        sys_.prctl(sys_.PR_SET_PDEATHSIG, signal.SIGKILL)  # the trainer ends a stuck host by killing the launcher
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # the trainer ends a stuck host by killing the launcher
         return
     control.close()
     _, status = os.waitpid(pid, 0)
@@ -163,12 +165,12 @@ def _become_pid_1(control: socket.socket) -> None:
 
 def _build_root(visible: list[str]) -> str:
     """A tmpfs with read-only binds of the `visible` paths, a made-up /etc and four devices; returns where it is."""
-    sys_.mount(None, "/", None, sys_.MS_REC | sys_.MS_PRIVATE)
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     free = (f for f in STAGING_FOLDERS if os.path.isdir(f) and not any(p.startswith(f + "/") for p in visible))
     root = next(free, None)
     if root is None:
         raise OSError(f"none of {', '.join(STAGING_FOLDERS)} is there to build a root on")
-    sys_.mount("jail", root, "tmpfs", NO_SPECIAL_FILES, "size=4m,mode=755")
+    kernel.mount("jail", root, "tmpfs", NO_SPECIAL_FILES, "size=4m,mode=755")
     os.umask(0o022)
     for path in visible:
         place = root + path
@@ -177,7 +179,7 @@ def _build_root(visible: list[str]) -> str:
             os.symlink(os.readlink(path), place)
         else:
             os.makedirs(place, exist_ok=True)
-            sys_.bind_readonly(path, place)
+            kernel.bind_readonly(path, place)
     for folder in ("etc", "dev/shm", "tmp", "proc", "mnt"):
         os.makedirs(f"{root}/{folder}", exist_ok=True)
     for path in ("/etc/ld.so.cache", "/etc/localtime"):
@@ -185,22 +187,22 @@ def _build_root(visible: list[str]) -> str:
             shutil.copyfile(path, root + path)
     if os.path.isdir("/etc/alternatives"):  # Debian's libblas is a link through it
         os.makedirs(f"{root}/etc/alternatives")
-        sys_.bind_readonly("/etc/alternatives", f"{root}/etc/alternatives")
+        kernel.bind_readonly("/etc/alternatives", f"{root}/etc/alternatives")
     for name, text in ETC.items():
         with open(f"{root}/etc/{name}", "w") as file:
             file.write(text)
     for name in DEVICES:
         with open(f"{root}/dev/{name}", "w"):
             pass
-        sys_.mount(f"/dev/{name}", f"{root}/dev/{name}", None, sys_.MS_BIND)
+        kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", None, kernel.MS_BIND)
     for name, path in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink("/proc/self/fd" + path, f"{root}/dev/{name}")
     return root
 
 
 def _enter(root: str) -> None:
-    sys_.pivot_into(root)
-    sys_.mount(None, "/", None, sys_.MS_REMOUNT | sys_.MS_BIND | sys_.MS_RDONLY | NO_SPECIAL_FILES)
+    kernel.pivot_into(root)
+    kernel.mount(None, "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | NO_SPECIAL_FILES)
 
 
 def _require_readable(visible: list[str]) -> None:
@@ -212,8 +214,8 @@ def _require_readable(visible: list[str]) -> None:
 def _mount_proc(target: str) -> bool:
     """A /proc that shows this pid namespace only. Containers with a masked /proc refuse it; then there is none."""
     try:
-        sys_.mount("proc", target, "proc", NO_SPECIAL_FILES | sys_.MS_NOEXEC)
+        kernel.mount("proc", target, "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC)
     except PermissionError:
-        sys_.mount("none", target, "tmpfs", NO_SPECIAL_FILES | sys_.MS_RDONLY, "size=4k")
+        kernel.mount("none", target, "tmpfs", NO_SPECIAL_FILES | kernel.MS_RDONLY, "size=4k")
         return False
     return True

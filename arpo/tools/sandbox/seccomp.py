@@ -8,10 +8,9 @@ import ctypes
 import errno
 import platform
 import struct
-from dataclasses import dataclass
 
 from . import syscall_table as table
-from . import syscalls as sys_
+from . import syscalls as kernel
 
 SECCOMP_MODE_FILTER = 2
 ALLOW, KILL_PROCESS, RETURN_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -31,17 +30,12 @@ Instruction = tuple[int, int, int, int]
 """(code, jump if true, jump if false, constant)"""
 
 
-@dataclass(frozen=True)
-class Confinement:
-    """What the filter has to make up for."""
+def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
+    """The filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
 
-    allow_children: bool
-    only_pid: int | None = None
-    """Set where the worker has no pid and mount namespace: its own pid, the only one that it may signal."""
-
-
-def program(confinement: Confinement) -> bytes:
-    """The filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture."""
+    `only_pid` is set where the worker has no namespaces to hide the user's other processes and files: the one process,
+    itself, that it may signal.
+    """
     machine = platform.machine()
     if machine not in table.ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call table for {machine}")
@@ -70,12 +64,12 @@ def program(confinement: Confinement) -> bytes:
     code += _on_argument(single["mmap"], 3, shared)
     code += _on_argument(single["ioctl"], 1, _if_any(IOCTLS, RETURN_ERRNO | errno.EPERM))
     code += _on_argument(single["personality"], 0, _only(0, PERSONALITY_QUERY))
-    children = _if(JUMP_BITS, sys_.ALL_NAMESPACES, RETURN_ERRNO | errno.EPERM)
-    if not confinement.allow_children:
+    children = _if(JUMP_BITS, kernel.ALL_NAMESPACES, RETURN_ERRNO | errno.EPERM)
+    if not allow_children:
         children += [*_if(JUMP_BITS, CLONE_THREAD, ALLOW), (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM)]
         code += _refuse({name: single[name] for name in ("fork", "vfork") if name in single}, errno.EPERM)
     code += _on_argument(single["clone"], 0, children)
-    code += _against_others(confinement.only_pid, single, machine)
+    code += _against_others(only_pid, single, machine)
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
@@ -85,8 +79,8 @@ def install(filter_program: bytes) -> None:
     instructions = ctypes.create_string_buffer(filter_program, len(filter_program))
     header = struct.pack("HxxxxxxQ", len(filter_program) // 8, ctypes.addressof(instructions))
     header_buffer = ctypes.create_string_buffer(header, len(header))
-    sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
-    sys_.prctl(sys_.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header_buffer))
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.prctl(kernel.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header_buffer))
 
 
 def _against_others(only_pid: int | None, single: dict[str, int], machine: str) -> list[Instruction]:
@@ -94,7 +88,7 @@ def _against_others(only_pid: int | None, single: dict[str, int], machine: str) 
         return _on_argument(single["prlimit64"], 0, _only(0))
     code = _refuse(table.numbers(table.ON_OTHERS, machine), errno.EPERM)
     code += _on_argument(single["fcntl"], 1, _if_any(FCNTLS, RETURN_ERRNO | errno.EPERM))
-    code += _on_argument(single["prctl"], 0, _if_any((sys_.PR_SET_PDEATHSIG,), RETURN_ERRNO | errno.EPERM))
+    code += _on_argument(single["prctl"], 0, _if_any((kernel.PR_SET_PDEATHSIG,), RETURN_ERRNO | errno.EPERM))
     for name in ("kill", "tgkill"):
         code += _on_argument(single[name], 0, _only(only_pid))
     for name in ("prlimit64", "sched_setaffinity"):

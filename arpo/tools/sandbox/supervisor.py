@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from . import wire
 from .jail import Jail
-from .limits import CallLimits, Usage, usage
-from .worker import SETUP_FAILED, SETUP_MARK, run_worker
+from .limits import CallLimits, usage
+from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
@@ -75,13 +75,14 @@ def serve_call(jail: Jail, limits: CallLimits, conn: socket.socket, host_bytes: 
     scratch = jail.open_scratch()
     out_read, out_write = os.pipe2(os.O_CLOEXEC)
     err_read, err_write = os.pipe2(os.O_CLOEXEC)
+    setup_read, setup_write = os.pipe2(os.O_CLOEXEC)
     started = time.monotonic()
     worker = os.fork()
     if worker == 0:
-        run_worker(jail, code, scratch, out_write, err_write)
-    for fd in (out_write, err_write):
+        run_worker(jail, code, scratch, out_write, err_write, setup_write)
+    for fd in (out_write, err_write, setup_write):
         os.close(fd)
-    for fd in (out_read, err_read):
+    for fd in (out_read, err_read, setup_read):
         os.set_blocking(fd, False)
     stdout, stderr = (Stream(fd, limits.kept_output_bytes) for fd in (out_read, err_read))
     call = _Call(jail, limits, scratch, worker, host_bytes, deadline=started + limits.wall_s)
@@ -89,6 +90,10 @@ def serve_call(jail: Jail, limits: CallLimits, conn: socket.socket, host_bytes: 
     jail.kill(worker)
     header = call.bury(verdict, stdout, stderr)
     jail.close_scratch(scratch)
+    setup_error = Stream(setup_read, limits.kept_output_bytes)
+    setup_error.drain()
+    if setup_error.num_bytes:
+        header, stderr = {"status": "sandbox_error"}, setup_error
     header["wall_s"] = round(time.monotonic() - started, 4)
     conn.settimeout(10.0)
     wire.send_reply(conn, header, stdout.text(), stderr.text())
@@ -102,7 +107,6 @@ class _Call:
     worker: int
     host_bytes: int
     deadline: float
-    peak: Usage = field(default_factory=Usage)
     pidfd: int = -1
 
     def watch(self, conn: socket.socket, stdout: Stream, stderr: Stream) -> str | None:
@@ -138,7 +142,6 @@ class _Call:
 
     def _exceeded(self) -> str | None:
         current = usage(self.jail.processes(self.worker), self.host_bytes)
-        self.peak = max(self.peak, current, key=lambda u: u.memory_bytes)
         if current.cpu_s > self.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
             return "cpu_limit"
         if current.memory_bytes > self.limits.memory_bytes:
@@ -151,21 +154,18 @@ class _Call:
         """Reap the worker, take the rest of its output, and decide how the call ended."""
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
-        header: dict[str, object] = {"peak_bytes": self.peak.memory_bytes}
         if not poller.poll(KILL_PATIENCE_S * 1000):  # in an uninterruptible sleep: the kernel will finish it
-            return {**header, "status": "killed"}
+            return {"status": "killed"}
         _, status, used = os.wait4(self.worker, 0)
         for stream in (stdout, stderr):
             stream.drain()
         cpu_s = used.ru_utime + used.ru_stime
         exit_code = os.waitstatus_to_exitcode(status)
         if verdict is None:
-            verdict = self._how_it_ended(exit_code, cpu_s, stderr)
-        return {**header, "status": verdict, "exit_code": exit_code, "cpu_s": round(cpu_s, 4)}
+            verdict = self._how_it_ended(exit_code, cpu_s)
+        return {"status": verdict, "exit_code": exit_code}
 
-    def _how_it_ended(self, exit_code: int, cpu_s: float, stderr: Stream) -> str:
-        if exit_code == SETUP_FAILED and stderr.text().startswith(SETUP_MARK):
-            return "sandbox_error"
+    def _how_it_ended(self, exit_code: int, cpu_s: float) -> str:
         if exit_code >= 0:
             return "error" if exit_code else "ok"
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= self.limits.cpu_s):

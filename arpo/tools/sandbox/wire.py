@@ -29,8 +29,6 @@ class Reply:
     stdout: str = ""
     stderr: str = ""
     wall_s: float = 0.0
-    cpu_s: float = 0.0
-    peak_bytes: int = 0
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:

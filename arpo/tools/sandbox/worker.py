@@ -15,25 +15,25 @@ import sys
 import threading
 import traceback
 import types
+from typing import NoReturn
 
-from . import syscalls as sys_
+from . import syscalls as kernel
 from .jail import Jail
 
-SETUP_FAILED = 121
-"""Exit code of a worker that could not be confined; what it says on stderr begins with SETUP_MARK."""
-SETUP_MARK = b"sandbox set-up failed: "
+SETUP_FD = 3
+"""Where a worker says why it could not be confined. Closed before the model's code, which could else pretend that."""
 NICE = 10
 SEED = 0
 
 
-def run_worker(jail: Jail, code: str, scratch: str, stdout_fd: int, stderr_fd: int) -> None:
-    """Confine this process, run the code, exit with its exit code. Never returns."""
+def run_worker(jail: Jail, code: str, scratch: str, stdout_fd: int, stderr_fd: int, setup_fd: int) -> NoReturn:
+    """Confine this process, run the code, exit with its exit code."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2), (setup_fd, SETUP_FD)):
+        os.dup2(source, target)
+    kernel.close_from(SETUP_FD + 1)
     try:
         os.setsid()
-        null = os.open("/dev/null", os.O_RDWR)
-        for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2)):
-            os.dup2(source, target)
-        sys_.close_from(3)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,10 +42,11 @@ def run_worker(jail: Jail, code: str, scratch: str, stdout_fd: int, stderr_fd: i
         os.umask(0o077)
         os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
         jail.confine(scratch)
-        sys_.prctl(sys_.PR_SET_DUMPABLE, 0)  # no core dumps, not even through a pipe to a program
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no core dumps, not even through a pipe to a program
     except BaseException as error:
-        os.write(2, SETUP_MARK + repr(error).encode())
-        os._exit(SETUP_FAILED)
+        os.write(SETUP_FD, repr(error).encode())
+        os._exit(1)
+    os.close(SETUP_FD)
     _prepare_interpreter()
     exit_code = _run(code)
     os._exit(_finish() or exit_code)
