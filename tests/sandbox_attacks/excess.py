@@ -15,7 +15,7 @@ MEMORY_OF_MANY_PROCESSES = """
 import os, time
 for _ in range(8):
     if os.fork() == 0:
-        block = b"x" * (100 << 20)
+        block = b"x" * (48 << 20)
         time.sleep(9)
 time.sleep(9)
 """
