@@ -1,6 +1,6 @@
 """The host: jails itself once, loads numpy and sympy, then forks a supervisor per call and does nothing else.
 
-`python -s -S -P -B -c "<BOOT of client.py>" <control fd>`; its settings are the first message on the control socket.
+`python -s -S -P -B -c "<BOOT of host_process.py>" <control fd>`; its settings are the first message on the control socket.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Starting, calling and watching a PythonTool in tests."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arpo.config import UserError
+from arpo.options import PythonConfig
+from arpo.tools.base import ToolResult
+from arpo.tools.python import PythonTool
+
+HANG_S = 60.0
+TIERS = ["namespaces", "landlock"]
+SMALL = PythonConfig(wall_s=3.0, cpu_s=1.0, memory_mib=256, max_output_chars=200, max_concurrent=4)
+
+
+def start(cfg: PythonConfig = SMALL, tier: str | None = None, **kwargs) -> PythonTool:
+    try:
+        return PythonTool(cfg, tier=tier, **kwargs)
+    except UserError as error:
+        pytest.skip(f"this machine cannot carry it: {error}")
+
+
+def run(tool: PythonTool, *codes: str) -> list[ToolResult]:
+    async def gather() -> list[ToolResult]:
+        return await asyncio.wait_for(asyncio.gather(*(tool.run(code) for code in codes)), HANG_S)
+
+    return asyncio.run(gather())
+
+
+def text_of(tool: PythonTool, code: str) -> str:
+    return run(tool, code)[0].text
+
+
+def processes_of(host_pid: int) -> list[int]:
+    """The host and all processes below it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it ended since it was listed
+            continue
+        if fields[0] != "Z":
+            parents[int(path.parent.name)] = int(fields[1])
+    found = [host_pid] if host_pid in parents else []
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def jail_of(tool: PythonTool) -> list[int]:
+    """The processes of a host without calls: in tier A its launcher too."""
+    expected = 2 if tool.sandbox.tier == "namespaces" else 1
+    assert wait_until(lambda: len(processes_of(tool.sandbox.host_pid)) == expected)
+    return processes_of(tool.sandbox.host_pid)
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,246 @@
+"""The host process of the <python> tool: what it inherits, how it is replaced, what it leaves, where it refuses."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import venv
+from pathlib import Path
+
+import pytest
+from python_tools import HANG_S, TIERS, jail_of, processes_of, run, start, text_of, wait_until
+
+from arpo.tools.base import ToolResult
+from arpo.tools.sandbox.host_process import HostProcess
+from arpo.tools.sandbox.limits import CallLimits
+from arpo.tools.sandbox.selftest import Canaries
+from arpo.tools.sandbox.syscall_table import ADMINISTRATION, numbers
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def own_tool():
+    """A tool whose host may be killed."""
+    tool = start(grace_s=2.0)
+    yield tool
+    asyncio.run(tool.aclose())
+
+
+def test_nothing_of_the_trainers_environment_is_visible(monkeypatch):
+    monkeypatch.setenv("ARPO_CANARY", "do-not-show-this")
+    tool = start()
+    try:
+        seen = text_of(tool, "import os\nsorted(os.environ)")
+        host = [Path(f"/proc/{pid}/environ").read_bytes() for pid in jail_of(tool)]
+    finally:
+        asyncio.run(tool.aclose())
+    assert "ARPO_CANARY" not in seen and "PYTHONHASHSEED" in seen
+    assert not any(b"do-not-show-this" in environment for environment in host)
+
+
+def test_the_host_inherits_no_files_of_the_trainer(tmp_path):
+    with open(tmp_path / "weights", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        tool = start()
+        links = [os.readlink(link) for pid in jail_of(tool) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        asyncio.run(tool.aclose())
+    assert links and not any("weights" in link for link in links)
+
+
+def test_a_worker_that_cannot_be_confined_is_our_fault():
+    host = HostProcess("none", dataclasses.replace(CallLimits(), max_open_files=-5))
+    reply = host.call("1", 20.0, 10.0)
+    host.kill()
+    assert reply.status == "sandbox_error" and "ValueError" in reply.stderr
+
+
+def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
+    monkeypatch.setenv("ARPO_CANARY", "1")
+    host = HostProcess("none", CallLimits())
+    try:
+        with Canaries() as canaries:
+            leaks = canaries.leaks(host.call(canaries.probe, 20.0, 10.0))
+    finally:
+        host.kill()
+    assert "read of the trainer is possible" in leaks
+    assert "network of the trainer is possible" in leaks
+    assert "a file of the trainer was changed" in leaks
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_killed_host_is_replaced_once_and_its_calls_repeated(tier):
+    tool = start(tier=tier)
+    killer = threading.Timer(0.4, lambda: os.kill(tool.sandbox.host_pid, signal.SIGKILL))
+    killer.start()
+    results = run(tool, *["import time; time.sleep(0.3); 42"] * 12)
+    killer.join()
+    restarts = tool.sandbox.num_restarts
+    asyncio.run(tool.aclose())
+    assert [result.text for result in results] == ["42"] * 12
+    assert restarts == 1
+
+
+def test_a_stuck_host_is_replaced(own_tool):
+    for pid in processes_of(own_tool.sandbox.host_pid):
+        os.kill(pid, signal.SIGSTOP)
+    assert [result.text for result in run(own_tool, "1", "2")] == ["1", "2"]
+    assert own_tool.sandbox.num_restarts == 1
+
+
+def test_a_host_that_cannot_be_had_again_is_our_fault_and_not_the_models(own_tool, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    os.kill(own_tool.sandbox.host_pid, signal.SIGKILL)
+    [result] = run(own_tool, "1")
+    assert (result.ok, result.infra_error, result.error_kind) == (False, True, "sandbox_error")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_closing_leaves_nothing(tier):
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    tool = start(tier=tier)
+
+    async def close_in_mid_call() -> ToolResult:
+        call = asyncio.create_task(tool.run("import time; time.sleep(60)"))
+        await asyncio.sleep(0.3)
+        await tool.aclose()
+        return await call
+
+    pids = processes_of(tool.sandbox.host_pid)
+    assert pids
+    assert asyncio.run(close_in_mid_call()).infra_error
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert threading.active_count() <= threads
+
+
+TRAINER = """
+import asyncio, sys
+from arpo.options import PythonConfig
+from arpo.tools.python import PythonTool
+
+async def main():
+    tool = PythonTool(PythonConfig(), tier=sys.argv[1])
+    calls = [asyncio.create_task(tool.run("import time\\nwhile True: time.sleep(1)")) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    print(tool.sandbox.host_pid, tool.sandbox.folder, flush=True)
+    await asyncio.gather(*calls)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_outlives_a_killed_trainer(tier):
+    start(tier=tier).sandbox.close()  # skips where the tier is not to be had
+    command = [sys.executable, "-c", TRAINER, tier]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as trainer:
+        host_pid, folder = trainer.stdout.readline().split()
+        pids = processes_of(int(host_pid))
+        trainer.kill()
+    assert len(pids) >= 7  # the host, and a supervisor and a worker per call
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
+    assert wait_until(lambda: not os.path.exists(folder))
+
+
+def test_the_host_outlives_the_thread_that_started_it():
+    tools = []
+    thread = threading.Thread(target=lambda: tools.append(start()))
+    thread.start()
+    thread.join()
+    [result] = run(tools[0], "1")
+    asyncio.run(tools[0].aclose())
+    assert result.text == "1" and tools[0].sandbox.num_restarts == 0
+
+
+FORBIDDEN = """
+import ctypes, json, logging, struct, sys
+from arpo.options import PythonConfig
+from arpo.config import UserError
+from arpo.tools.sandbox import seccomp
+from arpo.tools.python import PythonTool
+
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
+program = [(0x20, 0, 0, 0)]
+for number in json.loads(sys.argv[1]):
+    program += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | 1)]
+program.append((0x06, 0, 0, 0x7FFF0000))
+seccomp.install(b"".join(struct.pack("HBBI", *line) for line in program))
+try:
+    tool = PythonTool(PythonConfig(allow_unsafe=sys.argv[2] == "unsafe"))
+    print("RUNS", tool.sandbox.tier, tool.sandbox.run("6 * 7").stdout)
+    tool.sandbox.close()
+except UserError as error:
+    print("REFUSED", error)
+"""
+LANDLOCK_CREATE_RULESET = 444
+
+
+def start_where_forbidden(*calls: int, unsafe: bool = False) -> str:
+    """What the tool says in a container that forbids those system calls."""
+    command = [sys.executable, "-c", FORBIDDEN, json.dumps(calls), "unsafe" if unsafe else "safe"]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def unshare_number() -> int:
+    return numbers(ADMINISTRATION, os.uname().machine)["unshare"]
+
+
+def test_without_namespaces_landlock_takes_over_and_says_so(unshare_number):
+    start(tier="landlock").sandbox.close()
+    said = start_where_forbidden(unshare_number)
+    assert "RUNS landlock 42" in said
+    assert said.count("WARNING") == 1 and "namespaces: " in said
+
+
+def test_without_any_isolation_the_tool_refuses_to_start_and_names_the_reasons(unshare_number):
+    said = start_where_forbidden(unshare_number, LANDLOCK_CREATE_RULESET)
+    assert said.startswith("REFUSED tools.python") and said.count("\n") == 1
+    assert "unshare: Operation not permitted; landlock: " in said and "allow_unsafe" in said
+
+
+def test_allow_unsafe_runs_without_isolation_and_warns(unshare_number):
+    said = start_where_forbidden(unshare_number, LANDLOCK_CREATE_RULESET, unsafe=True)
+    assert "RUNS none 42" in said
+    assert said.count("WARNING") == 1 and "NO isolation" in said
+
+
+def test_a_start_is_announced_in_one_line(caplog):
+    with caplog.at_level(logging.INFO, logger="arpo"):
+        asyncio.run(start().aclose())
+    assert len(caplog.records) == 1 and "sandboxed by" in caplog.text
+
+
+def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
+    script = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from arpo.tools.sandbox.client import Sandbox
+    from arpo.tools.sandbox.limits import CallLimits
+    sandbox = Sandbox(CallLimits())
+    print(sandbox.run("import os, sys; print(os.path.exists(sys.executable), open('new', 'w').write('x'))").stdout)
+    sandbox.close()
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, symlinks=True)
+        command = [f"{folder}/bin/python", "-c", textwrap.dedent(script), str(REPO)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+    assert said.split() == ["True", "1"]
+
+
+def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):
+    run(own_tool, "1")
+    descriptors, processes = len(os.listdir("/proc/self/fd")), len(processes_of(own_tool.sandbox.host_pid))
+    hostile = ["1", "1 / 0", "import os; os._exit(3)", "import os; os.abort()", "import os; os.fork()", "[0] * 10**9"]
+    run(own_tool, *hostile * 10)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert wait_until(lambda: len(processes_of(own_tool.sandbox.host_pid)) <= processes)
+    assert own_tool.sandbox.num_restarts == 0
