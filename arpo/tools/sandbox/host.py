@@ -1,6 +1,6 @@
 """The host: jails itself once, loads numpy and sympy, then forks a supervisor per call and does nothing else.
 
-`python -s -S -P -B -c "<BOOT of host_process.py>" <control fd>`; its settings are the first message on the control socket.
+Command: `python -s -S -P -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). Its settings are the first message there.
 """
 
 from __future__ import annotations
