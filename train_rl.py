@@ -1,19 +1,22 @@
-"""Agentic RL with real tools inside the rollout: GRPO, ARPO and AEPO are settings of this one script.
+"""Agentic RL with real tools inside the rollout: GRPO, ARPO, AEPO and PPO are settings of this one script.
 
     torchrun --nproc_per_node 8 train_rl.py configs/arpo_7b.yaml --model.path runs/sft_7b/hf
 
-A step, top to bottom in `main`: rollout -> reward -> advantage -> policy update -> weight sync -> validate, log, save.
+A step, top to bottom in `main`: rollout -> reward -> logprobs -> advantage -> update -> weight sync -> validate, log,
+save.
 Every rank samples its share of the prompts with its own vLLM engine and trains its share of the tokens with FSDP2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from arpo.config import UserError, load_or_exit, run_or_exit
+from arpo.contradictions import check_algorithm, check_sizes
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
+    CriticConfig,
     DataConfig,
     EngineConfig,
     LossConfig,
@@ -40,6 +43,7 @@ class RLConfig:
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -52,65 +56,45 @@ class RLConfig:
     def num_updates_per_step(self) -> int:
         return self.data.num_prompts_per_step // self.update.num_prompts_per_minibatch * self.update.num_epochs
 
+    @property
+    def critic_model(self) -> ModelConfig:
+        return replace(self.model, path=self.critic.path or self.model.path)
+
+    @property
+    def critic_optim(self) -> OptimConfig:
+        return replace(self.optim, lr=self.critic.lr)
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        return replace(self.model, path=self.loss.reference or self.model.path, activation_checkpointing=False)
+
     def __post_init__(self) -> None:
-        data, rollout, branching, update = self.data, self.rollout, self.branching, self.update
-        if not data.train:
-            raise ValueError("data.train is empty; pass a parquet or jsonl file of prompts")
-        if not 1 <= branching.num_initial_rollouts <= rollout.group_size:
-            raise ValueError(
-                f"branching.num_initial_rollouts={branching.num_initial_rollouts} must lie between 1 and "
-                f"rollout.group_size={rollout.group_size}; lower it or raise the group size"
-            )
-        if branching.dynamic_budget and branching.selector == "none":
-            raise ValueError("branching.dynamic_budget needs branching; set branching.selector or turn it off")
-        if data.num_prompts_per_step % update.num_prompts_per_minibatch:
-            raise ValueError(
-                f"data.num_prompts_per_step={data.num_prompts_per_step} is not a multiple of "
-                f"update.num_prompts_per_minibatch={update.num_prompts_per_minibatch}"
-            )
-        if not 1 <= rollout.answer_reserve_tokens < rollout.max_response_tokens:
-            raise ValueError(
-                f"rollout.answer_reserve_tokens={rollout.answer_reserve_tokens} must lie between 1 and "
-                f"rollout.max_response_tokens={rollout.max_response_tokens}"
-            )
-        if self.max_model_len > update.max_tokens_per_microbatch:
-            raise ValueError(
-                f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
-                f"data.max_prompt_tokens + rollout.max_response_tokens = {self.max_model_len} tokens; raise it"
-            )
-        if rollout.temperature <= 0:
-            raise ValueError(
-                "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from"
-            )
+        check_sizes(self.data, self.rollout, self.branching, self.update)
+        check_algorithm(self.branching, self.advantage, self.critic, self.loss)
 
 
 CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
 
 import time  # noqa: E402
-from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-import torch  # noqa: E402
-
 from arpo import distributed  # noqa: E402
-from arpo.advantages import assign_advantages  # noqa: E402
-from arpo.batch import MicroBatch, microbatches, training_rows  # noqa: E402
 from arpo.checkpoint import Checkpoints, export_hf  # noqa: E402
+from arpo.critic import fill_values, load_critic, update_critic  # noqa: E402
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts  # noqa: E402
-from arpo.distributed import Ranks  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
 from arpo.evals.summary import summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
-from arpo.losses import entropy_moments, entropy_statistics_of, policy_loss  # noqa: E402
 from arpo.metrics import rollout_metrics  # noqa: E402
-from arpo.model import Policy, check_model_folder, load_policy, load_tokenizer  # noqa: E402
-from arpo.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
+from arpo.model import check_companion, check_model_folder, load_policy, load_tokenizer  # noqa: E402
+from arpo.optim import build_optimizer, set_learning_rate  # noqa: E402
 from arpo.protocol import Codec, with_system_prompt  # noqa: E402
 from arpo.rewards import load_custom, score_groups  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
 from arpo.tools.base import ToolRunner  # noqa: E402
 from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
+from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy  # noqa: E402
 
 
 def main(cfg: RLConfig) -> None:
@@ -123,11 +107,16 @@ def main(cfg: RLConfig) -> None:
             f"{dist.world_size} ranks; change it or --nproc_per_node"
         )
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    codec = Codec(load_tokenizer(cfg.model.path), enable_thinking=cfg.model.enable_thinking)
+    tokenizer = load_tokenizer(cfg.model.path)
+    for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
+        if path:
+            check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
+    codec = Codec(tokenizer, enable_thinking=cfg.model.enable_thinking)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
     order = PromptOrder(len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, cfg.data.shuffle)
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
+    num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
     tools = ToolRunner(make_tools(cfg.tools))
     run_dir = Path(cfg.run.dir) / cfg.run.name
@@ -137,7 +126,15 @@ def main(cfg: RLConfig) -> None:
     distributed.seed_everything(cfg.run.seed + dist.rank)
     policy = load_policy(cfg.model, dist.mesh, device=dist.device)
     optimizer = build_optimizer(policy, cfg.optim)
-    done_steps = checkpoints.resume(policy, optimizer, allow=cfg.run.resume)
+    critic = critic_optimizer = reference = None
+    if cfg.advantage.kind == "gae":
+        critic = load_critic(cfg.critic_model, dist.mesh, device=dist.device)
+        critic_optimizer = build_optimizer(critic, cfg.critic_optim)
+    if cfg.loss.kl_coefficient:
+        reference = load_policy(
+            cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference
+        ).requires_grad_(False)
+    done_steps = checkpoints.resume(policy, optimizer, critic, critic_optimizer, allow=cfg.run.resume)
     engine = Engine(
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + dist.rank, load_weights=False
     )
@@ -183,31 +180,38 @@ def main(cfg: RLConfig) -> None:
             engine.sleep()
         metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
 
-        # ---- advantages, and mini-batches of whole groups
-        assign_advantages(groups, cfg.advantage)
-        size = cfg.update.num_prompts_per_minibatch
-        minibatches = [
-            microbatches(rows, dist.rank, dist.world_size, cfg.update.max_tokens_per_microbatch, device=dist.device)
-            for start in range(0, len(groups), size)
-            if (rows := training_rows(groups[start : start + size], cfg.advantage))
-        ]
-
-        # ---- policy update: one optimizer step per mini-batch
+        # ---- mini-batches of whole groups, and what the models say of their tokens before the update
+        minibatches = make_minibatches(groups, cfg.update, cfg.advantage, dist)
         with timers("old_logprobs"):
-            for micros in minibatches:
-                metrics.merge(fill_old_logprobs(policy, micros, cfg))
+            for minibatch in minibatches:
+                metrics.merge(fill_old_logprobs(policy, reference, minibatch.micros, cfg.loss, cfg.rollout.temperature))
+                if critic:
+                    fill_values(critic, minibatch.micros)
+
+        # ---- advantages
+        metrics.merge(fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, dist))
+
+        # ---- update: one optimizer step per mini-batch; while a critic warms up, the policy stays as it is
         with timers("update"):
-            for epoch in range(cfg.update.num_epochs):
-                for index, micros in enumerate(minibatches):
-                    update = (step - 1) * cfg.num_updates_per_step + epoch * len(minibatches) + index
-                    lr = set_learning_rate(optimizer, update, num_steps * cfg.num_updates_per_step, cfg.optim)
-                    metrics.mean("optim/lr", lr)
-                    is_first = epoch == 0 and index == 0
-                    try:
-                        metrics.merge(update_policy(policy, optimizer, micros, cfg, dist, is_first=is_first))
-                    except FloatingPointError:
-                        log.trajectories(step, groups, kind="nonfinite")
-                        raise
+            try:
+                for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
+                    update = (step - 1) * cfg.num_updates_per_step + number
+                    if critic:
+                        set_learning_rate(critic_optimizer, update, num_updates, cfg.critic_optim)
+                        metrics.merge(
+                            update_critic(critic, critic_optimizer, minibatch.micros, cfg.critic, max_norm, dist)
+                        )
+                    if step > cfg.critic.warmup_steps:
+                        metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
+                        metrics.merge(
+                            update_policy(
+                                policy, optimizer, minibatch.micros, cfg.loss, cfg.rollout.temperature, max_norm, dist,
+                                is_first=number == 0,
+                            )
+                        )  # fmt: skip
+            except FloatingPointError:
+                log.trajectories(step, groups, kind="nonfinite")
+                raise
 
         # ---- the engine samples from the new policy
         with timers("sync"):
@@ -228,7 +232,7 @@ def main(cfg: RLConfig) -> None:
             log.transcripts(step, groups, tag="train")
         log.line(console_line(step, num_steps, values))
         if is_last or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            folder = checkpoints.save(step, policy, optimizer)
+            folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer)
             if cfg.run.save_hf:
                 export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
 
@@ -251,83 +255,6 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     )
 
 
-def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: RLConfig) -> Metrics:
-    """The policy's logprobs and entropies before the update, and how far vLLM's logprobs are from them."""
-    metrics = Metrics()
-    for micro in micros:
-        with torch.no_grad():
-            micro.old_logprobs, micro.old_entropies = policy(micro, cfg.rollout.temperature)
-        if num_tokens := micro.num_loss_tokens:
-            difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
-            metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)
-            metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
-            metrics.sum("tokens/trained", micro.input_ids.numel() * cfg.update.num_epochs)
-        if cfg.loss.old_logprobs == "rollout":
-            micro.old_logprobs = micro.rollout_logprobs
-    return metrics
-
-
-def update_policy(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    micros: list[MicroBatch],
-    cfg: RLConfig,
-    dist: Ranks,
-    *,
-    is_first: bool,
-) -> Metrics:
-    """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
-    metrics, temperature = Metrics(), cfg.rollout.temperature
-    num_tokens, num_sequences = dist.all_reduce_sum(
-        sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
-    )
-    statistics = None
-    if cfg.loss.entropy_balanced_advantage:
-        # Of the current policy; before the first step that is the policy the old logprobs came from.
-        statistics = entropy_statistics(policy, micros, temperature, dist, reuse_old=is_first)
-
-    for micro in micros:
-        logprobs, entropies = policy(micro, temperature)  # (B, T)
-        loss, loss_metrics = policy_loss(
-            logprobs,
-            micro.old_logprobs,
-            micro.advantages,
-            micro.loss_mask,
-            entropy=entropies,
-            clip_low=cfg.loss.clip_low,
-            clip_high=cfg.loss.clip_high,
-            dual_clip=cfg.loss.dual_clip,
-            entropy_balanced_clipping=cfg.loss.entropy_balanced_clipping,
-            entropy_balanced_advantage=cfg.loss.entropy_balanced_advantage,
-            entropy_advantage_weight=cfg.loss.entropy_advantage_weight,
-            entropy_statistics=statistics,
-            aggregation=cfg.loss.aggregation,
-            denominators=num_tokens if cfg.loss.aggregation == "token_mean" else num_sequences,
-        )
-        # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
-        (loss * dist.world_size).backward()
-        metrics.merge(loss_metrics, prefix="loss/")
-
-    metrics.mean("optim/grad_norm", clip_grad_norm(policy, cfg.optim.max_grad_norm))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return metrics
-
-
-def entropy_statistics(
-    policy: Policy, micros: list[MicroBatch], temperature: float, dist: Ranks, *, reuse_old: bool
-) -> tuple[float, float]:
-    """(mean, std) of the policy's token entropies over all loss tokens of the global mini-batch (AEPO)."""
-    moments = torch.zeros(3, dtype=torch.float64)
-    for micro in micros:
-        entropies = micro.old_entropies
-        if not reuse_old:
-            with torch.no_grad():
-                _, entropies = policy(micro, temperature)
-        moments += entropy_moments(entropies, micro.loss_mask)
-    return entropy_statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
-
-
 def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
     parts = [
         f"step {step}/{num_steps}",
@@ -338,7 +265,7 @@ def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
         f"tokens {values['response/tokens']:.0f}",
         f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"
         if "loss/entropy" in values
-        else "no update: every group's rewards are all equal",
+        else "no policy update",
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
     if "valid/accuracy" in values:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,16 +75,52 @@ def gae_advantages(
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
-    """Fill `trajectory.advantage` from `trajectory.reward`.
+    """Fill `trajectory.advantage` from reward - kl_penalty.
 
     A trajectory that ended in an error of ours teaches nothing: it keeps None, and its group's mean ignores it.
     """
     trajectories = [(index, t) for index, group in enumerate(groups) for t in teaching(group)]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
-    rewards = torch.tensor([t.reward for _, t in trajectories], dtype=torch.float64)
+    rewards = torch.tensor([t.reward - t.kl_penalty for _, t in trajectories], dtype=torch.float64)
     advantages = group_advantages(rewards, [i for i, _ in trajectories], normalize_std=cfg.normalize_std)
     for (_, t), advantage in zip(trajectories, advantages.tolist(), strict=True):
         t.advantage = advantage
+
+
+def token_advantages(group: Group, tree: Literal["soft", "hard"]) -> dict[str, np.ndarray]:
+    """trajectory_id -> (T,) advantage of every response token, of the trajectories that teach.
+
+    soft: the trajectory's own at every token. hard: a token that d trajectories of the tree share gets the mean of
+    their d advantages (ARPO sec. 3). A (advantage 1) and its branch B (advantage -1, forked at 2), three tokens each:
+    soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1].
+    """
+    taught = teaching(group)
+    if tree == "soft":
+        return {t.trajectory_id: np.full(len(t.token_ids), t.advantage) for t in taught}
+    sums = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in group.trajectories}  # by who wrote the token
+    counts = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in group.trajectories}
+    pieces = {t.trajectory_id: written_by(t, group) for t in taught}
+    for t in taught:
+        for writer, start, end in pieces[t.trajectory_id]:
+            sums[writer][start:end] += t.advantage
+            counts[writer][start:end] += 1
+    return {
+        name: np.concatenate([sums[w][start:end] / counts[w][start:end] for w, start, end in parts] or [np.zeros(0)])
+        for name, parts in pieces.items()
+    }
+
+
+def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:
+    """[(trajectory_id, start, end)], in order: whose tokens the response consists of, by the chain of branches."""
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    pieces, writer, end = [], trajectory, len(trajectory.token_ids)
+    while end > 0:
+        start = writer.fork_at if writer.parent_id is not None else 0
+        if start < end:
+            pieces.append((writer.trajectory_id, start, end))
+        end = min(start, end)
+        writer = by_id[writer.parent_id] if writer.parent_id is not None else writer
+    return pieces[::-1]
 
 
 def teaching(group: Group) -> list[Trajectory]:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from arpo.advantages import is_dead
+from arpo.advantages import is_dead, teaching
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group
+from arpo.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Row:
     response_ids: np.ndarray
     loss_mask: np.ndarray
     """1 = counts in the loss."""
-    advantage: float = 0.0
     rollout_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -60,14 +59,22 @@ class MicroBatch:
     """(B, T) response token ids"""
     loss_mask: torch.Tensor
     """(B, T) bool"""
-    advantages: torch.Tensor
-    """(B, T)"""
     rollout_logprobs: torch.Tensor
     """(B, T) float32"""
     old_logprobs: torch.Tensor | None = None
-    """(B, T), filled before the update"""
+    """(B, T), like all that follow filled before the update, and only what the options ask for"""
     old_entropies: torch.Tensor | None = None
     """(B, T) nats, filled with old_logprobs"""
+    ref_logprobs: torch.Tensor | None = None
+    """(B, T) of the reference policy"""
+    rollout_weights: torch.Tensor | None = None
+    """(B, T) importance weights of the rollout correction"""
+    advantages: torch.Tensor | None = None
+    """(B, T)"""
+    old_values: torch.Tensor | None = None
+    """(B, T) of the critic before the update"""
+    returns: torch.Tensor | None = None
+    """(B, T) what the critic learns"""
     row_ids: tuple[int, ...] = ()
     """Each row's index in the global mini-batch; () = an empty micro-batch, which only keeps the ranks in step"""
 
@@ -80,25 +87,42 @@ class MicroBatch:
         """Rows with at least one loss token."""
         return int(self.loss_mask.any(dim=1).sum())
 
+    def rows_to_tensor(self, values: Sequence[np.ndarray]) -> torch.Tensor:
+        """(B, T) float32 of `values`, one array per row of the global mini-batch; 0 where the loss mask is 0."""
+        out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
+        for b, row_id in enumerate(self.row_ids):
+            out[b, : len(values[row_id])] = torch.as_tensor(values[row_id], dtype=torch.float32)
+        return out.to(self.loss_mask.device) * self.loss_mask
+
     def to(self, device: torch.device) -> MicroBatch:
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
         return MicroBatch(**moved)
 
 
+def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
+    """(group index, trajectory) of what is trained on, in order: no errors of ours, at least one loss token.
+
+    dead_groups "drop" skips dead groups.
+    """
+    return [
+        (index, t)
+        for index, group in enumerate(groups)
+        if not (cfg.dead_groups == "drop" and is_dead(group))
+        for t in teaching(group)
+        if any(t.loss_mask)
+    ]
+
+
 def training_rows(groups: list[Group], cfg: AdvantageConfig) -> list[Row]:
-    """Trajectories with an advantage and a loss token -> rows, in order; dead_groups "drop" skips dead groups."""
-    live = [group for group in groups if not (cfg.dead_groups == "drop" and is_dead(group))]
+    """`training_trajectories` as rows, in the same order."""
     return [
         Row(
-            prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
+            prompt_ids=np.asarray(groups[index].prompt.token_ids, dtype=np.int64),
             response_ids=np.asarray(t.token_ids, dtype=np.int64),
             loss_mask=np.asarray(t.loss_mask, dtype=np.int64),
-            advantage=t.advantage,
             rollout_logprobs=np.asarray(t.rollout_logprobs, dtype=np.float32),
         )
-        for group in live
-        for t in group.trajectories
-        if t.advantage is not None and any(t.loss_mask)
+        for index, t in training_trajectories(groups, cfg)
     ]
 
 
@@ -179,7 +203,6 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
         ).clamp_(min=0),  # -1 without a prompt, where the mask is 0
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,
-        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[:, None] * loss_mask,
         rollout_logprobs=padded(
             [z if row.rollout_logprobs is None else row.rollout_logprobs for z, row in zip(zeros, rows, strict=True)],
             torch.float32,

@@ -24,12 +24,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from arpo.config import UserError
+from arpo.critic import Critic
 from arpo.manifest import files_of, find_problem, measure, read_manifest, step_of, sync, write_manifest, write_synced
-from arpo.model import Policy
+from arpo.model import Policy, reshard_all
 from arpo.process_state import RandomState
 from arpo.weight_sync import full_tensors
 
@@ -47,14 +49,22 @@ class Checkpoints:
             raise UserError(f"run.keep_checkpoints={keep} must be at least 2, so that a broken one has a fallback")
         self.folder, self.keep = folder, keep
 
-    def save(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> Path:
-        """Model, optimizer, step and every rank's random state; returns the final folder.
+    def save(
+        self,
+        step: int,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        critic: Critic | None = None,
+        critic_optimizer: torch.optim.Optimizer | None = None,
+    ) -> Path:
+        """Models, optimizers, step and every rank's random state; returns the final folder.
 
         Raises UserError where the disk is too full or cannot be written; the checkpoints before stay as they are.
         """
         final = self.folder / f"step_{step:06d}"
         temporary = final.with_suffix(".tmp")
-        self._require_space(BYTES_PER_PARAMETER * sum(p.numel() for p in policy.parameters()))
+        parameters = [p for model in (policy, critic) if model is not None for p in model.parameters()]
+        self._require_space(BYTES_PER_PARAMETER * sum(p.numel() for p in parameters))
         random_states = _gather(_random_state())
         if dist.get_rank() == 0:
             for stale in self.folder.glob("step_*.tmp"):
@@ -63,7 +73,7 @@ class Checkpoints:
             torch.save(random_states, temporary / RANDOM_STATES)
         dist.barrier()
         with _one_line(f"{temporary}: cannot write the checkpoint"):
-            dcp.save(_state(policy, optimizer), checkpoint_id=temporary)
+            dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
         names = _from_rank_0(files_of(temporary))
         measured = _gather(measure(temporary, names[_my_share()]))
         if dist.get_rank() == 0:
@@ -77,7 +87,15 @@ class Checkpoints:
         dist.barrier()
         return final
 
-    def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, *, allow: bool = True) -> int:
+    def resume(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        critic: Critic | None = None,
+        critic_optimizer: torch.optim.Optimizer | None = None,
+        *,
+        allow: bool = True,
+    ) -> int:
         """Load the newest intact checkpoint; returns its step, 0 where there is none. Works across world sizes.
 
         The optimizer's settings (weight decay, betas) stay those of the config. Raises UserError when there are
@@ -87,7 +105,7 @@ class Checkpoints:
         if folder is None:
             return 0
         with _one_line(f"{folder}: cannot be loaded; is model.path the one that the run started with?"):
-            dcp.load(_state(policy, optimizer), checkpoint_id=folder)  # in place
+            dcp.load(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=folder)  # in place
         random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         if dist.get_rank() < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[dist.get_rank()])
@@ -198,10 +216,31 @@ def _source_dtype(source: str) -> torch.dtype:
     return AutoConfig.from_pretrained(source).dtype or torch.float32
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
-    """The live tensors (shards): HF names -> parameters, and -> AdamW's moments and step counts."""
-    model = {name: p.detach() for name, p in policy.hf_parameters()}
-    return {"model": model, "optimizer": get_optimizer_state_dict(policy, optimizer)["state"]}
+def _state(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None,
+    critic_optimizer: torch.optim.Optimizer | None,
+) -> dict:
+    """The live tensors (shards): names -> parameters (of the policy: HF names), and -> AdamW's moments and counts."""
+    state = {
+        "model": {name: p.detach() for name, p in policy.hf_parameters()},
+        "optimizer": _optimizer_state(policy, optimizer),
+    }
+    if critic is not None:
+        reshard_all(critic)
+        state["critic"] = {name: p.detach() for name, p in critic.named_parameters()}
+        state["critic_optimizer"] = _optimizer_state(critic, critic_optimizer)
+    return state
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    unused = not optimizer.state
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    if unused:  # what torch fills in to have something to save counts as a step; a policy may wait for its critic
+        for entry in optimizer.state.values():
+            entry["step"].zero_()
+    return state
 
 
 def _random_state() -> dict:

@@ -1,4 +1,4 @@
-"""The policy loss: clipped policy gradient, with AEPO's entropy-balanced clipping and advantage. Pure functions.
+"""The policy loss (PPO/GRPO, AEPO, GSPO, CISPO, REINFORCE) with KL and entropy terms; the value loss. Pure functions.
 
 Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
 In training a mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums
@@ -16,8 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from arpo.kl import KLEstimator, token_kl
 from arpo.trajectory import Metrics
 
+Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
+KINDS: tuple[Kind, ...] = ("ppo", "gspo", "cispo", "reinforce")
 Aggregation = Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"]
 AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean")
 MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range, and still finite in float32
@@ -40,24 +43,35 @@ def policy_loss(
     rollout_weights: Tensor | None = None,
     denominators: float | None = None,
     entropy_statistics: tuple[float, float] | None = None,
+    kind: Kind = "ppo",
+    balanced_clipping_tokens: Literal["all", "high_entropy"] = "all",
+    ref_logprobs: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy_coefficient: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """The clipped loss of PPO/GRPO with dual clip, or of AEPO (arXiv 2510.14545). Returns (scalar loss, metrics).
+    """Policy loss + kl_coefficient * KL - entropy_coefficient * entropy. Returns (scalar loss, metrics).
 
     With r = exp(logprobs - old_logprobs), per token and for advantage A:
 
-        l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));   where A < 0: l = min(l, -A dual_clip)
+        ppo        l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));   where A < 0: l = min(l, -A dual_clip)
+        gspo       the same without dual clip, with the sequence's ratio in place of r (`sequence_ratio`)
+        cispo      l = -A clip(r, 1 - clip_low, 1 + clip_high) logprobs, the clipped ratio detached
+        reinforce  l = -A logprobs
 
-    - `entropy_balanced_clipping`: above 1 + clip_high, clip(r) becomes (1 + clip_high) r / stop_gradient(r): the same
-      value, but its gradient lives on, with the bounded size (1 + clip_high).
-    - `entropy_balanced_advantage`: A becomes A * max(1 + weight * z, 0), z = (entropy - mean) / std, detached; needs
-      `entropy` (nats) and takes (mean, std) over the whole mini-batch as `entropy_statistics` (None = these rows).
-    - `rollout_weights`: detached importance weights of the rollout policy, multiplied to each token's loss.
+    - `entropy_balanced_clipping` (ppo, gspo; AEPO, arXiv 2510.14545): above 1 + clip_high, clip(r) becomes
+      (1 + clip_high) r / stop_gradient(r): the same value, but its gradient lives on, with the bounded size
+      (1 + clip_high). `balanced_clipping_tokens` "high_entropy": only where the entropy is above the mean.
+    - `entropy_balanced_advantage`: A becomes A * max(1 + weight * z, 0), z = (entropy - mean) / std, detached.
+    - Both need `entropy` (nats), and (mean, std) over the mini-batch as `entropy_statistics` (None = of these rows).
+    - `rollout_weights`: detached importance weights of the rollout policy, multiplied to each token's policy loss.
     - `denominators`: one number, the global count of what is averaged: loss tokens for token_mean, sequences with loss
       tokens for the sequence means (`loss_denominator`, summed over micro-batches and ranks). None = these rows.
 
-    Metrics are sums with counts, to be merged over micro-batches and ranks: means over loss tokens of `clip_fraction`
-    (held at the upper bound, A > 0), `clip_fraction_low` (held at the lower, A < 0), `dual_clip_fraction`, `approx_kl`
-    (k3 estimate of KL(old || new)), `entropy`; and the maximum `ratio_max`. Log them as `metrics.merge(m, "loss/")`.
+    Metrics are to be merged over micro-batches and ranks: the sum `policy` (this share of the policy loss, without KL
+    and entropy terms); means over loss tokens of `clip_fraction` (held at the upper bound), `clip_fraction_low` (at the
+    lower), `dual_clip_fraction`, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl` (to the reference); and
+    the maximum `ratio_max`. Log them as `metrics.merge(m, "loss/")`.
 
     >>> one = torch.ones(1, 1)
     >>> policy_loss(1.5 * one, 0 * one, one, one)[0].item()          # r = 4.48 is clipped to 1.2
@@ -65,37 +79,99 @@ def policy_loss(
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape, (logprobs.shape, old_logprobs.shape, mask.shape)
     keep = mask.bool()
-    log_ratio = torch.where(keep, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    high_entropy_only = entropy_balanced_clipping and balanced_clipping_tokens == "high_entropy"
+    if entropy is None and (entropy_balanced_advantage or high_entropy_only or entropy_coefficient):
+        raise ValueError("these options need the tokens' entropies; pass entropy=")
+    if entropy is not None and entropy_statistics is None and (entropy_balanced_advantage or high_entropy_only):
+        entropy_statistics = statistics_of(token_moments(entropy, keep))
     advantages = advantages.expand_as(logprobs)
     if entropy_balanced_advantage:
-        if entropy is None:
-            raise ValueError("entropy_balanced_advantage needs the tokens' entropies; pass entropy=")
-        advantages = balance_advantages(advantages, entropy, keep, entropy_advantage_weight, entropy_statistics)
+        advantages = balance_advantages(advantages, entropy, entropy_advantage_weight, entropy_statistics)
+    balanced = keep if entropy_balanced_clipping else None
+    if high_entropy_only:
+        balanced = entropy.detach() > entropy_statistics[0]
 
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if entropy_balanced_clipping:
-        clipped_ratio = torch.where(ratio > 1 + clip_high, (1 + clip_high) * ratio / ratio.detach(), clipped_ratio)
-    token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    dual_clipped = torch.zeros_like(keep)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        dual_clipped = (advantages < 0) & (token_loss.detach() > bound)
-        token_loss = torch.where(dual_clipped, bound, token_loss)
+    log_ratio = torch.where(keep, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = sequence_ratio(log_ratio, keep) if kind == "gspo" else log_ratio.exp()
+    clip = (1 - clip_low, 1 + clip_high)
+    token_loss, held = token_losses(kind, logprobs, ratio, advantages, clip, dual_clip, balanced)
     if rollout_weights is not None:
         token_loss = token_loss * rollout_weights.detach()
+    loss = policy_part = aggregate(token_loss, keep, aggregation, denominators)
 
-    loss = aggregate(token_loss, keep, aggregation, denominators)
-    with torch.no_grad():
-        per_token = {
-            "clip_fraction": (advantages > 0) & (ratio > 1 + clip_high),
-            "clip_fraction_low": (advantages < 0) & (ratio < 1 - clip_low),
-            "dual_clip_fraction": dual_clipped,
-            "approx_kl": ratio - 1 - log_ratio,
-        }
-        if entropy is not None:
-            per_token["entropy"] = entropy
-        metrics = loss_metrics(per_token, ratio, keep)
+    per_token = held | {"approx_kl": log_ratio.detach().exp() - 1 - log_ratio.detach()}
+    if entropy is not None:
+        per_token["entropy"] = entropy.detach()
+    if ref_logprobs is not None:
+        kl = token_kl(torch.where(keep, logprobs, 0.0), torch.where(keep, ref_logprobs, 0.0), kl_estimator)
+        loss = loss + kl_coefficient * aggregate(kl, keep, aggregation, denominators)
+        per_token["kl"] = kl.detach()
+    if entropy_coefficient:
+        loss = loss - entropy_coefficient * aggregate(entropy, keep, aggregation, denominators)
+    return loss, loss_metrics(policy_part.detach(), per_token, ratio.detach(), keep)
+
+
+def token_losses(
+    kind: Kind,
+    logprobs: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    clip: tuple[float, float],
+    dual_clip: float | None,
+    balanced: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The formulas of `policy_loss`, (B, T), and which tokens a bound holds; `balanced`: the upper one has gradient."""
+    low, high = clip
+    above, below, dual_clipped = ratio > high, ratio < low, torch.zeros_like(ratio, dtype=torch.bool)
+    clipped_ratio = ratio.clamp(low, high)
+    if kind in ("ppo", "gspo"):
+        if balanced is not None:
+            clipped_ratio = torch.where(above & balanced, high * ratio / ratio.detach(), clipped_ratio)
+        token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+        above, below = above & (advantages > 0), below & (advantages < 0)
+        if kind == "ppo" and dual_clip is not None:
+            bound = -advantages * dual_clip
+            dual_clipped = (advantages < 0) & (token_loss.detach() > bound)
+            token_loss = torch.where(dual_clipped, bound, token_loss)
+    elif kind == "cispo":
+        token_loss = -advantages * clipped_ratio.detach() * logprobs
+    elif kind == "reinforce":
+        token_loss = -advantages * logprobs
+        above = below = dual_clipped
+    else:
+        raise ValueError(f"loss.kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
+    return token_loss, {"clip_fraction": above, "clip_fraction_low": below, "dual_clip_fraction": dual_clipped}
+
+
+def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """GSPO (arXiv 2507.18071): exp(mean log ratio over the sequence's loss tokens), the same value at every token, but
+    with the gradient of that token's own logprob, so that tokens of one sequence may have different advantages.
+
+    Ratios 2 and 0.5 -> 1 at both tokens; d value / d logp is 1 at its own token and 0 at the other.
+    """
+    detached = torch.where(mask, log_ratio, 0.0).detach()
+    mean = detached.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
+    return (mean + (log_ratio - log_ratio.detach())).exp()
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_value: float, denominators: float
+) -> tuple[Tensor, Metrics]:
+    """The critic's share of the global token mean of 0.5 * max((v - R)^2, (clip(v, old +- clip_value) - R)^2).
+
+    values 2, old_values 1, returns 0, clip_value 0.5 -> max(4, 2.25) / 2 = 2. Metrics: sum `loss`; means over loss
+    tokens of `clip_fraction` (the clipped term is the larger one: no gradient), `value`, `return`.
+    """
+    keep = mask.bool()
+    clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
+    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominators)
+    held = (clipped_error > plain_error).detach()
+    metrics = Metrics()
+    if num_tokens := int(keep.sum()):
+        metrics.sum("loss", loss.item())
+        for name, per_token in {"clip_fraction": held, "value": values.detach(), "return": returns}.items():
+            metrics.mean(name, float(per_token[keep].float().mean()), num_tokens)
     return loss, metrics
 
 
@@ -121,25 +197,23 @@ def loss_denominator(mask: Tensor, aggregation: Aggregation) -> float:
     return float((mask.sum() if aggregation == "token_mean" else (mask.sum(-1) > 0).sum()).item())
 
 
-def balance_advantages(
-    advantages: Tensor, entropy: Tensor, mask: Tensor, weight: float, statistics: tuple[float, float] | None
-) -> Tensor:
+def balance_advantages(advantages: Tensor, entropy: Tensor, weight: float, statistics: tuple[float, float]) -> Tensor:
     """AEPO's entropy-aware advantage: A * max(1 + weight * (H - mean) / std, 0), everything about H detached.
 
     weight 0.2 and a token one standard deviation above the mean: A -> 1.2 A. The floor keeps A's sign.
     """
-    mean, std = statistics if statistics is not None else entropy_statistics_of(entropy_moments(entropy, mask))
+    mean, std = statistics
     z = (entropy.detach() - mean) / (std + 1e-8)
     return advantages * (1 + weight * z).clamp(min=0)
 
 
-def entropy_moments(entropy: Tensor, mask: Tensor) -> Tensor:
+def token_moments(entropy: Tensor, mask: Tensor) -> Tensor:
     """(3,) float64 on the CPU: count, sum and sum of squares over loss tokens; add them up over rows and ranks."""
     values = entropy.detach()[mask.bool()].double()
     return torch.stack([torch.tensor(float(values.numel())), values.sum().cpu(), values.square().sum().cpu()])
 
 
-def entropy_statistics_of(moments: Tensor) -> tuple[float, float]:
+def statistics_of(moments: Tensor) -> tuple[float, float]:
     """Moments -> (mean, unbiased standard deviation); a single token has deviation 1. Entropies 1, 3 -> (2, 1.414)."""
     count, total, squares = moments.tolist()
     if count < 2:
@@ -148,12 +222,13 @@ def entropy_statistics_of(moments: Tensor) -> tuple[float, float]:
     return mean, max((squares - count * mean * mean) / (count - 1), 0.0) ** 0.5
 
 
-def loss_metrics(per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
+def loss_metrics(policy: Tensor, per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
     """One transfer from the device for all numbers."""
     sums = [torch.where(mask, values.float(), 0.0).sum() for values in per_token.values()]
-    count, ratio_max, *sums = torch.stack([mask.sum().float(), ratio.amax(), *sums]).tolist()
+    count, policy_share, ratio_max, *sums = torch.stack([mask.sum().float(), policy, ratio.amax(), *sums]).tolist()
     metrics = Metrics()
     if count:
+        metrics.sum("policy", policy_share)
         metrics.max("ratio_max", ratio_max)
     for name, total in zip(per_token, sums, strict=True):
         metrics.mean(name, total / max(count, 1.0), weight=count)

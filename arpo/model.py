@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from arpo.batch import MicroBatch
 from arpo.config import UserError
@@ -51,35 +51,52 @@ class Policy(nn.Module):
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export."""
-        self.reshard_all()
+        reshard_all(self)
         yield from self.hf.named_parameters()
 
-    def reshard_all(self) -> None:
-        """FSDP2 may leave modules unsharded after a forward without backward."""
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
-
-def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Policy:
+def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, offload: bool = False) -> Policy:
     """Load, wrap, shard. Master weights and gradient reduction in float32, compute in `cfg.compute_dtype`.
 
-    Collective over `mesh`. Raises UserError where weights are missing or broken, or the head is not a plain matrix.
+    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. Collective over
+    `mesh`. Raises UserError where weights are missing or broken, or the head is not a plain matrix.
     """
     hf = load_hf(cfg.path, attention_backend(cfg, device))
     check_head(hf)
     if cfg.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, cfg.head_chunk_tokens).train()
+    shard(policy, hf.base_model.layers, cfg, mesh, device, offload=offload)
+    return policy
+
+
+def shard(
+    model: nn.Module,
+    layers: nn.ModuleList,
+    cfg: ModelConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    offload: bool = False,
+) -> None:
+    """FSDP2 over `model`, whose `layers` are gathered one at a time. Collective over `mesh`."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
+    placement = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     # Layer by layer, so that no device ever holds the whole model in float32.
-    for layer in hf.base_model.layers:
-        fully_shard(layer.float().to(device), mesh=mesh, mp_policy=precision)
+    for layer in layers:
+        fully_shard(layer.float().to(device), mesh=mesh, mp_policy=precision, offload_policy=placement)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
-    fully_shard(policy.float().to(device), mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    return policy
+    # FSDP2 itself moves what is left to the device; a `to` here would also move the layers' offloaded shards.
+    fully_shard(model.float(), mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=placement)
+
+
+def reshard_all(model: nn.Module) -> None:
+    """FSDP2 may leave modules unsharded after a forward without backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def load_hf(path: str, attention: str) -> nn.Module:
@@ -144,40 +161,47 @@ def load_tokenizer(path: str):
         ) from None
 
 
-def check_model_folder(path: str, *, max_model_len: int = 0) -> None:
+def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
     """Name what is missing before anything is loaded; a path that is no folder, and does not look local, is a hub name.
 
     Raises UserError: no folder, no config.json, no weights or not all of their files, no tokenizer, no chat template,
-    `max_model_len` beyond the model's positions.
+    `max_model_len` beyond the model's positions. The message begins with the `option` that set the path.
     """
     folder = Path(path)
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith((".", "runs/")) or path.count("/") != 1:
-            raise UserError(f"model.path={path}: no such folder; train or download the model first")
+            raise UserError(f"{option}={path}: no such folder; train or download the model first")
         return
-    config = read_json(folder, "config.json", "it must be a Hugging Face model folder")
+    config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-        raise UserError(f"model.path={path}: no weights (*.safetensors); was the model saved completely?")
+        raise UserError(f"{option}={path}: no weights (*.safetensors); was the model saved completely?")
     if (folder / "model.safetensors.index.json").exists():
-        index = read_json(folder, "model.safetensors.index.json", "copy it again")
+        index = read_json(option, folder, "model.safetensors.index.json", "copy it again")
         if absent := sorted({name for name in index.get("weight_map", {}).values() if not (folder / name).exists()}):
-            raise UserError(f"model.path={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
-    tokenizer = read_json(folder, "tokenizer_config.json", "save the tokenizer into the folder")
+            raise UserError(f"{option}={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
+    tokenizer = read_json(option, folder, "tokenizer_config.json", "save the tokenizer into the folder")
     if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
-        raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja")
+        raise UserError(f"{option}={path}: the tokenizer has no chat template; add chat_template.jinja")
     positions = config.get("max_position_embeddings")
     if positions and max_model_len > positions:
         raise UserError(
-            f"model.path={path}: data.max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
+            f"{option}={path}: data.max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
             f"model's max_position_embeddings = {positions}; lower one of them"
         )
 
 
-def read_json(folder: Path, name: str, fix: str) -> dict:
+def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:
+    """A second model that reads the policy's tokens (critic, reference). Raises UserError like `check_model_folder`."""
+    check_model_folder(path, max_model_len=max_model_len, option=option)
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{option}={path}: its tokenizer is not that of model.path; use a model of the same family")
+
+
+def read_json(option: str, folder: Path, name: str, fix: str) -> dict:
     """A JSON object of the model folder. Raises UserError where it is absent or broken."""
     try:
         return json.loads((folder / name).read_text())
     except FileNotFoundError:
-        raise UserError(f"model.path={folder}: no {name}; {fix}") from None
+        raise UserError(f"{option}={folder}: no {name}; {fix}") from None
     except ValueError as error:
-        raise UserError(f"model.path={folder}: {name} is not valid JSON ({error}); {fix}") from None
+        raise UserError(f"{option}={folder}: {name} is not valid JSON ({error}); {fix}") from None

@@ -224,32 +224,83 @@ class RewardConfig:
 class AdvantageConfig:
     """From rewards to advantages."""
 
+    kind: Literal["grpo", "gae"] = "grpo"
+    """grpo = against the other trajectories of the prompt; gae = token by token against a critic (PPO)."""
+    tree: Literal["soft", "hard"] = "soft"
+    """grpo: soft = each trajectory brings its own advantage to every token; hard = tokens that several trajectories
+    of the branch tree share get the mean of their advantages."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation; False = Dr.GRPO."""
+    """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
     dead_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal: keep them in the batch (they count as tokens), or drop them."""
+    """grpo: groups whose rewards are all equal: keep them in the batch (they count as tokens), or drop them."""
+    gamma: float = 1.0
+    """gae: discount per sampled token; tool results are no steps."""
+    lam: float = 1.0
+    """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of advantage.kind=gae: a value head on its own model. AdamW as `optim` says, but for the rate."""
+
+    path: str = ""
+    """Model folder that the critic starts from, with the policy's tokenizer; empty = model.path."""
+    lr: float = 1e-5
+    """Peak learning rate of the critic."""
+    clip_value: float = 0.5
+    """A new value counts as at most this far from the value before the update, in units of the reward."""
+    warmup_steps: int = 0
+    """First steps in which only the critic learns."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """The policy loss."""
 
+    kind: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """ppo = clipped ratio per token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
+    clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant weight of
+    the log-probability; reinforce = no ratio at all."""
     clip_low: float = 0.2
     """Ratio clip below 1."""
     clip_high: float = 0.2
     """Ratio clip above 1."""
     dual_clip: float = 3.0
-    """Bound of the loss for negative advantages (c in dual-clip PPO)."""
+    """ppo: bound of the loss for negative advantages (c in dual-clip PPO)."""
     entropy_balanced_clipping: bool = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
+    balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
+    """Where the balanced clipping holds: all = paper and released code; high_entropy = only at tokens whose entropy is
+    above the mini-batch's mean."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: float = 0.2
     """AEPO: the weight above."""
+    entropy_coefficient: float = 0.0
+    """Entropy bonus: this times the mean token entropy (nats) is subtracted from the loss."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to the reference policy; 0 = no reference is loaded."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Per token, with d = logprob - reference logprob: k1 = d (in the loss its gradient is 0 on average: use it in the
+    reward); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss = added to the policy loss; reward = subtracted before the advantages: grpo from the trajectory's reward,
+    summed over its loss tokens; gae from each token's reward."""
+    reference: str = ""
+    """Model folder of the reference policy; empty = model.path, the policy before training."""
+    offload_reference: bool = False
+    """Keep the reference's weights in CPU memory and stream them layer by layer (GPU only: saves its shard)."""
     aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"] = "token_mean"
     """How token losses become one number; means are over the global mini-batch."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
+    rollout_correction: Literal["none", "tis", "mis"] = "none"
+    """Weight of each token's loss by w = trainer / vLLM probability before the update: tis = w, at most
+    correction_high; mis = w, and 0 outside [correction_low, correction_high]."""
+    correction_low: float = 0.5
+    """mis: smallest weight that counts."""
+    correction_high: float = 2.0
+    """tis, mis: largest weight."""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,10 @@ class Trajectory:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
+    kl_penalty: float = 0.0
+    """What the KL to the reference policy takes off the reward before the advantages (loss.kl_in=reward)."""
     advantage: float | None = None
+    """Against the group; None where the trajectory teaches nothing, or tokens have advantages of their own (gae)."""
 
     def check(self) -> None:
         """Assert the invariants that everything downstream relies on."""

@@ -2,33 +2,36 @@ import numpy as np
 import pytest
 import torch
 
-from arpo.advantages import assign_advantages
 from arpo.batch import Row, assign_to_ranks, collate, microbatches, pack, training_rows
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
-def make_row(num_prompt: int, mask: list[int], first_id: int = 0, advantage: float = 1.0) -> Row:
+def make_row(num_prompt: int, mask: list[int], first_id: int = 0) -> Row:
     """Token ids count up from first_id; logprobs are -1, -2, ..."""
     n = len(mask)
     return Row(
         prompt_ids=np.arange(first_id, first_id + num_prompt),
         response_ids=np.arange(first_id + num_prompt, first_id + num_prompt + n),
         loss_mask=np.asarray(mask),
-        advantage=advantage,
         rollout_logprobs=-np.arange(1, n + 1, dtype=np.float32),
     )
 
 
 def test_rows_lie_one_behind_the_other_and_positions_restart():
-    micro = collate([make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1], first_id=50, advantage=-2.0)], [7, 4])
+    micro = collate([make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1], first_id=50)], [7, 4])
     assert micro.input_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53, 54]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]
     assert micro.loss_mask.tolist() == [[True, True, False, True], [True, True, True, False]]
-    assert micro.advantages.tolist() == [[1.0, 1.0, 0.0, 1.0], [-2.0, -2.0, -2.0, 0.0]]
     assert micro.rollout_logprobs.tolist() == [[-1.0, -2.0, 0.0, -4.0], [-1.0, -2.0, -3.0, 0.0]]
     assert micro.row_ids == (7, 4)
     assert (micro.num_loss_tokens, micro.num_sequences) == (6, 2)
+
+
+def test_values_of_global_rows_find_their_place_and_spare_the_tool_output():
+    micro = collate([make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1])], [2, 0])
+    by_row = [np.array([-1.0, -2.0, -3.0]), np.array([9.0]), np.array([4.0, 5.0, 6.0, 7.0])]
+    assert micro.rows_to_tensor(by_row).tolist() == [[4.0, 5.0, 0.0, 7.0], [-1.0, -2.0, -3.0, 0.0]]
 
 
 def test_each_loss_token_is_predicted_from_the_position_before_it_in_its_own_row():
@@ -94,5 +97,4 @@ def test_training_rows_leave_out_what_cannot_teach():
     mixed.trajectories.append(trajectory("3", 1.0, [1, 1], StopReason.ERROR))
     dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
     for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
-        assign_advantages([mixed, dead], cfg)
         assert [len(row.response_ids) for row in training_rows([mixed, dead], cfg)] == expected

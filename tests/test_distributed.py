@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from arpo.batch import Row, microbatches
 from arpo.distributed import Timers, seed_everything
-from arpo.losses import AGGREGATIONS, entropy_moments, entropy_statistics_of, policy_loss
+from arpo.losses import AGGREGATIONS, policy_loss, statistics_of, token_moments
 from arpo.model import load_policy
 from arpo.optim import build_optimizer, clip_grad_norm
 from arpo.options import ModelConfig, OptimConfig
@@ -41,7 +41,6 @@ def make_rows(lengths) -> list[Row]:
                 rng.integers(0, 380, num_prompt),
                 rng.integers(0, 380, num_response),
                 mask,
-                advantage=float(rng.normal()),
                 rollout_logprobs=logprobs,
             )
         )
@@ -62,6 +61,8 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
     policy = load_policy(cfg, ranks.mesh, device=ranks.device)
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
     micros = microbatches(make_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
+    values = np.random.default_rng(1).normal(size=len(lengths))
+    advantages = [np.full(num_response, a) for (_, num_response), a in zip(lengths, values, strict=True)]
     num_tokens, num_sequences = ranks.all_reduce_sum(
         sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
     )
@@ -69,15 +70,17 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
     for micro in micros:
         with torch.no_grad():
             _, micro.old_entropies = policy(micro)
-        moments += entropy_moments(micro.old_entropies, micro.loss_mask)
-    statistics = entropy_statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+        moments += token_moments(micro.old_entropies, micro.loss_mask)
+    statistics = statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
     metrics = Metrics()
     for micro in micros:
         logprobs, entropies = policy(micro)
         loss, loss_metrics = policy_loss(
             logprobs,
             micro.rollout_logprobs,  # far from on-policy, so that the clip bites
-            micro.advantages,
+            micro.rows_to_tensor(
+                [np.full(num_response, a) for (_, num_response), a in zip(lengths, advantages, strict=True)]
+            ),
             micro.loss_mask,
             entropy=entropies,
             entropy_balanced_advantage=True,

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_sft", "train_rl", "evaluate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
-PURE_CORE = ["trajectory", "protocol", "branching", "advantages", "losses", "rewards"]
+PURE_CORE = ["trajectory", "protocol", "branching", "advantages", "losses", "kl", "rollout_correction", "rewards"]
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
 
 

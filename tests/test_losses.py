@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from arpo.losses import AGGREGATIONS, entropy_moments, entropy_statistics_of, loss_denominator, policy_loss
+from arpo.losses import AGGREGATIONS, loss_denominator, policy_loss, statistics_of, token_moments
 from arpo.trajectory import Metrics
 
 ONE = torch.ones(1, 1)
@@ -84,7 +84,7 @@ def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(aggrega
         "aggregation": aggregation,
         "entropy_balanced_advantage": True,
         "entropy_balanced_clipping": True,
-        "entropy_statistics": entropy_statistics_of(entropy_moments(entropy, mask)),
+        "entropy_statistics": statistics_of(token_moments(entropy, mask)),
         "denominators": loss_denominator(mask, aggregation),
     }
     whole, whole_metrics = policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)

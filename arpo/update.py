@@ -1,0 +1,214 @@
+"""From scored groups to an optimizer step: mini-batches, what the models say of their tokens, advantages, the update.
+
+The order matters: a KL in the reward and a critic's advantages need logprobs and values of the tokens first, so
+mini-batches are cut before advantages exist, and each stage fills named fields of the micro-batches (batch.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from arpo.advantages import assign_advantages, gae_advantages, token_advantages
+from arpo.batch import MicroBatch, microbatches, training_rows, training_trajectories
+from arpo.distributed import Ranks
+from arpo.kl import token_kl
+from arpo.losses import policy_loss, statistics_of, token_moments
+from arpo.model import Policy
+from arpo.optim import clip_grad_norm
+from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.rollout_correction import rollout_weights
+from arpo.trajectory import Group, Metrics, Trajectory
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step sees: whole groups. Every rank knows all trajectories, and holds its part of the rows."""
+
+    groups: list[Group]
+    trajectories: list[tuple[int, Trajectory]]
+    """By row id: (index in `groups`, trajectory)."""
+    micros: list[MicroBatch]
+    """This rank's part."""
+
+
+def make_minibatches(
+    groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, dist: Ranks
+) -> list[Minibatch]:
+    """Cut a step's groups, in order, into mini-batches; one in which nothing is left to train is left out."""
+    size = cfg.num_prompts_per_minibatch
+    return [
+        Minibatch(
+            some,
+            training_trajectories(some, advantage),
+            microbatches(rows, dist.rank, dist.world_size, cfg.max_tokens_per_microbatch, device=dist.device),
+        )
+        for some in (groups[start : start + size] for start in range(0, len(groups), size))
+        if (rows := training_rows(some, advantage))
+    ]
+
+
+def fill_old_logprobs(
+    policy: Policy, reference: Policy | None, micros: list[MicroBatch], cfg: LossConfig, temperature: float
+) -> Metrics:
+    """Logprobs and entropies of policy and reference before the update, and how far vLLM's logprobs are from them."""
+    metrics = Metrics()
+    for micro in micros:
+        with torch.no_grad():
+            micro.old_logprobs, micro.old_entropies = policy(micro, temperature)
+            if reference is not None:
+                micro.ref_logprobs, _ = reference(micro, temperature)
+        if num_tokens := micro.num_loss_tokens:
+            difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
+            metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)
+            metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
+        if cfg.rollout_correction != "none":
+            micro.rollout_weights, weight_metrics = rollout_weights(
+                micro.old_logprobs,
+                micro.rollout_logprobs,
+                micro.loss_mask,
+                cfg.rollout_correction,
+                low=cfg.correction_low,
+                high=cfg.correction_high,
+            )
+            metrics.merge(weight_metrics, prefix="mismatch/")
+        if cfg.old_logprobs == "rollout":
+            micro.old_logprobs = micro.rollout_logprobs
+    return metrics
+
+
+def fill_advantages(
+    groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss: LossConfig, dist: Ranks
+) -> Metrics:
+    """Advantages of all tokens: of trajectories against their group (grpo), or of tokens against the critic (gae)."""
+    metrics = Metrics()
+    if loss.kl_coefficient and loss.kl_in == "reward":
+        for minibatch in minibatches:
+            metrics.merge(penalize(minibatch, loss, dist))
+    if cfg.kind == "gae":
+        for minibatch in minibatches:
+            fill_gae(minibatch, cfg, loss, dist)
+        return metrics
+    assign_advantages(groups, cfg)
+    for minibatch in minibatches:
+        by_group = [token_advantages(group, cfg.tree) for group in minibatch.groups]
+        by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
+        for micro in minibatch.micros:
+            micro.advantages = micro.rows_to_tensor(by_row)
+    return metrics
+
+
+def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
+    """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
+    mine = {
+        row_id: float(penalty)
+        for micro in minibatch.micros
+        for row_id, penalty in zip(micro.row_ids, kl_penalties(micro, loss).sum(-1), strict=False)
+    }
+    metrics = Metrics()
+    for penalty in mine.values():  # each rank counts its own rows
+        metrics.mean("reward/kl_penalty", penalty)
+    for part in dist.all_gather_objects(mine):
+        for row_id, penalty in part.items():
+            minibatch.trajectories[row_id][1].kl_penalty = penalty
+    return metrics
+
+
+def kl_penalties(micro: MicroBatch, loss: LossConfig) -> torch.Tensor:
+    """(B, T) coefficient * KL of each loss token before the update, 0 elsewhere."""
+    kl = token_kl(micro.old_logprobs, micro.ref_logprobs, loss.kl_estimator)
+    return loss.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
+
+
+def fill_gae(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, dist: Ranks) -> None:
+    """Advantages and returns from `old_values`; the reward comes with the last token that the policy wrote.
+
+    The advantages (not the returns) are whitened over the loss tokens of the global mini-batch.
+    """
+    moments = torch.zeros(3, dtype=torch.float64)
+    for micro in minibatch.micros:
+        rewards = torch.zeros_like(micro.old_values)  # (B, T)
+        for b, row_id in enumerate(micro.row_ids):
+            rewards[b, micro.loss_mask[b].nonzero()[-1]] = minibatch.trajectories[row_id][1].reward
+        if loss.kl_coefficient and loss.kl_in == "reward":
+            rewards -= kl_penalties(micro, loss)
+        micro.advantages, micro.returns = gae_advantages(
+            rewards, micro.old_values, micro.loss_mask, gamma=cfg.gamma, lam=cfg.lam
+        )
+        moments += token_moments(micro.advantages, micro.loss_mask)
+    mean, std = statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+    for micro in minibatch.micros:
+        micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    micros: list[MicroBatch],
+    cfg: LossConfig,
+    temperature: float,
+    max_grad_norm: float,
+    dist: Ranks,
+    *,
+    is_first: bool,
+) -> Metrics:
+    """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
+    metrics = Metrics()
+    num_tokens, num_sequences = dist.all_reduce_sum(
+        sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
+    )
+    statistics = None
+    if cfg.entropy_balanced_advantage or cfg.balanced_clipping_tokens == "high_entropy":
+        # Of the current policy; before the first step that is the policy the old logprobs came from.
+        statistics = entropy_statistics(policy, micros, temperature, dist, reuse_old=is_first)
+
+    for micro in micros:
+        logprobs, entropies = policy(micro, temperature)  # (B, T)
+        loss, loss_metrics = policy_loss(
+            logprobs,
+            micro.old_logprobs,
+            micro.advantages,
+            micro.loss_mask,
+            kind=cfg.kind,
+            entropy=entropies,
+            clip_low=cfg.clip_low,
+            clip_high=cfg.clip_high,
+            dual_clip=cfg.dual_clip,
+            entropy_balanced_clipping=cfg.entropy_balanced_clipping,
+            balanced_clipping_tokens=cfg.balanced_clipping_tokens,
+            entropy_balanced_advantage=cfg.entropy_balanced_advantage,
+            entropy_advantage_weight=cfg.entropy_advantage_weight,
+            entropy_statistics=statistics,
+            entropy_coefficient=cfg.entropy_coefficient,
+            ref_logprobs=micro.ref_logprobs if cfg.kl_in == "loss" else None,
+            kl_coefficient=cfg.kl_coefficient,
+            kl_estimator=cfg.kl_estimator,
+            rollout_weights=micro.rollout_weights,
+            aggregation=cfg.aggregation,
+            denominators=num_tokens if cfg.aggregation == "token_mean" else num_sequences,
+        )
+        # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
+        (loss * dist.world_size).backward()
+        metrics.merge(loss_metrics, prefix="loss/")
+        if micro.num_loss_tokens:
+            metrics.sum("tokens/trained", micro.input_ids.numel())
+
+    metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return metrics
+
+
+def entropy_statistics(
+    policy: Policy, micros: list[MicroBatch], temperature: float, dist: Ranks, *, reuse_old: bool
+) -> tuple[float, float]:
+    """(mean, std) of the policy's token entropies over all loss tokens of the global mini-batch (AEPO)."""
+    moments = torch.zeros(3, dtype=torch.float64)
+    for micro in micros:
+        entropies = micro.old_entropies
+        if not reuse_old:
+            with torch.no_grad():
+                _, entropies = policy(micro, temperature)
+        moments += token_moments(entropies, micro.loss_mask)
+    return statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
