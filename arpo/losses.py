@@ -163,6 +163,7 @@ def value_loss(
     tokens of `clip_fraction` (the clipped term is the larger one: no gradient), `value`, `return`.
     """
     keep = mask.bool()
+    values = torch.where(keep, values, 0.0)
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominators)

@@ -101,11 +101,10 @@ def fill_advantages(
 
 def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
-    mine = {
-        row_id: float(penalty)
-        for micro in minibatch.micros
-        for row_id, penalty in zip(micro.row_ids, kl_penalties(micro, loss).sum(-1), strict=False)
-    }
+    mine = {}
+    for micro in minibatch.micros:
+        sums = kl_penalties(micro, loss).sum(-1).tolist()  # (B,); an empty micro-batch has a row, but no row id
+        mine |= {row_id: sums[b] for b, row_id in enumerate(micro.row_ids)}
     metrics = Metrics()
     for penalty in mine.values():  # each rank counts its own rows
         metrics.mean("reward/kl_penalty", penalty)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from arpo.advantages import assign_advantages, gae_advantages, group_advantages, is_dead
+from arpo.advantages import assign_advantages, gae_advantages, group_advantages, is_dead, token_advantages
+from arpo.losses import policy_loss
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
@@ -81,6 +82,76 @@ def test_a_trajectory_that_broke_counts_for_nothing():
     group.trajectories[2].stop_reason = StopReason.ERROR
     assign_advantages([group], AdvantageConfig(normalize_std=False))
     assert [t.advantage for t in group.trajectories] == [0.5, -0.5, None]
+
+
+def test_a_kl_penalty_comes_off_before_the_group_is_compared_and_leaves_the_reward_alone():
+    [group] = groups_with([[1.0, 0.0]])
+    group.trajectories[0].kl_penalty = 0.5
+    assign_advantages([group], AdvantageConfig(normalize_std=False))
+    assert [t.advantage for t in group.trajectories] == [0.25, -0.25]
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+
+
+# (id, parent, fork_at, number of tokens, advantage); "0.0" forks twice off the same parent's tokens, "0.0.0" off a
+# branch, "0.2" before the first branch did, and "0.3" broke: it teaches nothing, though "0.3.0" shares its tokens
+TREE = [
+    ("0", None, 0, 6, 1.0),
+    ("0.0", "0", 3, 7, -2.0),
+    ("0.1", "0", 5, 6, 0.5),
+    ("0.0.0", "0.0", 5, 8, 3.0),
+    ("0.2", "0", 2, 4, -1.5),
+    ("0.3", "0", 4, 9, None),
+    ("0.3.0", "0.3", 6, 7, 0.25),
+    ("1", None, 0, 5, -0.75),
+]
+
+
+def branched_group() -> Group:
+    """Tokens name their writer and place, so that two trajectories share a prefix exactly where they are equal."""
+    tokens: dict[str, list] = {}
+    trajectories = []
+    for name, parent, fork_at, length, advantage in TREE:
+        tokens[name] = (tokens[parent][:fork_at] if parent else []) + [f"{name}/{i}" for i in range(fork_at, length)]
+        stop = StopReason.EOS if advantage is not None else StopReason.ERROR
+        t = Trajectory("p", name, tokens[name], [1] * length, parent_id=parent, fork_at=fork_at, stop_reason=stop)
+        t.advantage = advantage
+        trajectories.append(t)
+    return Group(Prompt("p", [], []), trajectories)
+
+
+def test_hard_advantages_are_means_over_all_trajectories_that_share_the_token():
+    group = branched_group()
+    taught = [t for t in group.trajectories if t.advantage is not None]
+    hard = token_advantages(group, "hard")
+    assert hard.keys() == {t.trajectory_id for t in taught}
+    for t in taught:
+        for i, token in enumerate(t.token_ids):
+            sharers = [s.advantage for s in taught if i < len(s.token_ids) and s.token_ids[i] == token]
+            assert hard[t.trajectory_id][i] == pytest.approx(sum(sharers) / len(sharers)), (t.trajectory_id, i)
+    assert hard["1"].tolist() == [-0.75] * 5 and len(set(hard["0.0.0"])) == 4
+
+
+def test_soft_advantages_are_the_trajectorys_own_at_every_token():
+    soft = token_advantages(branched_group(), "soft")
+    assert soft["0.0"].tolist() == [-2.0] * 7 and soft["0.3.0"].tolist() == [0.25] * 7
+
+
+def test_on_policy_soft_and_hard_push_every_shared_token_alike():
+    """Before the first step (ratio 1) a shared token's gradients add up to the same; they differ once ratios clip."""
+    group, gradients = branched_group(), []
+    for tree in ("soft", "hard"):
+        advantages = token_advantages(group, tree)
+        per_token: dict[str, float] = {}
+        for t in group.trajectories:
+            if t.trajectory_id in advantages:
+                logprobs = torch.zeros(1, len(t.token_ids), dtype=torch.float64, requires_grad=True)
+                rows = torch.as_tensor(advantages[t.trajectory_id])[None]
+                loss, _ = policy_loss(logprobs, logprobs.detach(), rows, torch.ones_like(rows), denominators=1.0)
+                loss.backward()
+                for token, gradient in zip(t.token_ids, logprobs.grad[0].tolist(), strict=True):
+                    per_token[token] = per_token.get(token, 0.0) + gradient
+        gradients.append(per_token)
+    assert gradients[0] == pytest.approx(gradients[1])
 
 
 def test_a_dead_group_is_one_with_equal_rewards():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from arpo.losses import AGGREGATIONS, loss_denominator, policy_loss, statistics_of, token_moments
+from arpo.losses import AGGREGATIONS, KINDS, loss_denominator, policy_loss, statistics_of, token_moments, value_loss
 from arpo.trajectory import Metrics
 
 ONE = torch.ones(1, 1)
@@ -23,6 +23,60 @@ def gradient_at_ratio(ratio: float, advantage: float, **options) -> float:
 def test_gradient_of_a_token_is_as_published(ratio, advantage, ppo, aepo):
     assert gradient_at_ratio(ratio, advantage) == pytest.approx(ppo, abs=1e-6)
     assert gradient_at_ratio(ratio, advantage, entropy_balanced_clipping=True) == pytest.approx(aepo, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gspo", "cispo", "reinforce"),
+    [
+        (1.5, 1, 0, -1.2, -1),
+        (4, 1, 0, -1.2, -1),
+        (0.5, 1, -0.5, -0.8, -1),
+        (0.5, -1, 0, 0.8, 1),
+        (1.5, -1, 1.5, 1.2, 1),
+        (4, -1, 4, 1.2, 1),
+        (1, 1, -1, -1, -1),
+    ],
+)
+def test_gradient_of_a_token_under_the_other_kinds(ratio, advantage, gspo, cispo, reinforce):
+    for kind, expected in {"gspo": gspo, "cispo": cispo, "reinforce": reinforce}.items():
+        assert gradient_at_ratio(ratio, advantage, kind=kind) == pytest.approx(expected, abs=1e-6), kind
+
+
+def test_cispo_weighs_the_logprob_itself():
+    logprobs = torch.full((1, 1), -2.0)
+    assert policy_loss(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="cispo")[0].item() == pytest.approx(2.4)
+    assert policy_loss(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="reinforce")[0].item() == pytest.approx(2.0)
+
+
+def test_gspo_clips_whole_sequences_by_their_mean_log_ratio():
+    """Row 0: ratios 4 and 0.25, mean log ratio 0, nothing is clipped. Row 1: 1.5 and 1.5, all is clipped for A > 0."""
+    logprobs = torch.tensor([[4.0, 0.25, 9.0], [1.5, 1.5, 1.0]]).log().requires_grad_()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    advantages = torch.ones(2, 3)
+    loss, metrics = policy_loss(logprobs, torch.zeros(2, 3), advantages, mask, kind="gspo", denominators=1.0)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]))
+    assert metrics["clip_fraction"] == 0.5 and metrics["ratio_max"] == pytest.approx(1.5)
+
+
+def test_gspos_token_form_has_the_gradient_of_the_sequence_objective():
+    """d/dlogp of -A s, s = exp(mean log ratio) with full gradient, under the aggregation of its paper."""
+    logprobs, old, advantages, mask = random_rows()
+    options = {"clip_low": 0.99, "clip_high": 99.0, "aggregation": "sequence_mean_token_mean"}
+    loss = policy_loss(logprobs, old, advantages, mask, kind="gspo", **options)[0]
+    means = ((logprobs - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    sequences = mask.sum(-1) > 0
+    direct = (-advantages[:, 0] * means.exp())[sequences].mean()
+    assert loss.item() == pytest.approx(direct.item(), rel=1e-6)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, direct)))
+
+
+def test_balanced_clipping_of_high_entropy_tokens_leaves_the_others_to_the_plain_clip():
+    logprobs = torch.full((1, 2), math.log(1.5), requires_grad=True)
+    ones, entropy = torch.ones(1, 2), torch.tensor([[0.1, 0.9]])
+    options = {"entropy_balanced_clipping": True, "balanced_clipping_tokens": "high_entropy", "denominators": 1.0}
+    policy_loss(logprobs, torch.zeros(1, 2), ones, ones, entropy=entropy, **options)[0].backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -1.2]]))
 
 
 def test_entropy_balanced_clipping_changes_gradients_but_no_value():
@@ -77,28 +131,38 @@ def test_loss_equals_the_formula_token_by_token(aggregation):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(aggregation):
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, aggregation):
+    """With every term there is. Rows come in another order too."""
     logprobs, old, advantages, mask = random_rows()
-    entropy = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(1))
+    g = torch.Generator().manual_seed(1)
+    entropy, weights = torch.rand(logprobs.shape, generator=g), torch.rand(logprobs.shape, generator=g) + 0.5
+    reference = old + 0.3 * torch.randn(logprobs.shape, generator=g)
     options = {
+        "kind": kind,
         "aggregation": aggregation,
         "entropy_balanced_advantage": True,
         "entropy_balanced_clipping": True,
         "entropy_statistics": statistics_of(token_moments(entropy, mask)),
+        "entropy_coefficient": 0.1,
+        "kl_coefficient": 0.2,
         "denominators": loss_denominator(mask, aggregation),
     }
-    whole, whole_metrics = policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)
-    (whole_gradient,) = torch.autograd.grad(whole, logprobs)
 
+    def of(rows: list[int]):
+        tensors = {"entropy": entropy[rows], "rollout_weights": weights[rows], "ref_logprobs": reference[rows]}
+        return policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], **tensors, **options)
+
+    whole, whole_metrics = of([0, 1, 2, 3, 4, 5])
+    (whole_gradient,) = torch.autograd.grad(whole, logprobs)
     total, gradient, metrics = 0.0, torch.zeros_like(logprobs), Metrics()
-    for part in ([0], [1, 2, 3], [4, 5]):
-        rows = (logprobs[part], old[part], advantages[part], mask[part])
-        loss, part_metrics = policy_loss(*rows, entropy=entropy[part], **options)
+    for part in ([5], [3, 1, 0], [4, 2]):
+        loss, part_metrics = of(part)
         total += loss.item()
         gradient += torch.autograd.grad(loss, logprobs)[0]
         metrics.merge(part_metrics)
 
-    assert total == pytest.approx(whole.item(), rel=1e-6)
+    assert total == pytest.approx(whole.item(), rel=1e-5)
     torch.testing.assert_close(gradient, whole_gradient)
     assert metrics.values() == pytest.approx(whole_metrics.values(), rel=1e-5)
 
@@ -110,10 +174,12 @@ def test_without_denominators_the_loss_is_the_mean_over_these_rows():
     assert local.item() == explicit.item()
 
 
-def test_masked_tokens_get_no_gradient_even_when_their_numbers_are_absurd():
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_tokens_get_no_gradient_even_when_their_numbers_are_absurd(kind):
     logprobs, old, advantages, mask = random_rows()
     old = torch.where(mask.bool(), old, -1e30)
-    policy_loss(logprobs, old, advantages, mask)[0].backward()
+    options = {"ref_logprobs": torch.where(mask.bool(), old, -math.inf), "kl_coefficient": 1.0}
+    policy_loss(logprobs, old, advantages, mask, kind=kind, **options)[0].backward()
     assert torch.isfinite(logprobs.grad).all()
     assert (logprobs.grad[mask == 0] == 0).all()
 
@@ -141,9 +207,17 @@ def test_entropy_balanced_advantage_scales_by_the_z_score_and_never_flips_the_si
     torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.0, 0.2, 1.0]]))  # z = -8, -4, 0
 
 
-def test_entropy_balanced_advantage_without_entropies_is_an_error():
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"entropy_balanced_advantage": True},
+        {"entropy_coefficient": 0.1},
+        {"entropy_balanced_clipping": True, "balanced_clipping_tokens": "high_entropy"},
+    ],
+)
+def test_options_about_the_entropy_without_entropies_are_an_error(option):
     with pytest.raises(ValueError, match="entropies"):
-        policy_loss(ONE, ONE, ONE, ONE, entropy_balanced_advantage=True)
+        policy_loss(ONE, ONE, ONE, ONE, **option)
 
 
 def test_rollout_weights_multiply_token_losses():
@@ -164,6 +238,53 @@ def test_metrics_count_clipped_tokens_and_measure_the_kl():
     assert metrics["entropy"] == pytest.approx(0.3)
     kl = sum(r - 1 - math.log(r) for r in (1.5, 0.5, 4.0, 1.0)) / 4
     assert metrics["approx_kl"] == pytest.approx(kl, rel=1e-5)
+
+
+def test_metrics_of_the_policy_loss_say_nothing_of_the_terms_beside_it():
+    options = {"entropy": ONE, "entropy_coefficient": 0.5, "ref_logprobs": -ONE, "kl_coefficient": 0.1}
+    loss, metrics = policy_loss(ONE, ONE, ONE, ONE, kl_estimator="k1", **options)
+    assert metrics["policy"] == -1.0 and metrics["kl"] == 2.0
+    assert loss.item() == pytest.approx(-1.0 + 0.1 * 2.0 - 0.5 * 1.0)
+
+
+def test_the_entropy_bonus_pushes_entropy_up():
+    entropy = torch.tensor([[1.0, 2.0, 5.0]], requires_grad=True)
+    zeros, mask = torch.zeros(1, 3), torch.tensor([[1, 1, 0]])
+    policy_loss(zeros, zeros, zeros, mask, entropy=entropy, entropy_coefficient=0.1)[0].backward()
+    torch.testing.assert_close(entropy.grad, torch.tensor([[-0.05, -0.05, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "gradient"),
+    [
+        (1.2, 0.5 * 1.2**2, 1.2),  # within the clip
+        (2.0, 0.5 * 2.0**2, 2.0),  # away from the return: the plain error is the larger one
+        (0.1, 0.5 * 0.5**2, 0.0),  # more than 0.5 at once towards the return: held
+    ],
+)
+def test_a_value_is_held_at_a_distance_from_the_old_one(value, expected, gradient):
+    """Old value 1, return 0."""
+    values = torch.full((1, 1), value, requires_grad=True)
+    loss, metrics = value_loss(values, ONE, 0 * ONE, ONE, clip_value=0.5, denominators=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert values.grad.item() == pytest.approx(gradient)
+    assert metrics["clip_fraction"] == float(gradient == 0) and metrics["loss"] == pytest.approx(expected)
+    assert metrics["value"] == pytest.approx(value) and metrics["return"] == 0.0
+
+
+def test_values_of_masked_tokens_are_ignored():
+    values = torch.tensor([[1.0, 1e30, math.nan]], requires_grad=True)
+    mask = torch.tensor([[1, 0, 0]])
+    loss, metrics = value_loss(values, values.detach(), torch.zeros(1, 3), mask, clip_value=0.5, denominators=1.0)
+    loss.backward()
+    assert loss.item() == 0.5 and metrics["value"] == 1.0
+    assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_an_unknown_kind_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match="ppo, gspo"):
+        policy_loss(ONE, ONE, ONE, ONE, kind="trpo")
 
 
 def test_an_unknown_aggregation_is_an_error_that_lists_the_known_ones():

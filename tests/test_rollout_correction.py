@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from arpo.losses import policy_loss
+from arpo.rollout_correction import rollout_weights
+
+WEIGHTS = [0.4, 0.5, 1.0, 2.0, 3.0]
+
+
+def weights_of(kind: str, mask=(1, 1, 1, 1, 1), **options):
+    rollout_logprobs = torch.full((1, 5), -3.0)
+    return rollout_weights(
+        rollout_logprobs + torch.tensor([WEIGHTS]).log(), rollout_logprobs, torch.tensor([mask]), kind, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "metric", "share"),
+    [
+        ("tis", [0.4, 0.5, 1.0, 2.0, 2.0], "truncated_share", 0.2),
+        ("mis", [0.0, 0.5, 1.0, 2.0, 0.0], "masked_share", 0.4),
+    ],
+)
+def test_weights_are_truncated_or_masked(kind, expected, metric, share):
+    weights, metrics = weights_of(kind, low=0.499, high=2.001)
+    torch.testing.assert_close(weights, torch.tensor([expected]), atol=2e-3, rtol=0)
+    assert metrics.values() == pytest.approx({metric: share})
+
+
+def test_masked_tokens_have_no_weight_and_do_not_count():
+    weights, metrics = weights_of("mis", mask=(0, 0, 1, 1, 0), high=2.001)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0, 1.0, 2.0, 0.0]]))
+    assert metrics["masked_share"] == 0.0
+    assert weights_of("tis", mask=(0, 0, 0, 0, 0))[1].values() == {}
+
+
+def test_weights_stay_finite_and_pass_no_gradient():
+    old = torch.tensor([[500.0, -500.0]], requires_grad=True)
+    weights, _ = rollout_weights(old, torch.zeros(1, 2), torch.ones(1, 2), "tis")
+    assert weights[0, 0] == 2.0 and 0 <= weights[0, 1] < 1e-8 and not weights.requires_grad
+
+
+def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
+    """Tokens sampled by another policy q, weighed by p / q, give the policy gradient of p: exact sums over 4 tokens."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, generator=g).double().requires_grad_()
+    q = (logits.detach() + 0.2 * torch.randn(4, generator=g)).softmax(-1)
+    advantages = torch.randn(4, generator=g).double()
+    gradients = []
+    for sampled_from, correct in ((logits.detach().softmax(-1), False), (q, True)):
+        logprobs = logits.log_softmax(-1)[:, None]  # one row per token: (4, 1)
+        weights = None
+        if correct:
+            weights, metrics = rollout_weights(logprobs.detach(), q.log()[:, None], torch.ones(4, 1), "tis")
+            assert metrics["truncated_share"] == 0
+        total = sum(
+            sampled_from[i]
+            * policy_loss(
+                logprobs[i : i + 1],
+                logprobs[i : i + 1].detach(),
+                advantages[i],
+                torch.ones(1, 1),
+                rollout_weights=None if weights is None else weights[i : i + 1],
+            )[0]
+            for i in range(4)
+        )
+        gradients.append(torch.autograd.grad(total, logits)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0.01 and math.isfinite(gradients[0].sum().item())

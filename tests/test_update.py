@@ -1,0 +1,226 @@
+"""From scored groups to gradients, on real gloo ranks: nothing depends on how the rows are cut, ordered or spread."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model
+from ranks import mesh_of_one, run_ranks
+
+from arpo.advantages import group_advantages
+from arpo.distributed import Ranks
+from arpo.losses import AGGREGATIONS, KINDS
+from arpo.model import load_policy
+from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
+
+CPU = torch.device("cpu")
+GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
+CASES = {
+    **{f"{kind}, {a}": (GRPO, LossConfig(kind=kind, aggregation=a)) for kind in KINDS for a in AGGREGATIONS},
+    "aepo": (GRPO, LossConfig(entropy_balanced_clipping=True, entropy_balanced_advantage=True)),
+    "high entropy": (GRPO, LossConfig(entropy_balanced_clipping=True, balanced_clipping_tokens="high_entropy")),
+    "everything in the loss": (
+        HARD,
+        LossConfig(kl_coefficient=0.1, entropy_coefficient=0.01, rollout_correction="mis"),
+    ),
+    "kl in the reward": (GRPO, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")),
+    "gae": (GAE, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="abs", rollout_correction="tis")),
+}
+# world size, tokens per micro-batch, order of groups and trajectories
+LAYOUTS = {"whole": (1, 500, 1), "split": (1, 40, 1), "reversed": (1, 70, -1), "2 ranks": (2, 40, 1)}
+
+
+def make_groups() -> list[Group]:
+    """Two prompts; a branch and its parent share tokens; one tool result; one trajectory that broke."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for g, lengths in enumerate(([9, 20, 14], [4, 30, 7])):
+        trajectories = []
+        for i, length in enumerate(lengths):
+            ids, mask = rng.integers(0, 380, length).tolist(), [1] * 3 + [int(m) for m in rng.random(length - 3) < 0.7]
+            logprobs = [float(lp) * m for lp, m in zip(-6 + 0.3 * rng.normal(size=length), mask, strict=True)]
+            t = Trajectory("p", str(i), ids, mask, logprobs, stop_reason=StopReason.EOS, reward=float(rng.normal()))
+            trajectories.append(t)
+        parent, branch = trajectories[1:]
+        branch.parent_id, branch.fork_at = "1", 5
+        for field in ("token_ids", "loss_mask", "rollout_logprobs"):
+            setattr(branch, field, getattr(parent, field)[:5] + getattr(branch, field)[5:])
+        trajectories.append(dataclasses.replace(trajectories[0], trajectory_id="3", stop_reason=StopReason.ERROR))
+        groups.append(Group(Prompt(f"p{g}", [], [], token_ids=tuple(range(g + 2))), trajectories))
+    return groups
+
+
+def filled(ranks, policy, reference, case: str, max_tokens: int, order: int):
+    """The mini-batch of a case with logprobs, values and advantages, and the metrics so far."""
+    advantage, loss = CASES[case]
+    groups = [Group(g.prompt, g.trajectories[::order]) for g in make_groups()[::order]]
+    update = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=max_tokens)
+    [minibatch] = make_minibatches(groups, update, advantage, ranks)
+    metrics = fill_old_logprobs(policy, reference if loss.kl_coefficient else None, minibatch.micros, loss, 0.9)
+    for micro in minibatch.micros:  # as if of a critic
+        micro.old_values = 0.1 * micro.old_logprobs
+    metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
+    return minibatch, metrics
+
+
+def load(ranks, folder: str):
+    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False, head_chunk_tokens=16)
+    return load_policy(cfg, ranks.mesh, device=CPU)
+
+
+def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int]]) -> list[dict[str, tuple]]:
+    """Per layout and case: metrics and full gradients of an update of a policy that is far from the sampling one."""
+    policy, old = load(ranks, folder), load(ranks, other)
+    optimizer, seen = torch.optim.SGD(policy.parameters(), lr=0.0), {}
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.full_tensor().numpy() for name, p in policy.hf_parameters()})
+    )
+    outcomes = []
+    for max_tokens, order in layouts:
+        outcome = {}
+        for case, (_, loss) in CASES.items():
+            minibatch, metrics = filled(ranks, old, policy, case, max_tokens, order)
+            metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=False))
+            outcome[case] = (ranks.reduce_metrics(metrics).values(), dict(seen))
+        outcomes.append(outcome)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def other_model_dir(tmp_path_factory):
+    return build_tiny_model(tmp_path_factory.mktemp("other"), seed=5)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_model_dir, other_model_dir) -> dict[str, dict]:
+    """layout -> case -> (metrics, gradients), on rank 0; all ranks agree."""
+    by_layout = {}
+    for world_size in (1, 2):
+        names = [name for name, layout in LAYOUTS.items() if layout[0] == world_size]
+        by_rank = run_ranks(
+            world_size, updates, str(tiny_model_dir), str(other_model_dir), [LAYOUTS[name][1:] for name in names]
+        )
+        for i, name in enumerate(names):
+            by_layout[name] = by_rank[0][i]
+            assert all(rank[i][case][0] == by_rank[0][i][case][0] for rank in by_rank for case in CASES)
+    return by_layout
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "whole"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_the_same_however_rows_are_cut_ordered_and_spread(outcomes, case, layout):
+    (metrics, gradients), (expected_metrics, expected) = outcomes[layout][case], outcomes["whole"][case]
+    for name in expected_metrics.keys() - {"tokens/trained"}:
+        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5, abs=1e-7), name
+    for name, gradient in expected.items():
+        scale = np.abs(gradient).max()
+        assert scale > 0
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+def test_the_cases_are_really_different(outcomes):
+    """Else the test above would compare nothing. The ratios are far from 1, so that every clip bites."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    seen = [gradients[name] for _, gradients in outcomes["whole"].values()]
+    assert all(not np.allclose(a, b) for i, a in enumerate(seen) for b in seen[:i])
+    assert 0.1 < outcomes["whole"]["ppo, token_mean"][0]["loss/clip_fraction"] < 0.9
+    assert 0 < outcomes["whole"]["gae"][0]["mismatch/truncated_share"] < 1
+    assert 0 < outcomes["whole"]["everything in the loss"][0]["mismatch/masked_share"] < 1
+
+
+# ---------------------------------------------------------------------------------------- advantages of a mini-batch
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with mesh_of_one() as mesh:
+        yield Ranks(0, 1, CPU, mesh)
+
+
+@pytest.fixture(scope="module")
+def models(ranks, tiny_model_dir, other_model_dir):
+    return load(ranks, str(tiny_model_dir)), load(ranks, str(other_model_dir))
+
+
+def rows_of(minibatch, field: str):
+    """(trajectory, its row of the field without padding)"""
+    for micro in minibatch.micros:
+        for b, row_id in enumerate(micro.row_ids):
+            t = minibatch.trajectories[row_id][1]
+            yield t, getattr(micro, field)[b, : len(t.token_ids)].tolist()
+
+
+def test_minibatches_are_whole_groups_without_what_cannot_teach(ranks):
+    groups = [*make_groups(), *make_groups()]
+    for t in [*groups[2].trajectories, *groups[3].trajectories]:
+        t.reward = 0.5
+    cfg = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=40)
+    first, second = make_minibatches(groups, cfg, GRPO, ranks)
+    assert first.groups == groups[:2] and second.groups == groups[2:]
+    assert [(i, t.trajectory_id) for i, t in first.trajectories] == [(i, str(n)) for i in range(2) for n in range(3)]
+    [only] = make_minibatches(groups, cfg, AdvantageConfig(dead_groups="drop"), ranks)
+    assert only.groups == groups[:2]
+
+
+def test_a_kl_in_the_reward_is_summed_over_the_trajectory_and_taken_off_before_the_group_is_compared(ranks, models):
+    minibatch, metrics = filled(ranks, *models, "kl in the reward", 40, 1)
+    old = {id(t): row for t, row in rows_of(minibatch, "old_logprobs")}
+    for t, row in rows_of(minibatch, "ref_logprobs"):
+        expected = 0.1 * sum(a - b for a, b, m in zip(old[id(t)], row, t.loss_mask, strict=True) if m)
+        assert t.kl_penalty == pytest.approx(expected, rel=1e-5)
+    trajectories = [t for _, t in minibatch.trajectories]
+    shaped = [t.reward - t.kl_penalty for t in trajectories]
+    expected = group_advantages(shaped, [i for i, _ in minibatch.trajectories])
+    assert [t.advantage for t in trajectories] == pytest.approx(expected.tolist())
+    assert metrics["reward/kl_penalty"] == pytest.approx(sum(t.kl_penalty for t in trajectories) / len(trajectories))
+    assert [t.reward for g in minibatch.groups for t in g.trajectories] == [
+        t.reward for g in make_groups() for t in g.trajectories
+    ]
+
+
+def test_gae_gives_the_reward_to_the_last_sampled_token_and_whitens_over_the_minibatch(ranks, models):
+    """Against a loop over the loss tokens of each trajectory."""
+    minibatch, _ = filled(ranks, *models, "gae", 40, 1)
+    columns = {name: dict() for name in ("old_logprobs", "ref_logprobs", "old_values", "returns", "advantages")}
+    for name, by_trajectory in columns.items():
+        for t, row in rows_of(minibatch, name):
+            by_trajectory[id(t)] = [x for x, m in zip(row, t.loss_mask, strict=True) if m]
+    expected_advantages, advantages = [], []
+    for _, t in minibatch.trajectories:
+        old, ref, values, returns, whitened = (columns[name][id(t)] for name in columns)
+        rewards = [-0.1 * abs(a - b) for a, b in zip(old, ref, strict=True)]
+        rewards[-1] += t.reward
+        advantage, expected = 0.0, []
+        for i in reversed(range(len(values))):
+            next_value = values[i + 1] if i + 1 < len(values) else 0.0
+            advantage = rewards[i] + 0.9 * next_value - values[i] + 0.9 * 0.8 * advantage
+            expected.append(advantage)
+        expected = expected[::-1]
+        assert returns == pytest.approx([a + v for a, v in zip(expected, values, strict=True)], rel=1e-4, abs=1e-5)
+        expected_advantages += expected
+        advantages += whitened
+    flat = torch.tensor(expected_advantages)
+    assert advantages == pytest.approx(((flat - flat.mean()) / flat.std()).tolist(), rel=1e-4, abs=1e-4)
+
+
+def test_tool_output_has_no_advantage_under_any_kind(ranks, models):
+    for case in ("everything in the loss", "gae"):
+        minibatch, _ = filled(ranks, *models, case, 40, 1)
+        for micro in minibatch.micros:
+            assert not micro.advantages[~micro.loss_mask].any() and micro.advantages[micro.loss_mask].any()
+
+
+def test_without_options_nothing_is_filled_that_nobody_reads(ranks, models):
+    minibatch, _ = filled(ranks, *models, "ppo, token_mean", 40, 1)
+    assert all(m.ref_logprobs is None and m.rollout_weights is None and m.returns is None for m in minibatch.micros)
+
+
+def test_ratios_against_the_rollout_are_those_of_the_engines_logprobs(ranks, models):
+    policy, _ = models
+    cfg = LossConfig(old_logprobs="rollout")
+    [minibatch] = make_minibatches(make_groups(), UpdateConfig(num_prompts_per_minibatch=2), GRPO, ranks)
+    fill_old_logprobs(policy, None, minibatch.micros, cfg, 0.9)
+    assert all(torch.equal(micro.old_logprobs, micro.rollout_logprobs) for micro in minibatch.micros)
