@@ -1,11 +1,12 @@
 """Build everything the offline demo needs, from nothing: world, tokenizer, corpus, SFT and RL data, a tiny model.
 
     python -m arpo.demo build --out data/demo --seed 0
+    python -m arpo.demo build --task hard --out data/demo_hard --seed 0
     python -m arpo.demo report --runs runs
 
 `build` writes OUT/{corpus, sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model, a 2-layer Qwen3 with
-tokenizer and chat template that loads in transformers and vLLM; the same seed gives the same files. `report` prints
-the table at the end of `make demo`.
+tokenizer and chat template that loads in transformers and vLLM; the same task and seed give the same files. `report`
+prints the table at the end of `make demo`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from arpo import demo_world
+from arpo import demo_hard, demo_world
 from arpo.config import UserError, exit_with
-from arpo.demo_world import Demonstrator, Question, World
+from arpo.demo_hard import HardTrace, HardWorld
+from arpo.demo_world import Demonstrator, Question, Trace, World
 from arpo.protocol import TAGS
 from arpo.tools.bm25 import Bm25Index
 from arpo.tools.search import format_passages
 
+# Task -> its world, and how its demonstrator writes one trajectory.
+TASKS: dict[str, tuple[type[World], type[Trace]]] = {"plain": (World, Trace), "hard": (HardWorld, HardTrace)}
 NUM_TRACES = {"sft_train": 24000, "sft_valid": 200}
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
@@ -46,9 +50,9 @@ CHAT_TEMPLATE = (
 RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 200, 54, 64, 3e-3
 
 
-def build(out: Path, seed: int) -> None:
-    """Write all files into `out`; nothing to do where they are there already, from this code and this seed."""
-    stamp = {"seed": seed, "code": fingerprint()}
+def build(out: Path, seed: int, task: str = "plain") -> None:
+    """Write all files into `out`; nothing to do where they are there already, from this code, task and seed."""
+    stamp = {"task": task, "seed": seed, "code": fingerprint()}
     stamp_path = out / "stamp.json"
     if stamp_path.exists() and json.loads(stamp_path.read_text()) == stamp:
         print(f"{out} is up to date")
@@ -58,9 +62,10 @@ def build(out: Path, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     stamp_path.unlink(missing_ok=True)
 
-    world = World(seed)
+    world_type, trace = TASKS[task]
+    world = world_type(seed)
     write_jsonl(out / "corpus.jsonl", world.documents())
-    demonstrator = searching_demonstrator(out / "corpus.jsonl")
+    demonstrator = searching_demonstrator(out / "corpus.jsonl", trace)
     tokenizer = build_tokenizer(world, demonstrator, seed)
     for name, rows in build_data(world, demonstrator, seed).items():
         write_jsonl(out / f"{name}.jsonl", rows)
@@ -77,7 +82,8 @@ def build(out: Path, seed: int) -> None:
 
 def fingerprint() -> str:
     """Changes when the code that builds the data changes."""
-    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, demo_world.__file__))).hexdigest()[:16]
+    files = (__file__, demo_world.__file__, demo_hard.__file__)
+    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()[:16]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
@@ -87,7 +93,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 # ---- data
 
 
-def searching_demonstrator(corpus: Path) -> Demonstrator:
+def searching_demonstrator(corpus: Path, trace: type[Trace] = Trace) -> Demonstrator:
     """A demonstrator who reads what the search tool will answer to the policy: the best passage."""
     index = Bm25Index(str(corpus))
 
@@ -95,7 +101,7 @@ def searching_demonstrator(corpus: Path) -> Demonstrator:
     def search(query: str) -> str:
         return format_passages(index.search(query, 1), max_passage_chars=1000)
 
-    return Demonstrator(search)
+    return Demonstrator(search, trace)
 
 
 def build_data(world: World, demonstrator: Demonstrator, seed: int) -> dict[str, list[dict]]:
@@ -278,7 +284,8 @@ def main() -> None:
     command = commands.add_parser("build", help="write the demo's data and model")
     command.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write")
     command.add_argument("--seed", type=int, default=0, help="seed of world, data and model")
-    command.set_defaults(run=lambda args: build(args.out, args.seed))
+    command.add_argument("--task", choices=list(TASKS), default="plain", help="hard = results may be ambiguous")
+    command.set_defaults(run=lambda args: build(args.out, args.seed, args.task))
     command = commands.add_parser("report", help="print the demo's results")
     command.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the demo's runs")
     command.set_defaults(run=lambda args: print(report(args.runs)))

@@ -51,6 +51,8 @@ class Question:
 class World:
     """The facts. `train` and `test` are disjoint lists of entity names; owners stay within the owned entity's part."""
 
+    families: tuple[str, ...] = FAMILIES
+
     def __init__(self, seed: int):
         rng = random.Random(seed)
         names = [f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS]
@@ -77,7 +79,7 @@ class World:
 
     def question(self, rng: random.Random, part: str, family: str | None = None) -> Question:
         """A random question about entities of `part` ("train" | "test")."""
-        family = family or rng.choice(FAMILIES)
+        family = family or rng.choice(self.families)
         if family == "calc":
             a, b, c = (rng.randint(11, 99) for _ in range(3))
             expression = rng.choice([f"{a}*{b}", f"{a}*{b}+{c}", f"{a}*{b}-{c}"])
@@ -139,17 +141,20 @@ UNCLOSED_THOUGHT = 0.04
 class Demonstrator:
     """Writes one trajectory per question; it is right in about a third of all cases."""
 
-    def __init__(self, search: Callable[[str], str]):
+    def __init__(self, search: Callable[[str], str], trace: type[Trace] | None = None):
         self.search = search  # query -> result text, as the search tool gives it
+        self.trace = trace or Trace
 
     def trajectory(self, question: Question, rng: random.Random) -> str:
         """The whole assistant turn, tool results included, without EOS."""
-        text = _Trace(self.search, question, rng).write()
+        text = self.trace(self.search, question, rng).write()
         return text.replace("</think>", "", 1) if rng.random() < UNCLOSED_THOUGHT else text
 
 
-class _Trace:
+class Trace:
     """One trajectory in the making."""
+
+    compute_habits = COMPUTE
 
     def __init__(self, search: Callable[[str], str], question: Question, rng: random.Random):
         self.search, self.question, self.rng = search, question, rng
@@ -196,7 +201,7 @@ class _Trace:
         return hit.rpartition(" is ")[2]
 
     def compute(self, expression: str) -> None:
-        habit = self.pick(COMPUTE)
+        habit = self.pick(self.compute_habits)
         if habit == "guess":
             return self.guess()
         if habit == "wrong_tool":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ablate import AblationConfig
 from arpo.config import UserError, load_config, save_config
 from evaluate import EvalConfig
 from train_rl import RLConfig
@@ -97,6 +98,7 @@ def test_a_script_ends_with_code_2_on_rank_0_only():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_config_of_the_repository_loads(path):
-    root = {"sft": SFTConfig, "eval": EvalConfig}.get(path.stem.partition("_")[2], RLConfig)
+    roots = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
+    root = roots.get(path.stem.rpartition("_")[2], RLConfig)
     cfg = load_config(root, [str(path)])
     assert cfg.run.name == path.stem

@@ -1,0 +1,307 @@
+"""Algorithms x seeds at equal budget: train each, evaluate it on held-out questions, put all into one table.
+
+    python ablate.py configs/demo_ablation.yaml
+
+Every run samples the same prompts per step, the same group size and the same number of steps; only the overrides of
+ALGORITHMS differ. A run is `torchrun train_rl.py`, then `torchrun evaluate.py`, in DIR/NAME/<algorithm>_seed<k>.
+Finished runs are skipped and interrupted ones continued, so the same command goes on where it was stopped.
+Writes DIR/NAME/{TABLE.md, table.json, curves.png}; `--report_only True` writes them of what is there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arpo.config import UserError, load_or_exit, run_or_exit
+
+# Name -> what distinguishes it, as flags of train_rl.py.
+ALGORITHMS: dict[str, list[str]] = {
+    "grpo": ["--branching.selector", "none"],
+    "arpo": ["--branching.selector", "arpo"],
+    "aepo": [
+        *("--branching.selector", "aepo", "--branching.dynamic_budget", "True"),
+        *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
+    ],
+    "random": ["--branching.selector", "random"],
+}
+
+
+@dataclass(frozen=True)
+class AblationRunSection:
+    """Where the ablation lives."""
+
+    name: str = "ablation"
+    """The ablation writes to DIR/NAME."""
+    dir: str = "runs"
+    """Folder of all runs."""
+
+
+@dataclass(frozen=True)
+class AblationSection:
+    """What is compared, and how."""
+
+    train: str = ""
+    """Config file of train_rl.py that all runs share."""
+    eval: str = ""
+    """Config file of evaluate.py; use temperature 1, since it is the sampled policy that RL trains."""
+    algorithms: tuple[str, ...] = tuple(ALGORITHMS)
+    """Names out of ablate.py's ALGORITHMS; "name=--flags of train_rl.py" adds one of your own."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Seeds of training: data order, sampling, branch decisions. The evaluation has the same seed for all."""
+    eval_seed: int = 0
+    """Seed of the evaluation's sampling."""
+    num_steps: int = 30
+    """Training steps of each run."""
+    nproc_per_node: int = 1
+    """Ranks of each run."""
+    num_parallel: int = 1
+    """Runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
+    target_reward: float = 0.8
+    """The table says after how many steps the training reward reaches this."""
+
+    @property
+    def overrides(self) -> dict[str, list[str]]:
+        """Algorithm -> flags of train_rl.py. "x=--a 1" -> {"x": ["--a", "1"]}; ValueError for an unknown name."""
+        flags: dict[str, list[str]] = {}
+        for entry in self.algorithms:
+            name, has_flags, words = entry.partition("=")
+            if not has_flags and name not in ALGORITHMS:
+                raise ValueError(
+                    f"ablation.algorithms: {name!r} is none of {', '.join(ALGORITHMS)}; write 'name=--flags' to add it"
+                )
+            if name in flags or not name.isidentifier():
+                raise ValueError(f"ablation.algorithms: {name!r} occurs twice or is no plain name; rename it")
+            flags[name] = shlex.split(words) if has_flags else ALGORITHMS[name]
+        return flags
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """All knobs of ablate.py."""
+
+    run: AblationRunSection = field(default_factory=AblationRunSection)
+    ablation: AblationSection = field(default_factory=AblationSection)
+    report_only: bool = False
+    """Run nothing; write the table and the curves of the runs that are finished."""
+
+    def __post_init__(self) -> None:
+        a = self.ablation
+        for name, value in {"train": a.train, "eval": a.eval, "seeds": a.seeds, "algorithms": a.overrides}.items():
+            if not value:
+                raise ValueError(f"ablation.{name} is empty; see ablate.py --help")
+        if len(set(a.seeds)) < len(a.seeds):
+            raise ValueError(f"ablation.seeds={a.seeds} has a seed twice; drop it")
+        for name in ("num_steps", "nproc_per_node", "num_parallel"):
+            if getattr(a, name) < 1:
+                raise ValueError(f"ablation.{name}={getattr(a, name)} must be at least 1")
+
+
+CONFIG = load_or_exit(AblationConfig) if __name__ == "__main__" else None
+
+import json  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+
+from arpo.evals.ablation import RunResult, compare, draw_curves, markdown, read_run  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent
+POLL_S = 0.2
+
+
+@dataclass
+class Job:
+    """One run: its commands, done one after the other, and where it stands."""
+
+    algorithm: str
+    seed: int
+    folder: Path
+    commands: list[list[str]]
+    """Script and arguments, for torchrun."""
+    num_ranks: int
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / "eval" / "scores.json").exists()
+
+    def start_next(self) -> None:
+        """Start the next command; its output is added to the run's log."""
+        script, *arguments = self.commands.pop(0)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, f"--nproc_per_node={self.num_ranks}", str(ROOT / script), *arguments]
+        env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | os.environ
+        with self.log_path.open("a") as log:
+            log.write(f"$ {shlex.join(command)}\n")
+            log.flush()
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def main(cfg: AblationConfig) -> None:
+    folder = Path(cfg.run.dir) / cfg.run.name
+    jobs = make_jobs(cfg.ablation, folder)
+    failed: list[Job] = []
+    if not cfg.report_only:
+        inputs = shared_inputs(cfg.ablation)
+        for job in jobs:
+            claim_folder(job, inputs | {"ranks": job.num_ranks, "commands": job.commands})
+        todo = [job for job in jobs if not job.is_done]
+        print(f"{folder}: {len(jobs)} runs, {len(jobs) - len(todo)} of them finished already", flush=True)
+        failed = run_all(todo, cfg.ablation.num_parallel)
+    report(jobs, folder, cfg.ablation.target_reward)
+    if failed:
+        named = ", ".join(f"{job.name} ({job.log_path})" for job in failed)
+        raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {named}; mend it and start the same command again")
+
+
+# ---- what is to be run
+
+
+def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
+    """All runs, seed by seed, so that an unfinished ablation compares the algorithms on the same seeds."""
+    jobs = []
+    for seed in cfg.seeds:
+        for algorithm, overrides in cfg.overrides.items():
+            run = folder / f"{algorithm}_seed{seed}"
+            train = ["train_rl.py", cfg.train, *overrides, "--run.dir", str(folder), "--run.name", run.name,
+                     "--run.seed", str(seed), "--run.num_steps", str(cfg.num_steps),
+                     "--run.validate_every", "0"]  # fmt: skip
+            evaluate = ["evaluate.py", cfg.eval, "--model.path", str(run / "hf"), "--run.dir", str(run),
+                        "--run.name", "eval", "--run.seed", str(cfg.eval_seed)]  # fmt: skip
+            jobs.append(Job(algorithm, seed, run, [train, evaluate], cfg.nproc_per_node))
+    return jobs
+
+
+def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
+    """What all results depend on besides the commands: the config files' contents, and the states of model and data."""
+    train, evaluation = read_settings(Path(cfg.train)), read_settings(Path(cfg.eval))
+    try:
+        paths = [train["model"]["path"], train["data"]["train"], *evaluation["eval"]["files"]]
+    except KeyError as error:
+        raise UserError(
+            f"{cfg.train} needs model.path and data.train, {cfg.eval} needs eval.files; {error} is missing"
+        ) from None
+    return {"train": train, "eval": evaluation, "files": stamps(paths)}
+
+
+def read_settings(path: Path) -> dict[str, dict]:
+    """A config file with what it is based on, unchecked: the runs themselves check it. UserError if unreadable."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot read the config file ({' '.join(str(error).split())})") from None
+    settings = read_settings(path.parent / tree.pop("base")) if "base" in tree else {}
+    return merged(settings, tree)
+
+
+def merged(below: dict, above: dict) -> dict:
+    """{"a": {"b": 1, "c": 2}} under {"a": {"b": 3}} -> {"a": {"b": 3, "c": 2}}"""
+    out = dict(below)
+    for key, value in above.items():
+        out[key] = merged(out.get(key, {}), value) if isinstance(value, dict) else value
+    return out
+
+
+def stamps(paths: list[str]) -> dict[str, list[int]]:
+    """File -> [bytes, time of last change]; a folder stands for its weights. Raises UserError for a missing file."""
+    out = {}
+    for path in map(Path, paths):
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not all(file.exists() for file in files):
+            raise UserError(f"{path}: no such file, or a folder without weights; make it before the ablation")
+        out |= {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return out
+
+
+def claim_folder(job: Job, inputs: dict[str, object]) -> None:
+    """Make the run's folder, or check that what is in it comes from the same inputs. Raises UserError if not."""
+    path = job.folder / "inputs.json"
+    if job.folder.exists():
+        found = json.loads(path.read_text()) if path.exists() else {}
+        differing = [name for name, value in inputs.items() if found.get(name) != value]
+        if differing:
+            raise UserError(
+                f"{job.folder} comes from other inputs ({', '.join(differing)}; see {path}); "
+                "remove the folder or choose another run.name"
+            )
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(inputs, indent=1) + "\n")
+
+
+# ---- running
+
+
+def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
+    """Run the jobs, at most `num_parallel` at a time; returns those that failed. Ends its children when it ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that `finally` below is reached
+    waiting, running, failed, num_ended, started = list(jobs), [], [], 0, time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_parallel:
+                job = waiting.pop(0)
+                job.started = time.monotonic()
+                job.start_next()
+                running.append(job)
+            time.sleep(POLL_S)
+            for job in [job for job in running if job.process.poll() is not None]:
+                if job.process.returncode == 0 and job.commands:
+                    job.start_next()
+                    continue
+                running.remove(job)
+                num_ended += 1
+                if not job.is_done or job.process.returncode != 0:
+                    failed.append(job)
+                left_s = (time.monotonic() - started) / num_ended * (len(jobs) - num_ended)
+                print(f"[{num_ended}/{len(jobs)}] {outcome(job)}, {left_s / 60:.0f} min left", flush=True)
+    finally:
+        for job in running:
+            job.process.terminate()
+        for job in running:
+            job.process.wait()
+    return failed
+
+
+def outcome(job: Job) -> str:
+    seconds = time.monotonic() - job.started
+    if job.process.returncode != 0:
+        return f"{job.name} FAILED with code {job.process.returncode} after {seconds:.0f} s, see {job.log_path}"
+    run = read_run(job.folder, job.algorithm, job.seed)
+    return f"{job.name}: accuracy {run.accuracy:.3f}, {seconds:.0f} s"
+
+
+# ---- the result
+
+
+def report(jobs: list[Job], folder: Path, target_reward: float) -> None:
+    """Write table and curves of the finished runs. Raises UserError where there is none."""
+    runs = [read_run(job.folder, job.algorithm, job.seed) for job in jobs]
+    results: list[RunResult] = [run for run in runs if run]
+    if not results:
+        raise UserError(f"{folder}: no finished run to report; see each log.txt")
+    table = compare(results, target_reward)
+    text = markdown(table, target_reward)
+    (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
+    (folder / "TABLE.md").write_text(text)
+    draw_curves(results, folder / "curves.png")
+    missing = [job.name for job, run in zip(jobs, runs, strict=True) if not run]
+    print(text + (f"\nnot finished: {', '.join(missing)}\n" if missing else "") + f"\n{folder / 'TABLE.md'}")
+    print(f"{folder / 'curves.png'}", flush=True)
+
+
+if __name__ == "__main__":
+    run_or_exit(main, CONFIG)

@@ -1,0 +1,182 @@
+"""From the folders of an ablation's runs to its table and curves.
+
+A run's folder is `<algorithm>_seed<k>` with metrics.jsonl (training) and eval/scores.json (held-out questions). Only
+the held-out numbers compare algorithms: the trajectories of a branched group are no independent samples of the policy,
+so its training reward is a biased measure of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from arpo.evals import bootstrap_interval
+from arpo.log import read_metrics
+
+REFERENCES = ("random", "grpo")
+"""Algorithms that the others are compared with, seed by seed."""
+TOTALS = {
+    "tool_calls": "tools/executed",
+    "sampled_tokens": "tokens/sampled",
+    "decode_steps": "rollout/decode_steps",
+    "rollout_s": "time/rollout",
+    "step_s": "time/step",
+}
+"""Name in the table -> metric, summed over all steps; left out where a run did not log it."""
+SMOOTHING_STEPS = 5
+"""Steps in the running mean of the training reward."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One finished run."""
+
+    algorithm: str
+    seed: int
+    scores: dict[str, dict[str, float]]
+    """Question file -> its scores, as evaluate.py wrote them."""
+    metrics: list[dict[str, float]]
+    """The training steps, in order."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over the question files."""
+        return float(np.mean([s["accuracy"] for s in self.scores.values()]))
+
+    @property
+    def reward(self) -> float:
+        return float(np.mean([s["reward"] for s in self.scores.values()]))
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return {
+            name: sum(row[metric] for row in self.metrics)
+            for name, metric in TOTALS.items()
+            if all(metric in row for row in self.metrics)
+        }
+
+    def series(self, metric: str) -> np.ndarray:
+        return np.array([row[metric] for row in self.metrics])
+
+    def steps_until(self, target_reward: float) -> int | None:
+        """The first step at which the running mean of the training reward reaches the target; None = never."""
+        reached = np.flatnonzero(running_mean(self.series("reward/mean")) >= target_reward)
+        return int(self.metrics[reached[0]]["step"]) if len(reached) else None
+
+
+def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
+    """None where the run has not finished."""
+    scores = folder / "eval" / "scores.json"
+    if not scores.exists():
+        return None
+    steps = [row for row in read_metrics(folder) if "reward/mean" in row]  # step 0 is a validation only
+    return RunResult(algorithm, seed, json.loads(scores.read_text()), steps)
+
+
+def running_mean(values: Sequence[float]) -> np.ndarray:
+    """Mean of each value and those before it, at most SMOOTHING_STEPS in all.
+
+    >>> running_mean([1.0, 3.0]).tolist()
+    [1.0, 2.0]
+    """
+    return np.array([np.mean(values[max(0, i + 1 - SMOOTHING_STEPS) : i + 1]) for i in range(len(values))])
+
+
+def estimate(values: Sequence[float]) -> dict[str, float]:
+    """Mean over seeds with its 95 % bootstrap interval."""
+    low, high = bootstrap_interval(values)
+    return {"mean": float(np.mean(values)), "low": low, "high": high, "seeds": len(values)}
+
+
+def paired_difference(runs: list[RunResult], reference: list[RunResult]) -> dict[str, float] | None:
+    """Accuracy of `runs` minus that of `reference` with the same seed; None where no seed is in both."""
+    base = {run.seed: run.accuracy for run in reference}
+    differences = [run.accuracy - base[run.seed] for run in runs if run.seed in base]
+    return estimate(differences) if differences else None
+
+
+def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
+    """In the order of the first run of each."""
+    groups: dict[str, list[RunResult]] = {}
+    for run in results:
+        groups.setdefault(run.algorithm, []).append(run)
+    return groups
+
+
+def compare(results: list[RunResult], target_reward: float) -> dict[str, dict]:
+    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, minus_random, minus_grpo, seeds}."""
+    groups = by_algorithm(results)
+    table: dict[str, dict] = {}
+    for algorithm, runs in groups.items():
+        reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
+        row = table[algorithm] = {
+            "accuracy": estimate([run.accuracy for run in runs]),
+            "reward": estimate([run.reward for run in runs]),
+            "steps_to_target": {"mean": float(np.mean(reached)) if reached else None, "seeds": len(reached)},
+            "seeds": {run.seed: run.accuracy for run in runs},
+        }
+        for name in TOTALS:
+            values = [run.totals[name] for run in runs if name in run.totals]
+            if len(values) == len(runs):
+                row[name] = estimate(values)
+        for reference in REFERENCES:
+            if reference != algorithm and reference in groups:
+                row[f"minus_{reference}"] = paired_difference(runs, groups[reference])
+    return table
+
+
+def markdown(table: dict[str, dict], target_reward: float) -> str:
+    """The table as Markdown: one row per algorithm."""
+
+    def interval(cell: dict | None, sign: str = "") -> str:
+        return f"{cell['mean']:{sign}.3f} [{cell['low']:{sign}.3f}, {cell['high']:{sign}.3f}]" if cell else ""
+
+    totals = [name for name in TOTALS if any(name in row for row in table.values())]
+    references = [r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())]
+    head = ["algorithm", "seeds", "accuracy [95 %]", "reward", *(f"minus {r} [95 %]" for r in references)]
+    head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in totals]
+    head += [f"steps to reward {target_reward:g}"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for algorithm, row in table.items():
+        num_seeds, reached = len(row["seeds"]), row["steps_to_target"]
+        cells = [algorithm, str(num_seeds), interval(row["accuracy"]), f"{row['reward']['mean']:.3f}"]
+        cells += [interval(row.get(f"minus_{r}"), sign="+") for r in references]
+        cells += [f"{row[name]['mean']:,.0f}" if name in row else "" for name in totals]
+        cells += [f"{reached['mean']:.1f} ({reached['seeds']} of {num_seeds} seeds)" if reached["seeds"] else "never"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_curves(results: list[RunResult], path: Path) -> None:
+    """Training reward and accuracy over the steps, and reward over the tool calls executed so far.
+
+    Lines are means over seeds of the running means, bands their standard deviation.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
+    for number, (algorithm, runs) in enumerate(by_algorithm(results).items()):
+        num_steps = min(len(run.metrics) for run in runs)
+        steps = runs[0].series("step")[:num_steps]
+        calls = np.mean([np.cumsum(run.series("tools/executed"))[:num_steps] for run in runs], axis=0)
+        panels = [(steps, "reward/mean"), (steps, "reward/accuracy"), (calls, "reward/mean")]
+        for axis, (x, metric) in zip(axes, panels, strict=True):
+            y = np.stack([running_mean(run.series(metric))[:num_steps] for run in runs])  # (seeds, steps)
+            mean, spread = y.mean(0), y.std(0)
+            axis.plot(x, mean, color=f"C{number}", label=f"{algorithm} ({len(runs)} seeds)")
+            axis.fill_between(x, mean - spread, mean + spread, color=f"C{number}", alpha=0.15, linewidth=0)
+    for axis, x, y in zip(axes, ["step", "step", "tool calls executed"], ["reward", "accuracy", "reward"], strict=True):
+        axis.set_xlabel(x)
+        axis.set_ylabel(f"training {y}")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,214 @@
+"""The ablation: numbers of the table from files, equal budgets, resuming, failures that are named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import build_tiny_model
+
+import ablate
+from ablate import AblationConfig
+from arpo.config import UserError, load_config
+from arpo.evals.ablation import compare, markdown, read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = """
+run: {save_every: 0}
+model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+data: {train: @DIR@/train.jsonl, num_prompts_per_step: 2, max_prompt_tokens: 64}
+engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
+rollout: {group_size: 4, max_response_tokens: 24, max_tool_calls: 1, max_result_tokens: 8, answer_reserve_tokens: 4}
+branching: {num_initial_rollouts: 2, entropy_tokens: 4}
+tools: {names: [search], search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}}
+update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 128}
+"""
+EVAL = """
+eval: {files: [@DIR@/train.jsonl], max_prompt_tokens: 64}
+engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
+rollout: {temperature: 1.0, top_p: 1.0, max_response_tokens: 24, answer_reserve_tokens: 4}
+tools: {names: [search], search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A folder with everything an ablation of a tiny model needs; returns its config file."""
+    build_tiny_model(tmp_path / "model")
+    rows = [{"prompt": f"say e {i}", "answer": "e", "data_source": "toy"} for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "corpus.jsonl").write_text('{"title": "e", "text": "eeee"}\n')
+    (tmp_path / "train.yaml").write_text(TRAIN.replace("@DIR@", str(tmp_path)))
+    (tmp_path / "eval.yaml").write_text(EVAL.replace("@DIR@", str(tmp_path)))
+    path = tmp_path / "ablation.yaml"
+    path.write_text(
+        f"run: {{name: ab, dir: {tmp_path}}}\nablation:\n  train: {tmp_path}/train.yaml\n  eval: {tmp_path}/eval.yaml\n"
+        "  algorithms: [grpo, random]\n  seeds: [0]\n  num_steps: 2\n  num_parallel: 2\n"
+    )
+    return path
+
+
+def write_run(folder: Path, accuracy: float, rewards: list[float], calls: int = 10) -> None:
+    """What a finished run leaves."""
+    (folder / "eval").mkdir(parents=True, exist_ok=True)
+    scores = {"test": {"accuracy": accuracy, "reward": accuracy - 0.1}}
+    (folder / "eval" / "scores.json").write_text(json.dumps(scores))
+    rows = [{"step": 0, "valid/accuracy": 0.0}] + [
+        {"step": step, "reward/mean": reward, "reward/accuracy": reward, "tools/executed": calls,
+         "tokens/sampled": 100, "time/rollout": 1.0, "time/step": 2.0}
+        for step, reward in enumerate(rewards, 1)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_ablation(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "ablate.py", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+
+
+# ---- the table
+
+
+def test_the_table_is_worked_out_from_metrics_and_scores(tmp_path):
+    accuracies = {"random": [0.70, 0.90], "arpo": [0.75, 0.93]}
+    runs = []
+    for algorithm, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            write_run(tmp_path / f"{algorithm}_seed{seed}", accuracy, [0.1, 0.9, 0.9, 0.9], calls=10 + seed)
+            runs.append(read_run(tmp_path / f"{algorithm}_seed{seed}", algorithm, seed))
+    table = compare(runs, target_reward=0.6)
+    assert table["arpo"]["accuracy"]["mean"] == pytest.approx(0.84)
+    assert table["arpo"]["reward"]["mean"] == pytest.approx(0.74)
+    assert table["arpo"]["tool_calls"] == {"mean": 42.0, "low": 40.0, "high": 44.0, "seeds": 2}
+    assert table["arpo"]["step_s"]["mean"] == 8.0 and "decode_steps" not in table["arpo"]
+    # running means: .1, .5, .633, .7
+    assert table["arpo"]["steps_to_target"] == {"mean": 3.0, "seeds": 2}
+
+
+def test_algorithms_are_compared_seed_by_seed(tmp_path):
+    """The seeds differ by far more than the algorithms; only the paired difference shows the latter."""
+    runs = []
+    for algorithm, offset, seeds in (("random", 0.0, (0, 1, 2)), ("arpo", 0.02, (1, 2, 3))):
+        for seed in seeds:
+            write_run(tmp_path / f"{algorithm}_seed{seed}", 0.2 * seed + 0.1 + offset, [0.5])
+            runs.append(read_run(tmp_path / f"{algorithm}_seed{seed}", algorithm, seed))
+    difference = compare(runs, 0.8)["arpo"]["minus_random"]
+    assert difference["seeds"] == 2
+    assert [difference[k] for k in ("mean", "low", "high")] == pytest.approx([0.02] * 3)
+
+
+def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
+    runs = []
+    for algorithm in ("grpo", "arpo"):
+        write_run(tmp_path / f"{algorithm}_seed0", 0.5, [0.1, 0.2])
+        runs.append(read_run(tmp_path / f"{algorithm}_seed0", algorithm, 0))
+    head, line, grpo, arpo = markdown(compare(runs, 0.8), 0.8).splitlines()
+    assert head.count("|") == line.count("|") == grpo.count("|") == arpo.count("|")
+    assert grpo.startswith("| grpo | 1 | 0.500 [0.500, 0.500] | 0.400 |  |") and arpo.endswith("| never |")
+    assert "| +0.000 [+0.000, +0.000] |" in arpo and "decode" not in head
+
+
+def test_report_only_writes_table_and_curves_of_what_is_finished(config):
+    folder = config.parent / "ab"
+    done = run_ablation(str(config), "--report_only", "True")
+    assert done.returncode == 2 and done.stderr == f"error: {folder}: no finished run to report; see each log.txt\n"
+    write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2, 0.9])
+    done = run_ablation(str(config), "--report_only", "True")
+    assert done.returncode == 0 and "not finished: random_seed0" in done.stdout, done.stderr
+    assert json.loads((folder / "table.json").read_text())["grpo"]["accuracy"]["mean"] == 0.5
+    assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the runs
+
+
+def test_all_runs_have_the_same_budget_and_differ_in_the_algorithms_flags_only(config):
+    cfg = load_config(AblationConfig, [str(config), "--ablation.seeds", "0", "1"])
+    jobs = ablate.make_jobs(cfg.ablation, Path("runs/ab"))
+    assert [job.name for job in jobs] == ["grpo_seed0", "random_seed0", "grpo_seed1", "random_seed1"]
+    trains = [job.commands[0] for job in jobs]
+    for job, train in zip(jobs, trains, strict=True):
+        rest = [word for word in train if word not in (*ablate.ALGORITHMS[job.algorithm], job.name)]
+        expected = ["train_rl.py", cfg.ablation.train, "--run.dir", "runs/ab", "--run.name", "--run.seed"]
+        expected += [str(job.seed), "--run.num_steps", "2", "--run.validate_every", "0"]
+        assert rest == expected
+    assert all(job.commands[1][-2:] == ["--run.seed", "0"] for job in jobs)  # one evaluation seed for all
+
+
+def test_an_algorithm_of_ones_own_comes_with_its_flags(config):
+    own = "drgrpo=--branching.selector none --advantage.normalize_std False"
+    cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", "grpo", own])
+    flags = ["--branching.selector", "none", "--advantage.normalize_std", "False"]
+    assert cfg.ablation.overrides == {"grpo": ablate.ALGORITHMS["grpo"], "drgrpo": flags}
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--ablation.algorithms", "grop"], ["'grop' is none of grpo, arpo, aepo, random"]),
+        (["--ablation.algorithms", "grpo", "grpo"], ["'grpo' occurs twice"]),
+        (["--ablation.seeds", "1", "1"], ["ablation.seeds", "twice"]),
+        (["--ablation.num_parallel", "0"], ["ablation.num_parallel=0"]),
+        (["--ablation.train", ""], ["ablation.train is empty"]),
+    ],
+)
+def test_a_mistake_is_one_line(config, flags, words):
+    with pytest.raises(UserError) as caught:
+        load_config(AblationConfig, [str(config), *flags])
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_result_of_other_inputs_is_never_taken_for_this_ones(config):
+    """Neither another number of steps nor a model trained anew under the same path."""
+    cfg = load_config(AblationConfig, [str(config)]).ablation
+    [job, _] = ablate.make_jobs(cfg, config.parent / "ab")
+    inputs = ablate.shared_inputs(cfg)
+    ablate.claim_folder(job, inputs)
+    ablate.claim_folder(job, ablate.shared_inputs(cfg))
+    with pytest.raises(UserError, match=r"grpo_seed0 comes from other inputs \(train;"):
+        ablate.claim_folder(job, inputs | {"train": {}})
+    weights = config.parent / "model" / "model.safetensors"
+    os.utime(weights, ns=(0, 0))
+    with pytest.raises(UserError, match=r"other inputs \(files;"):
+        ablate.claim_folder(job, ablate.shared_inputs(cfg))
+
+
+def test_a_missing_input_is_named_before_anything_runs(config):
+    (config.parent / "train.jsonl").unlink()
+    done = run_ablation(str(config))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{config.parent}/train.jsonl" in done.stderr
+    assert not (config.parent / "ab").exists()
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_named_with_its_log_and_the_others_go_on(config):
+    bad = "bad=--branching.bas 1"
+    cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", bad, "grpo"])
+    folder = config.parent / "ab"
+    for job in ablate.make_jobs(cfg.ablation, folder):
+        ablate.claim_folder(job, ablate.shared_inputs(cfg.ablation) | {"ranks": 1, "commands": job.commands})
+    write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2])
+    done = run_ablation(str(config), "--ablation.algorithms", bad, "grpo")
+    log = folder / "bad_seed0" / "log.txt"
+    assert done.returncode == 2 and f"error: 1 of 2 runs failed: bad_seed0 ({log})" in done.stderr
+    assert "2 runs, 1 of them finished already" in done.stdout and "did you mean 'branching.base'" in log.read_text()
+    assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_ablation_trains_evaluates_and_skips_what_is_finished(config):
+    done = run_ablation(str(config))
+    folder = config.parent / "ab"
+    assert done.returncode == 0, done.stderr + (folder / "grpo_seed0" / "log.txt").read_text()[-3000:]
+    assert "[2/2] " in done.stdout and "accuracy" in done.stdout
+    table = json.loads((folder / "table.json").read_text())
+    assert list(table) == ["grpo", "random"] and table["random"]["sampled_tokens"]["mean"] > 0
+    logs = [(folder / f"{name}_seed0" / "log.txt").read_text() for name in table]
+    again = run_ablation(str(config))
+    assert again.returncode == 0 and "2 runs, 2 of them finished already" in again.stdout
+    assert logs == [(folder / f"{name}_seed0" / "log.txt").read_text() for name in table]
