@@ -60,7 +60,16 @@ demo: setup
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_muted --model.path $(RUNS)/demo_arpo/hf --eval.mute_tools True --eval.num_samples 1
 	@$(PY) -m arpo.demo report --runs $(RUNS)
 
-test: setup
+# Tests that need a real redis-server skip, with the reason, where there is none and it cannot be installed.
+APT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
+
+.PHONY: redis-server
+redis-server:
+	@command -v redis-server >/dev/null || [ -z "$(APT)" ] || \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 || \
+	  echo "redis-server could not be installed; its tests will be skipped"
+
+test: setup redis-server
 	$(PY) -m pytest
 
 lint: setup

@@ -18,8 +18,8 @@ from forked import fork, in_processes
 from arpo.config import UserError
 from arpo.options import SearchConfig
 from arpo.tools import sqlite_files
-from arpo.tools.cache import main, merge, open_cache, prune, read_released
-from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query
+from arpo.tools.cache import main, merge, open_cache, read_released
+from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +30,10 @@ def put(cache: CacheFile, query: str, text: str, backend: str = "b") -> None:
 
 def get(cache: CacheFile, query: str, backend: str = "b") -> str | None:
     return cache.get(cache_key(backend, {}, query), query)
+
+
+def entries_of(cache: CacheFile) -> list[tuple[str, str]]:
+    return [unpack(row[3]) for row in cache.rows()]
 
 
 @pytest.fixture
@@ -126,7 +130,7 @@ def test_eight_writers_lose_no_row(path):
 
     assert in_processes(write, 8) == [True] * 8
     cache = CacheFile(path)
-    assert sum(1 for _ in cache.entries()) == 8 * 500
+    assert sum(1 for _ in entries_of(cache)) == 8 * 500
     assert get(cache, "7 499") == "text" * 100
 
 
@@ -158,7 +162,7 @@ def test_killed_writers_lose_no_acknowledged_row(path):
             assert writer.exitcode == -signal.SIGKILL
         acknowledged |= {line.strip() for line in lines if line.endswith("\n")}
         cache = CacheFile(path)  # checks the file too
-        recorded = {query for query, _ in cache.entries()}
+        recorded = {query for query, _ in entries_of(cache)}
         cache.close()
         assert len(acknowledged) >= 8 * (attempt + 1) and acknowledged <= recorded
     assert not list(path.parent.glob("*.corrupt-*"))
@@ -209,7 +213,7 @@ def test_a_replay_refuses_a_corrupt_file_and_leaves_it(path, damage):
     filled(path)
     damage(path)
     broken = path.read_bytes()
-    with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the search cache"):
+    with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the cache"):
         CacheFile(path, read_only=True)
     assert path.read_bytes() == broken and not list(path.parent.glob("*.corrupt-*"))
 
@@ -225,7 +229,7 @@ def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
 
     assert in_processes(start, 6) == [True] * 6
     assert len(list(path.parent.glob("*.corrupt-*"))) == 1
-    assert {query for query, _ in CacheFile(path).entries()} == {f"rank {n}" for n in range(6)}
+    assert {query for query, _ in entries_of(CacheFile(path))} == {f"rank {n}" for n in range(6)}
 
 
 def test_a_file_that_breaks_while_another_run_uses_it_is_not_moved_under_it(path, caplog):
@@ -245,7 +249,7 @@ def test_another_programs_file_is_refused_and_never_moved(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n' * 100)
     for name in ("mine.sqlite", "train.jsonl"):
         before = (tmp_path / name).read_bytes()
-        with pytest.raises(UserError, match=f"{name}: not a search cache"):
+        with pytest.raises(UserError, match=f"{name}: not a cache"):
             CacheFile(tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
 
@@ -275,7 +279,7 @@ def test_a_full_disk_costs_one_warning(path):
     assert not usable and len(messages) == 1 and "goes on without" in messages[0]
     cache = CacheFile(path)  # what was recorded before is intact
     put(cache, "otter", "wet")
-    assert get(cache, "otter") == "wet" and sum(1 for _ in cache.entries()) > 10
+    assert get(cache, "otter") == "wet" and sum(1 for _ in entries_of(cache)) > 10
 
 
 def test_a_recorded_cache_can_be_replayed_from_a_read_only_folder():
@@ -308,7 +312,7 @@ def test_a_released_cache_is_imported_entire(released):
     entries = json.loads(released.read_text())
     cache = open_cache(released, read_only=True)
     assert {query: cache.get_any(query) for query in entries} == entries
-    assert list(cache.entries()) == list(entries.items())
+    assert list(entries_of(cache)) == list(entries.items())
     assert cache.path == released.with_name("search_cache.json.sqlite")
 
 
@@ -333,7 +337,7 @@ def test_a_changed_released_cache_replaces_what_it_gave_before_but_not_what_was_
     cache.close()
     released.write_text(json.dumps({"nothing": "now something"}))
     cache = open_cache(released, read_only=False)
-    assert dict(cache.entries()) == {"recorded": "kept", "nothing": "now something"}
+    assert dict(entries_of(cache)) == {"recorded": "kept", "nothing": "now something"}
 
 
 def test_an_import_that_another_rank_finished_first_adds_nothing(path, released):
@@ -345,7 +349,7 @@ def test_an_import_that_another_rank_finished_first_adds_nothing(path, released)
 
 
 def test_ranks_that_start_together_import_once(released):
-    assert in_processes(lambda _: sum(1 for _ in open_cache(released, read_only=True).entries()), 6) == [1000] * 6
+    assert in_processes(lambda _: sum(1 for _ in entries_of(open_cache(released, read_only=True))), 6) == [1000] * 6
 
 
 def test_an_import_that_was_killed_begins_anew(tmp_path):
@@ -359,10 +363,10 @@ def test_an_import_that_was_killed_begins_anew(tmp_path):
     importer.send_signal(signal.SIGKILL)
     assert importer.wait() == -signal.SIGKILL
     cache = CacheFile(tmp_path / "cache.sqlite")
-    assert sum(1 for _ in cache.entries()) == 0
+    assert sum(1 for _ in entries_of(cache)) == 0
     cache.close()
     main(["import", str(tmp_path / "cache.sqlite"), str(source)])
-    assert sum(1 for _ in CacheFile(tmp_path / "cache.sqlite").entries()) == 8000
+    assert sum(1 for _ in entries_of(CacheFile(tmp_path / "cache.sqlite"))) == 8000
 
 
 def test_a_released_cache_in_a_read_only_folder_is_imported_into_the_cache_folder(monkeypatch):
@@ -423,7 +427,7 @@ def test_import_stats_export_and_prune(released, tmp_path, capsys):
     assert copy.read_bytes() == released.read_bytes()
     main(["prune", file, "--no-results"])
     assert capsys.readouterr().out.endswith("1 entries deleted\n")
-    assert sum(1 for _ in CacheFile(file).entries()) == 999
+    assert sum(1 for _ in entries_of(CacheFile(file))) == 999
 
 
 def test_prune_deletes_what_meets_all_conditions(path):
@@ -433,7 +437,7 @@ def test_prune_deletes_what_meets_all_conditions(path):
         put(cache, "new", "x", backend)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE entries SET created_s = created_s - 40 * 86400 WHERE query = 'old'")
-    assert prune(cache, older_than_days=30, backend="one") == 1
+    assert cache.prune(older_than_s=30 * 86400, backend="one") == 1
     assert get(cache, "old", "one") is None and get(cache, "old", "two") == "x" and get(cache, "new", "one") == "x"
 
 
@@ -449,7 +453,7 @@ def test_the_caches_of_two_nodes_can_be_merged(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["stats", "nowhere.sqlite"], "nowhere.sqlite: there is no such search cache"),
+        (["stats", "nowhere.sqlite"], "nowhere.sqlite: there is no such cache"),
         (["import", "c.sqlite", "nowhere.json"], "nowhere.json: cannot be imported"),
         (["prune", "c.sqlite"], "prune needs --older-than-days, --backend or --no-results"),
         (["polish", "c.sqlite"], "invalid choice: 'polish'"),

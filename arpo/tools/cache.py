@@ -1,11 +1,11 @@
-"""Which cache a run opens; files in the released format; and the command line.
+"""Which cache a run opens, a file or a Redis server; files in the released format; and the command line.
 
     python -m arpo.tools.cache stats  cache.sqlite
     python -m arpo.tools.cache import cache.sqlite search_cache.json other_node.sqlite ...
     python -m arpo.tools.cache export cache.sqlite search_cache.json
     python -m arpo.tools.cache prune  cache.sqlite --older-than-days 30 [--backend local] [--no-results]
 
-The released format is one JSON object, query -> text. SQLite does the work here, see `cache_store`.
+Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
 """
 
 from __future__ import annotations
@@ -13,40 +13,72 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sqlite3
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from arpo.config import UserError, exit_with
-from arpo.tools.cache_store import CacheFile
+from arpo.tools.cache_store import CacheFile, Row, unpack
+from arpo.tools.redis_client import is_redis_url
 from arpo.tools.sqlite_files import derived_paths, first_writable
 
 logger = logging.getLogger(__name__)
 
+PYTHON = "python"
+"""Backend of what the python tool recorded; the released format holds searches only."""
 
-def open_cache(path: str | Path, *, read_only: bool) -> CacheFile:
-    """The cache of a run. A .json file is imported into a SQLite file beside it (or, where that folder is read-only or
-    on a network, in the user's cache folder); again only when it has changed. Raises UserError, see `CacheFile`.
+
+class Cache(Protocol):
+    """What `CacheFile` and `RedisCache` have in common; the docstrings are theirs."""
+
+    path: str | Path
+    usable: bool
+    """False once it could not be written or read any more: the run goes on without it."""
+
+    def get(self, key: bytes, query: str) -> str | None: ...
+    def get_any(self, query: str) -> str | None: ...
+    def put(self, key: bytes, backend: str, query: str, text: str) -> None: ...
+    def add(self, rows: Iterable[Row]) -> int: ...
+    def rows(self) -> Iterator[Row]: ...
+    def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int: ...
+    def has_imported(self, source_stat: os.stat_result) -> bool: ...
+    def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int: ...
+    def close(self) -> None: ...
+
+
+def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
+    """The cache of a run: a SQLite file, redis://host:port/db, or a .json file in the released format.
+
+    The last is imported into a SQLite file beside it (or, where that folder is read-only or on a network, in the user's
+    cache folder); again only when it has changed. Raises UserError where `place` cannot be used; see `CacheFile` and
+    `RedisCache`. `setting` is the config field that names it.
     """
-    path = Path(path)
+    if is_redis_url(place):
+        from arpo.tools.redis_cache import RedisCache
+
+        return RedisCache(str(place), read_only=read_only, setting=setting)
+    path = Path(place)
     if path.suffix != ".json":
-        return CacheFile(path, read_only=read_only)
+        return CacheFile(path, read_only=read_only, setting=setting)
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file; set tools.search.cache to an existing cache")
+        raise UserError(f"{path}: there is no such file; set {setting} to an existing cache")
     try:
         target = first_writable(derived_paths(path, ".sqlite"), local=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be imported: {error}") from None
-    cache = CacheFile(target)
+    cache = CacheFile(target, setting=setting)
     import_json(cache, path, replace=True)
     if not read_only:
         return cache
     cache.close()
-    return CacheFile(target, read_only=True)
+    return CacheFile(target, read_only=True, setting=setting)
 
 
-def import_json(cache: CacheFile, path: Path, *, replace: bool = False) -> int:
+def import_json(cache: Cache, path: Path, *, replace: bool = False) -> int:
     """Add a file in the released format; the number of new entries (0 when it is unchanged since its last import)."""
     try:
         stat = path.stat()
@@ -76,52 +108,40 @@ def read_released(path: Path) -> dict[str, str]:
     return answered
 
 
-def write_released(cache: CacheFile, path: Path) -> int:
+def write_released(cache: Cache, path: Path) -> int:
     """Write the cache in the released format; the number of entries. Of several answers to a query the first counts."""
     entries: dict[str, str] = {}
-    for query, text in cache.entries():
-        entries.setdefault(query, text)
+    for _, backend, _, value, _, _ in cache.rows():
+        if backend != PYTHON:
+            entries.setdefault(*unpack(value))
     writing = path.with_name(path.name + ".tmp")
     writing.write_text(json.dumps(entries, indent=2, ensure_ascii=False), encoding="utf-8")
     writing.replace(path)
     return len(entries)
 
 
-def merge(cache: CacheFile, other: Path) -> int:
-    """Add the entries of another cache file (another node's, say); the number of new ones."""
-    CacheFile(other, read_only=True).close()  # raises UserError where it is none, or corrupt
-    connection = cache.connection()
-    connection.execute("ATTACH ? AS other", (str(other),))
-    columns = "key, backend, query, value, negative, created_s"
-    sql = f"INSERT INTO main.entries ({columns}) SELECT {columns} FROM other.entries WHERE true ORDER BY id"
-    num_new = connection.execute(sql + " ON CONFLICT DO NOTHING").rowcount
-    connection.execute("DETACH other")
+def merge(cache: Cache, other: str | Path) -> int:
+    """Add the entries of another cache (another node's, say); the number of new ones."""
+    source = open_cache(other, read_only=True)  # raises UserError where it is none, or corrupt
+    num_new = cache.add(source.rows())
+    source.close()
     return num_new
 
 
-def prune(cache: CacheFile, *, older_than_days: float = 0.0, backend: str = "", no_results: bool = False) -> int:
-    """Delete the entries that meet all given conditions, and give the space back; the number of deleted ones."""
-    connection = cache.connection()
-    deleted = connection.execute(
-        "DELETE FROM entries WHERE created_s <= ? AND (? = '' OR backend = ?) AND (negative OR NOT ?)",
-        (time.time() - older_than_days * 86400, backend, backend, no_results),
-    ).rowcount
-    connection.execute("VACUUM")
-    return deleted
-
-
-def stats(cache: CacheFile) -> list[str]:
+def stats(cache: Cache) -> list[str]:
     """What the cache holds, a line each."""
-    connection = cache.connection()
-    total, negative, oldest_s, newest_s = connection.execute(
-        "SELECT count(*), coalesce(sum(negative), 0), min(created_s), max(created_s) FROM entries"
-    ).fetchone()
-    lines = [f"entries     {total}"]
-    by_backend = connection.execute("SELECT backend, count(*) FROM entries GROUP BY backend ORDER BY backend")
-    lines += [f"  {backend:<10}{count}" for backend, count in by_backend]
-    lines += [f"no results  {negative}", f"size        {cache.path.stat().st_size / 2**20:.1f} MiB"]
-    if total:
-        first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(s)) for s in (oldest_s, newest_s))
+    by_backend: Counter[str] = Counter()
+    negative, num_bytes, times_s = 0, 0, []
+    for _, backend, _, value, is_negative, created_s in cache.rows():
+        by_backend[backend] += 1
+        negative += bool(is_negative)
+        num_bytes += len(value)
+        times_s.append(created_s)
+    lines = [f"entries     {by_backend.total()}"]
+    lines += [f"  {backend:<10}{count}" for backend, count in sorted(by_backend.items())]
+    lines += [f"no results  {negative}", f"texts       {num_bytes / 2**20:.1f} MiB, compressed"]
+    if times_s:
+        first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(s)) for s in (min(times_s), max(times_s)))
         lines.append(f"recorded    {first} .. {last}")
     return lines
 
@@ -139,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON", "prune": "delete some"}
     sub = {name: commands.add_parser(name, help=text) for name, text in about.items()}
     for command in sub.values():
-        command.add_argument("file", type=Path, metavar="FILE", help="the cache, SQLite or released JSON")
-    sub["import"].add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="released JSON or SQLite caches")
+        command.add_argument("file", metavar="FILE", help="the cache: SQLite, released JSON, or redis://host:port/db")
+    sub["import"].add_argument("sources", nargs="+", metavar="SOURCE", help="released JSON or other caches")
     sub["export"].add_argument("target", type=Path, metavar="JSON")
     sub["prune"].add_argument("--older-than-days", type=float, default=0.0, metavar="N", help="recorded that long ago")
     sub["prune"].add_argument("--backend", default="", help="only what this backend answered (import = imported)")
@@ -160,11 +180,12 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     elif args.command == "export":
         print(f"{write_released(cache, args.target)} entries written to {args.target}")
     elif args.command == "prune":
-        conditions = {"older_than_days": args.older_than_days, "backend": args.backend, "no_results": args.no_results}
-        print(f"{prune(cache, **conditions)} entries deleted")
+        older_than_s = args.older_than_days * 86400
+        num_deleted = cache.prune(older_than_s=older_than_s, backend=args.backend, no_results=args.no_results)
+        print(f"{num_deleted} entries deleted")
     else:
         for source in args.sources:
-            num_new = import_json(cache, source) if source.suffix == ".json" else merge(cache, source)
+            num_new = import_json(cache, Path(source)) if source.endswith(".json") else merge(cache, source)
             print(f"{num_new} new entries from {source}")
     cache.close()
 

@@ -18,7 +18,7 @@ import threading
 import time
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from arpo.config import UserError
@@ -50,6 +50,9 @@ _SCHEMA = f"""
 """
 _INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?)"
 
+Row = tuple[bytes, str, str, bytes, bool, float]
+"""key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
+
 
 def clean_query(argument: str) -> str:
     """A query on one line, at most MAX_QUERY_CHARS, without control characters; nor double quotes, as in the released
@@ -67,34 +70,40 @@ def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:
     return hashlib.sha256(json.dumps([_FORMAT, backend, params, query], sort_keys=True).encode()).digest()
 
 
-def _row(key: bytes, backend: str, query: str, text: str) -> tuple:
+def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
     value = zlib.compress(json.dumps({"query": query, "text": text}).encode())
     return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
+
+
+def unpack(value: bytes) -> tuple[str, str]:
+    """(query as it was recorded, text) of a row's value. Raises zlib.error for a broken one."""
+    entry = json.loads(zlib.decompress(value))
+    return entry["query"], entry["text"]
 
 
 class CacheFile:
     """One cache file, for any number of processes and threads; each thread has a connection of its own."""
 
-    def __init__(self, path: str | Path, *, read_only: bool = False):
-        """Makes a missing file and moves a corrupt one aside, with a warning.
+    def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
+        """Makes a missing file and moves a corrupt one aside, with a warning. `setting` is the field that named it.
 
         Raises UserError for a file on a network file system or of another program; with `read_only` also for a missing,
         corrupt or unreadable one.
         """
-        self.path, self.read_only, self.usable = Path(path), read_only, True
+        self.path, self.read_only, self.usable, self.setting = Path(path), read_only, True, setting
         self._lock = None
         self._immutable = False
         self._local = threading.local()
         self._connections: list[tuple[int, sqlite3.Connection]] = []
         if read_only and not self.path.is_file():
-            raise UserError(f"{self.path}: there is no such search cache; set tools.search.cache to a recorded one")
+            raise UserError(f"{self.path}: there is no such cache; set {setting} to a recorded one")
         try:
             if not read_only:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             if name := network_filesystem(self.path.parent):
                 raise UserError(
                     f"{self.path}: is on {name}, where SQLite cannot share a write-ahead log; "
-                    "set tools.search.cache to a file on a local disk"
+                    f"set {setting} to a file on a local disk"
                 )
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -126,13 +135,13 @@ class CacheFile:
             " created_s = excluded.created_s WHERE negative AND created_s < ?"
         )
         try:
-            self.connection().execute(sql, (*_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S))
+            self.connection().execute(sql, (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S))
         except sqlite3.Error as error:
             self._give_up(error)
 
     def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
         """Add query -> text entries, all or none; the number of new ones. `replace` drops those imported before."""
-        rows = [_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items()]
+        rows = [make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items()]
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             if self.has_imported(source_stat):  # another rank was faster
@@ -148,27 +157,42 @@ class CacheFile:
         stamp = (source_stat.st_size, source_stat.st_mtime_ns)
         return self.connection().execute(sql, stamp).fetchone() is not None
 
-    def entries(self) -> Iterator[tuple[str, str]]:
-        """(query as it was recorded, text), in the order of recording."""
-        for [value] in self.connection().execute("SELECT value FROM entries ORDER BY id"):
-            entry = json.loads(zlib.decompress(value))
-            yield entry["query"], entry["text"]
+    def add(self, rows: Iterable[Row]) -> int:
+        """Add the rows whose keys are new; their number."""
+        with self.connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, in the order of recording."""
+        yield from self.connection().execute(
+            "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
+        )
+
+    def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
+        """Delete the entries that meet all given conditions, and give the space back; the number of deleted ones."""
+        deleted = self.connection().execute(
+            "DELETE FROM entries WHERE created_s <= ? AND (? = '' OR backend = ?) AND (negative OR NOT ?)",
+            (time.time() - older_than_s, backend, backend, no_results),
+        )
+        self.connection().execute("VACUUM")
+        return deleted.rowcount
 
     def _text(self, sql: str, values: tuple) -> str | None:
         if not self.usable:
             return None
         try:
             found = self.connection().execute(sql, values).fetchone()
-            return None if found is None else json.loads(zlib.decompress(found[0]))["text"]
+            return None if found is None else unpack(found[0])[1]
         except (sqlite3.Error, zlib.error) as error:
             self._give_up(error)
         return None
 
     def _give_up(self, error: Exception) -> None:
         if self.read_only:
-            raise UserError(f"{self.path}: cannot read the search cache ({error}); record or import it anew") from None
+            raise UserError(f"{self.path}: cannot read the cache ({error}); record or import it anew") from None
         if self.usable:
-            logger.warning("%s: cannot use the search cache (%s); the run goes on without it", self.path, error)
+            logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
         self.usable = False
 
     def connection(self) -> sqlite3.Connection:
@@ -196,9 +220,7 @@ class CacheFile:
                 self._check(thorough=True)
             elif is_first and not self.read_only and code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 if self.path.suffix not in DATABASE_SUFFIXES:  # a slip in the config must not move the user's data
-                    raise UserError(
-                        f"{self.path}: not a search cache; name it *.sqlite if it is a broken one"
-                    ) from None
+                    raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
                 self._move_aside(error)
                 self._check(thorough=False)
             else:
@@ -232,7 +254,7 @@ class CacheFile:
             connection.executescript(_SCHEMA)
         identity = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
         if identity != [_APPLICATION_ID, _FORMAT]:
-            raise UserError(f"{self.path}: not a search cache of this version; set tools.search.cache to another file")
+            raise UserError(f"{self.path}: not a cache of this version; set {self.setting} to another file")
         if thorough:
             [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
@@ -243,7 +265,7 @@ class CacheFile:
         for ending in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self.path}{ending}").rename(f"{aside}{ending}")
-        logger.warning("%s: corrupt search cache (%s); kept as %s, a new one is begun", self.path, error, aside.name)
+        logger.warning("%s: corrupt cache (%s); kept as %s, a new one is begun", self.path, error, aside.name)
 
     def _disconnect(self) -> None:
         for pid, connection in self._connections:

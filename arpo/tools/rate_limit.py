@@ -3,8 +3,8 @@
 The interface is `RateLimit`: `await limit.acquire()` returns when the next call may start. `LocalRateLimit` counts for
 one process; `RedisRateLimit` for all ranks of all nodes. A client of an API (arpo/tools/http_client.py) takes either.
 
-Both are the same token bucket, kept as one number, the time at which the bucket will be full again (GCRA): a caller takes
-its token at once, and sleeps until the token is there. So callers are served in order, and nobody polls.
+Both are the same token bucket, kept as one number, the time at which the bucket will be full again (GCRA): a caller
+takes its token at once, and sleeps until the token is there. So callers are served in order, and nobody polls.
 """
 
 from __future__ import annotations

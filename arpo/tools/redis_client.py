@@ -11,7 +11,7 @@ from arpo.config import UserError
 if TYPE_CHECKING:
     import redis
 
-SCHEMES = ("redis", "rediss", "unix")
+SCHEMES = ("redis", "rediss")
 PASSWORD_VARIABLE = "ARPO_REDIS_PASSWORD"
 """In the environment only: what stands in a config is dumped with the run."""
 PREFIX = "arpo:"
@@ -21,7 +21,7 @@ CALL_TIMEOUT_S = 20.0
 
 
 def is_redis_url(place: object) -> bool:
-    """True for redis://host:port/db (rediss:// with TLS, unix:///path?db=0); False for a file."""
+    """True for redis://host:port/db (rediss:// with TLS); False for a file."""
     return str(place).partition("://")[0] in SCHEMES and "://" in str(place)
 
 
@@ -47,8 +47,8 @@ def connect(url: str, setting: str) -> redis.Redis:
         client.ping()
     except (redis.RedisError, ValueError, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"{setting}: no Redis server answers at {describe(url)} ({reason}); start it, or name a .sqlite "
-                        "file for a cache per node") from None  # fmt: skip
+        raise UserError(f"{setting}: no Redis server answers at {describe(url)} ({reason}); start it, or change "
+                        "that setting") from None  # fmt: skip
     return client
 
 

@@ -1,0 +1,54 @@
+"""A real redis-server for the time of a test module."""
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HANG_S = 30.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@dataclass
+class RedisServer:
+    port: int
+    process: subprocess.Popen
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+
+@contextmanager
+def redis_server(folder: Path, *arguments: str) -> Iterator[RedisServer]:
+    """Skips the test, with the reason, where redis-server or redis-py is not installed."""
+    redis = pytest.importorskip("redis", reason="the redis package is not installed")
+    if not shutil.which("redis-server"):
+        pytest.skip("redis-server is not installed (apt-get install redis-server)")
+    port = free_port()
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+    with subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + HANG_S
+            while True:
+                try:
+                    redis.Redis(port=port).ping()
+                    break
+                except redis.AuthenticationError:
+                    break
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline and process.poll() is None, "redis-server did not start"
+                    time.sleep(0.02)
+            yield RedisServer(port, process)
+        finally:
+            process.kill()
