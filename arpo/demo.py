@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from arpo import demo_hard, demo_world
 from arpo.config import UserError, exit_with
 from arpo.demo_hard import HardTrace, HardWorld
+from arpo.demo_report import draw, report
 from arpo.demo_world import Demonstrator, Question, Trace, World
 from arpo.protocol import TAGS
 from arpo.tools.bm25 import Bm25Index
@@ -259,23 +260,10 @@ def recall_sequence(words: list[int], num_tokens: int, rng: random.Random) -> li
     return sequence[:num_tokens]
 
 
-# ---- report
-
-EVALUATIONS = {"after SFT": "demo_eval_sft", "after RL": "demo_eval_arpo", "after RL, tools muted": "demo_eval_muted"}
-
-
-def report(runs: Path) -> str:
-    """Accuracy and tool calls before and after RL, and where to look next. Raises UserError for a missing run."""
-    lines = ["| held-out questions, temperature 1 | accuracy [95 %] | tool calls per question |", "|---|---|---|"]
-    for name, run in EVALUATIONS.items():
-        path = runs / run / "scores.json"
-        if not path.exists():
-            raise UserError(f"{path}: no such file; run `make demo`, which ends with this report")
-        s = json.loads(path.read_text())["test"]
-        accuracy = f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
-        lines.append(f"| {name} | {accuracy} | {s['tool_calls']:.2f} |")
-    run = runs / "demo_arpo"
-    return "\n".join([*lines, "", f"reward curve: {run / 'curve.png'}", f"tensorboard --logdir {runs}"])
+def show_report(args: argparse.Namespace) -> None:
+    print(report(args.runs))
+    if args.picture:
+        draw(args.runs, args.picture)
 
 
 def main() -> None:
@@ -287,8 +275,9 @@ def main() -> None:
     command.add_argument("--task", choices=list(TASKS), default="plain", help="hard = results may be ambiguous")
     command.set_defaults(run=lambda args: build(args.out, args.seed, args.task))
     command = commands.add_parser("report", help="print the demo's results")
-    command.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the demo's runs")
-    command.set_defaults(run=lambda args: print(report(args.runs)))
+    command.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders of demo runs, by seed")
+    command.add_argument("--picture", type=Path, help="also draw the reward curves of all folders to this PNG")
+    command.set_defaults(run=show_report)
     args = parser.parse_args()
     try:
         args.run(args)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo import demo
+from arpo import demo, demo_report
 from arpo.config import UserError
 from arpo.demo_world import Demonstrator, World, evaluate, python_result
 from arpo.options import PythonConfig, SearchConfig
@@ -124,11 +124,11 @@ def test_a_number_has_the_same_tokens_wherever_it_stands_and_tags_are_one_token(
 
 def test_the_report_shows_before_and_after_and_names_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"demo_eval_sft/scores\.json: no such file; run `make demo`"):
-        demo.report(tmp_path)
-    for run, accuracy in zip(demo.EVALUATIONS.values(), (0.3, 0.9, 0.0), strict=True):
+        demo_report.report([tmp_path])
+    for run, accuracy in zip(demo_report.EVALUATIONS.values(), (0.3, 0.9, 0.0), strict=True):
         (tmp_path / run).mkdir()
         row = {"accuracy": accuracy, "accuracy_low": accuracy, "accuracy_high": accuracy, "tool_calls": 1.5}
         (tmp_path / run / "scores.json").write_text(json.dumps({"test": row}))
-    text = demo.report(tmp_path)
+    text = demo_report.report([tmp_path])
     assert "| after RL | 0.900 [0.900, 0.900] | 1.50 |" in text
     assert str(tmp_path / "demo_arpo" / "curve.png") in text and f"tensorboard --logdir {tmp_path}" in text
