@@ -37,7 +37,10 @@ return tostring(math.max(0, full_at - now - burst * interval))
 
 class RateLimit(Protocol):
     async def acquire(self) -> None:
-        """Returns when the next call may start. Never raises for a limit that cannot be shared just now."""
+        """Returns when the next call may start. Never raises for a limit that cannot be shared just now.
+
+        A caller that is cancelled while it waits has used up its token; so let only one of many wait at a time.
+        """
         ...
 
 

@@ -30,13 +30,15 @@ def connect(url: str, setting: str) -> redis.Redis:
 
     Raises UserError where redis-py is missing, the address makes no sense, or nobody answers there.
     """
+    if urlsplit(url).password:
+        raise UserError(
+            f"{setting}: {describe(url)} is given with a password, and configs are saved; set it in the environment "
+            f"as {PASSWORD_VARIABLE}"
+        )
     try:
         import redis
     except ImportError:
         raise UserError(f"{setting}: {url} needs the redis package; pip install 'arpo-torch[redis]'") from None
-    if urlsplit(url).password:
-        raise UserError(f"{setting}: {describe(url)} has a password in it; set it in the environment as "
-                        f"{PASSWORD_VARIABLE}, a config is written to disk")  # fmt: skip
     try:
         client = redis.Redis.from_url(
             url,
@@ -47,8 +49,9 @@ def connect(url: str, setting: str) -> redis.Redis:
         client.ping()
     except (redis.RedisError, ValueError, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"{setting}: no Redis server answers at {describe(url)} ({reason}); start it, or change "
-                        "that setting") from None  # fmt: skip
+        raise UserError(
+            f"{setting}: no Redis server answers at {describe(url)} ({reason}); start it, or change that setting"
+        ) from None
     return client
 
 
