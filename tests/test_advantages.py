@@ -92,13 +92,14 @@ def test_a_kl_penalty_comes_off_before_the_group_is_compared_and_leaves_the_rewa
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
 
 
-# (id, parent, fork_at, number of tokens, advantage); "0.0" forks twice off the same parent's tokens, "0.0.0" off a
-# branch, "0.2" before the first branch did, and "0.3" broke: it teaches nothing, though "0.3.0" shares its tokens
+# (id, parent, fork_at, number of tokens, advantage). "0.0.0" forks off a branch, "0.0.1" within what that branch has
+# from "0", "0.2" before the first branch did; "0.3" broke: it teaches nothing, though "0.3.0" shares its tokens.
 TREE = [
     ("0", None, 0, 6, 1.0),
     ("0.0", "0", 3, 7, -2.0),
     ("0.1", "0", 5, 6, 0.5),
     ("0.0.0", "0.0", 5, 8, 3.0),
+    ("0.0.1", "0.0", 2, 5, 0.1),
     ("0.2", "0", 2, 4, -1.5),
     ("0.3", "0", 4, 9, None),
     ("0.3.0", "0.3", 6, 7, 0.25),

@@ -28,6 +28,7 @@ def test_gradient_of_a_token_is_as_published(ratio, advantage, ppo, aepo):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "gspo", "cispo", "reinforce"),
     [
+        (1.1, 1, -1.1, -1.1, -1),
         (1.5, 1, 0, -1.2, -1),
         (4, 1, 0, -1.2, -1),
         (0.5, 1, -0.5, -0.8, -1),

@@ -1,0 +1,78 @@
+"""Two steps of train_rl.py on two ranks with each algorithm, every part real: it runs, and its numbers are finite.
+
+The world is that of test_end_to_end.py. What the algorithms compute is tested in test_losses.py and test_update.py.
+"""
+
+import functools
+import math
+
+import pytest
+from ranks import run_ranks
+from test_end_to_end import world  # noqa: F401 (a fixture)
+
+import train_rl
+from arpo.config import load_config
+from arpo.log import read_metrics
+
+SHORT = ["--run.num_steps", "2", "--run.validate_every", "0", "--run.save_every", "0", "--run.save_hf", "False"]
+ALGORITHMS = {
+    "gspo": ["--loss.kind", "gspo", "--loss.aggregation", "sequence_mean_token_mean", "--advantage.tree", "hard",
+             "--loss.kl_coefficient", "0.1", "--loss.reference", "@WORLD@/model", "--loss.offload_reference", "True"],
+    "cispo": ["--loss.kind", "cispo", "--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "0.01",
+              "--loss.entropy_balanced_advantage", "True"],
+    "reinforce": ["--loss.kind", "reinforce", "--loss.rollout_correction", "mis", "--loss.kl_coefficient", "0.1",
+                  "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
+    "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
+            "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
+}  # fmt: skip
+
+
+def train(_, argv: list[str]) -> None:
+    train_rl.main(load_config(train_rl.RLConfig, argv))
+
+
+def metrics_of_run(world, run: str, algorithm: str, *flags: str) -> list[dict[str, float]]:  # noqa: F811
+    chosen = [flag.replace("@WORLD@", str(world)) for flag in ALGORITHMS[algorithm]]
+    run_ranks(2, train, [str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen, *flags])
+    return read_metrics(world / "runs" / run)
+
+
+@pytest.fixture(scope="module")
+def metrics_of(world):  # noqa: F811
+    """algorithm -> the metrics of its steps; each is run once."""
+    return functools.cache(lambda algorithm: metrics_of_run(world, algorithm, algorithm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
+    rows = metrics_of(name)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[1]["optim/grad_norm"] > 0 and rows[1]["mismatch/abs"] < 1e-4
+
+
+@pytest.mark.slow
+def test_the_reference_is_the_policy_before_training(metrics_of):
+    """So a KL measured before the first update is 0, and later it is not."""
+    assert [row["loss/kl"] > 0 for row in metrics_of("gspo")] == [True, True]
+    before, later = metrics_of("reinforce")
+    assert before["reward/kl_penalty"] == pytest.approx(0, abs=1e-6) < later["reward/kl_penalty"]
+
+
+@pytest.mark.slow
+def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
+    warmup, after = metrics_of("ppo")
+    assert "loss/policy" not in warmup and "loss/policy" in after
+    assert after["critic/loss"] > 0 and abs(after["critic/value"] - after["critic/return"]) < abs(
+        warmup["critic/value"] - warmup["critic/return"]
+    )
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_of, world):  # noqa: F811
+    whole = metrics_of("ppo")[1]
+    metrics_of_run(world, "cut", "ppo", "--run.num_steps", "1")
+    resumed = metrics_of_run(world, "cut", "ppo")[1]
+    for name in ("reward/mean", "critic/loss", "critic/grad_norm", "optim/grad_norm", "loss/policy", "loss/entropy"):
+        assert resumed[name] == whole[name], name
