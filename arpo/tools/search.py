@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import sqlite3
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from arpo.tools.base import ToolResult
 from arpo.tools.bm25 import Bm25Index
 from arpo.tools.cache import open_cache
 from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query
+from arpo.tools.http_policy import BreakerOpen
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_S = 30.0
 EMPTY_QUERY = "Error: the search query is empty. Write what to look for between <search> and </search>."
 UNAVAILABLE = "Error: search is unavailable."
 NOT_RECORDED = "Error: there is no recorded result for this query. Try other words."
@@ -54,7 +55,7 @@ class LocalBackend:
         for name in ("top_k", "max_passage_chars"):
             if getattr(cfg, name) < 1:
                 raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
-        self.top_k, self.max_passage_chars = cfg.top_k, cfg.max_passage_chars
+        self.top_k, self.max_passage_chars, self.deadline_s = cfg.top_k, cfg.max_passage_chars, cfg.deadline_s
         self.index = Bm25Index(cfg.corpus)
         self.params = {
             "corpus_sha256": self.index.corpus_sha256,
@@ -63,24 +64,35 @@ class LocalBackend:
         }
 
     async def search(self, query: str) -> str:
-        passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=DEADLINE_S)
+        passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)
         return format_passages(passages, self.max_passage_chars)
 
     async def aclose(self) -> None:
         self.index.close()
 
 
-BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {"local": LocalBackend}
+def _over_the_network(cfg: SearchConfig) -> Backend:
+    from arpo.tools.search_http import HttpBackend
+
+    return HttpBackend(cfg)
+
+
+BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
+    "local": LocalBackend,
+    "http": _over_the_network,
+    "brightdata": _over_the_network,
+    "serper": _over_the_network,
+}
 """By name. `replay` is none of them: it has nothing but the cache."""
 
 
-def _open_cache(cfg: SearchConfig, *, replays: bool) -> CacheFile | None:
+def _open_cache(cfg: SearchConfig) -> CacheFile | None:
     """None where the config wants no cache. Raises UserError for a replay of nothing."""
     if cfg.mode == "live" and cfg.backend == "replay":
         raise UserError(
             "tools.search.mode live ignores the cache, and backend replay has nothing else; set mode replay"
         )
-    if replays and not cfg.cache:
+    if cfg.replays and not cfg.cache:
         setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
         raise UserError(
             f"tools.search.cache is empty, and {setting} reads it; set it to a .sqlite or released .json cache, "
@@ -88,7 +100,7 @@ def _open_cache(cfg: SearchConfig, *, replays: bool) -> CacheFile | None:
         )
     if cfg.mode == "live" or not cfg.cache:
         return None
-    return open_cache(cfg.cache, read_only=replays)
+    return open_cache(cfg.cache, read_only=cfg.replays)
 
 
 class SearchTool:
@@ -99,10 +111,11 @@ class SearchTool:
     def __init__(self, cfg: SearchConfig):
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
         if cfg.backend != "replay" and cfg.backend not in BACKENDS:
-            raise UserError(f"tools.search.backend: no backend {cfg.backend!r}; use replay, {', '.join(BACKENDS)}")
+            [close, *_] = [*difflib.get_close_matches(cfg.backend, ["replay", *BACKENDS], n=1), ""]
+            hint = f"did you mean {close}?" if close else f"use replay, {', '.join(BACKENDS)}"
+            raise UserError(f"tools.search.backend: no backend {cfg.backend!r}; {hint}")
         self.cfg = cfg
-        self.replays = cfg.backend == "replay" or cfg.mode in ("replay", "replay_strict")
-        self.cache = _open_cache(cfg, replays=self.replays)
+        self.cache = _open_cache(cfg)
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
@@ -120,15 +133,17 @@ class SearchTool:
         recorded = await asyncio.to_thread(self._recorded, query) if self.cache else None
         if recorded is not None:
             return ToolResult(recorded, ok=True, cached=True)
-        if self.replays:
+        if self.cfg.replays:
             if self.cfg.mode == "replay_strict":
                 raise UserError(f"{self.cfg.cache}: no recorded result for {query!r}; record it, or set mode replay")
             return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
         try:
             text = await self.backend.search(query)
         except TimeoutError:
-            message = f"Error: search gave no answer within {DEADLINE_S:g} s."
+            message = f"Error: search gave no answer within {self.cfg.deadline_s:g} s."
             return ToolResult(message, ok=False, error_kind="timeout", infra_error=True)
+        except BreakerOpen:  # said once, when it opened
+            return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
         except (OSError, sqlite3.Error) as error:
             logger.warning("search failed: %s", error)
             return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
