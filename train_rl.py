@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 8 train_rl.py configs/arpo_7b.yaml --model.path runs/sft_7b/hf
 
-A step, top to bottom in `main`: rollout -> reward -> logprobs -> advantage -> update -> weight sync -> validate, log,
-save.
+A step, top to bottom in `main`:
+rollout -> reward -> logprobs -> advantage -> update -> weight sync -> validate -> log -> save.
 Every rank samples its share of the prompts with its own vLLM engine and trains its share of the tokens with FSDP2.
 """
 
@@ -176,7 +176,9 @@ def main(cfg: RLConfig) -> None:
         # ---- rollout and reward
         with timers("rollout"):
             prompts = [train_prompts[i] for i in order.indices(step - 1)]
+            num_prefilled = engine.stats.prefilled_tokens
             groups = sample(prompts, cfg.rollout, cfg.branching, step, f"step {step} rollout")
+            metrics.sum("tokens/prefilled", engine.stats.prefilled_tokens - num_prefilled)
             engine.sleep()
         metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
 

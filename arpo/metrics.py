@@ -1,6 +1,6 @@
 """What a rollout came to, in numbers. Each name is defined in the README's metric table.
 
-Every rank holds all trajectories of a step when this is called, so nothing here is a sample of one rank.
+Every rank counts its share of the groups; merged over ranks (`Ranks.reduce_metrics`) they are numbers of all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ def rollout_metrics(groups: list[Group]) -> Metrics:
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.reward is not None]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
+        m.mean("group/effective_size", sum(t.stop_reason != StopReason.ERROR for t in group.trajectories))
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
         for trajectory in group.trajectories:
             _trajectory(m, trajectory)

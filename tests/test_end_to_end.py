@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,14 @@ def test_the_mean_reward_rises(trained):
 def test_rollout_and_trainer_agree_on_the_logprobs_in_every_step(trained):
     """Only true if weight sync, masks, packing and the engine's logprobs are all right."""
     assert all(row["mismatch/abs"] < 1e-4 for row in read_metrics(trained) if row["step"] > 0)
+
+
+@pytest.mark.slow
+def test_every_logged_metric_is_defined_in_the_readme(trained):
+    table = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    defined = [name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.partition(" | ")[0])]
+    logged = {name for row in read_metrics(trained) for name in row} - {"step"}
+    assert [name for name in sorted(logged) if not any(fnmatch(name, pattern) for pattern in defined)] == []
 
 
 @pytest.mark.slow
