@@ -208,7 +208,8 @@ class SearchConfig:
     max_results: int = 10
     """brightdata, serper: results per query, at most."""
     requests_per_second: float = 50.0
-    """http, brightdata, serper: limit over all ranks, each has an equal share; 0 = none."""
+    """http, brightdata, serper: limit over all ranks: kept in the Redis server if `cache` is one, else each rank has an
+    equal share; 0 = none."""
     max_concurrent: int = 32
     """http, brightdata, serper: requests under way at the same time, per rank."""
     deadline_s: float = 30.0

@@ -4,12 +4,12 @@ import asyncio
 import json
 import logging
 import os
-import random
-import re
+import time
 import traceback
 
 import pytest
 from forked import in_processes
+from redis_server import redis_server
 from web_service import (
     FakeTime,
     WebService,
@@ -26,10 +26,10 @@ from web_service import (
 from arpo.config import UserError, load_config, save_config
 from arpo.options import SearchConfig
 from arpo.tools.base import ToolRunner
-from arpo.tools.http_client import HttpClient, Unavailable, proxy_of
-from arpo.tools.http_policy import BreakerOpen, HttpPolicy, Throttle
+from arpo.tools.http_client import proxy_of
+from arpo.tools.rate_limit import RedisRateLimit
 from arpo.tools.search import BACKENDS, NO_RESULTS, UNAVAILABLE, SearchTool
-from arpo.tools.search_http import HttpBackend
+from arpo.tools.search_http import HttpBackend, rate_limit_of
 from train_rl import RLConfig
 
 KEY = "sk-very-secret-0123456789"
@@ -77,30 +77,10 @@ def impatient(monkeypatch, fake_time):
         monkeypatch.setitem(BACKENDS, name, lambda cfg: HttpBackend(cfg, time_source=fake_time.source()))
 
 
-class Posts:
-    """A client of the server, asked from one event loop after the other as the tests of it need."""
-
-    def __init__(self, service: WebService, fake_time: FakeTime, **policy):
-        self.service, self.time = service, fake_time
-        self.policy = HttpPolicy(**{"deadline_s": 20.0, **policy})
-        self.client = self.make()
-
-    def make(self) -> HttpClient:
-        return HttpClient(
-            "service", self.service.url, self.policy, secret=KEY, time_source=self.time.source(), rng=random.Random(0)
-        )
-
-    def post(self, count: int = 1) -> list:
-        """`count` calls at the same time; answers, or the exceptions."""
-
-        async def all_of_them():
-            calls = (self.client.post({"n": n}, lambda tree: tree) for n in range(count))
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            await self.client.aclose()
-            self.client._session = None  # the next loop's
-            return outcomes
-
-        return asyncio.run(all_of_them())
+@pytest.fixture
+def unprobed(monkeypatch):
+    """As on a rank that does not ask the service at the start."""
+    monkeypatch.setenv("RANK", "1")
 
 
 # ---- what is sent, and what comes back
@@ -242,62 +222,22 @@ def test_a_json_answer_of_another_content_type_is_read(service):
     assert ask(SearchTool(retriever(service)), "q").text == "Page 1: found"
 
 
-def test_pauses_are_random_and_their_bound_doubles_up_to_a_cap(service, fake_time):
-    posts = Posts(service, fake_time, deadline_s=1000.0, max_tries=9)
-    service.then(says("", 500))
-    [error] = posts.post()
-    bounds = [0.5, 1, 2, 4, 8, 16, 20, 20]
-    assert isinstance(error, Unavailable) and len(fake_time.slept) == 8
-    assert all(0 <= slept <= bound for slept, bound in zip(fake_time.slept, bounds, strict=True))
-    policy, rng = HttpPolicy(), random.Random(1)
-    draws = [policy.backoff_s(3, rng) for _ in range(1000)]
-    assert min(draws) < 0.1 and max(draws) > 1.9 and max(draws) <= 2
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_is_obeyed_by_every_call(service, fake_time, status):
-    posts = Posts(service, fake_time)
-    service.then(says("", status, Retry_After="7"), says("ok", 200))
-    service.plan[1:] = [says({"ok": 1})]
-    assert posts.post(count=3) == [{"ok": 1}] * 3
-    assert fake_time.now_s - 1000.0 >= 7
-
-
-@pytest.mark.parametrize(
-    ("header", "pause_s"),
-    [("7", 7), ("0", 0), ("-3", 0), ("100000", 60), ("inf", 60), ("nan", None), ("soon", None), ("", None),
-     (None, None), ("Thu, 01 Jan 1970 00:01:50 GMT", 10), ("Thu, 01 Jan 1970 00:00:00 GMT", 0)],
-)  # fmt: skip
-def test_retry_after_is_seconds_or_a_date_and_capped(header, pause_s):
-    assert HttpPolicy().retry_after_s(header, wall_clock_s=100.0) == pause_s
-
-
-def test_a_pause_past_the_deadline_is_not_waited_for(service, fake_time):
-    posts = Posts(service, fake_time, deadline_s=10.0)
-    service.then(says("", 429, Retry_After="3600"))
-    [error] = posts.post()
-    assert isinstance(error, Unavailable) and "HTTP 429" in str(error)
-    assert fake_time.slept == [] and len(service.requests) == 1
-
-
 @pytest.mark.parametrize("hangs", [never, slowly])
-def test_a_service_that_hangs_is_given_up_at_the_deadline(service, hangs):
-    tool = SearchTool(retriever(service, deadline_s=0.4))
+def test_a_service_that_hangs_is_given_up_at_the_deadline(service, unprobed, hangs):
     service.then(hangs)
-    result = ask(tool, "q")
+    result = ask(SearchTool(retriever(service, deadline_s=0.4)), "q")
     assert (result.text, result.error_kind) == ("Error: search gave no answer within 0.4 s.", "timeout")
-    assert result.infra_error and not result.ok and 1 <= len(service.requests) <= 2
+    assert result.infra_error and not result.ok and len(service.requests) <= 2
 
 
-def test_the_deadline_includes_waiting_for_a_turn(service):
-    tool = SearchTool(retriever(service, deadline_s=0.4, max_concurrent=1))
+def test_the_deadline_includes_waiting_for_a_turn(service, unprobed):
     service.then(never)
-    results = ask(tool, *"abcdef")
+    results = ask(SearchTool(retriever(service, deadline_s=0.4, max_concurrent=1)), *"abcdef")
     assert {r.error_kind for r in results} == {"timeout"} and len(service.requests) <= 2 * 2
 
 
 def test_a_call_that_hangs_once_is_answered_by_its_second_try(service, impatient):
-    tool = SearchTool(retriever(service, deadline_s=1.0))
+    tool = SearchTool(retriever(service, deadline_s=3.0))
     service.then(never, found("late"))
     assert ask(tool, "q").text == "Page 1: late"
 
@@ -320,77 +260,7 @@ def test_32_identical_queries_at_once_are_one_request(service):
     assert {r.text for r in ask(tool, *["otter"] * 32)} == {"Page 1: otters swim"} and len(service.requests) == 1
 
 
-# ---- failures of many calls
-
-
-def test_the_breaker_opens_and_recovers(service, fake_time, caplog):
-    posts = Posts(service, fake_time, max_tries=1)
-    service.then(says("", 500))
-    assert all(type(e) is Unavailable for e in posts.post(count=20))
-    assert type(posts.post()[0]) is BreakerOpen and len(service.requests) == 20
-
-    fake_time.now_s += 15.0
-    first, *others = posts.post(count=5)
-    assert type(first) is Unavailable and {type(e) for e in others} == {BreakerOpen} and len(service.requests) == 21
-
-    fake_time.now_s += 29.0
-    assert type(posts.post()[0]) is BreakerOpen
-    service.then(says({"ok": 1}))
-    fake_time.now_s += 1.0
-    assert posts.post() == [{"ok": 1}] and posts.post(count=3) == [{"ok": 1}] * 3
-    assert [r.getMessage() for r in caplog.records if r.name == "arpo.tools.http_policy"] == [
-        "service: 20 of 20 calls failed; no calls for 15 s",
-        "service: still down; no calls for 30 s",
-        "service: is back",
-    ]
-
-
-def test_the_pause_between_probes_is_five_minutes_at_most(service, fake_time, caplog):
-    posts = Posts(service, fake_time, max_tries=1)
-    service.then(says("", 500))
-    posts.post(count=20)
-    for _ in range(7):
-        fake_time.now_s += 300.0
-        posts.post()
-    assert re.findall(r"for (\d+) s", caplog.text) == ["15", "30", "60", "120", "240", "300", "300", "300"]
-
-
-def test_half_of_the_calls_may_fail_and_old_failures_are_forgotten(service, fake_time):
-    posts = Posts(service, fake_time, max_tries=1)
-    service.then(*[says({"ok": 1}), says("", 500)] * 15)
-    assert [type(posts.post()[0]) for _ in range(30)] == [dict, Unavailable] * 15
-    fake_time.now_s += 31.0
-    service.then(says("", 500))
-    assert {type(o) for o in posts.post(count=19)} == {Unavailable}
-    assert {type(o) for o in posts.post(count=1)} == {Unavailable}
-    assert {type(o) for o in posts.post(count=1)} == {BreakerOpen}
-
-
-def test_calls_in_the_queue_are_let_go_when_the_breaker_opens(service, fake_time):
-    posts = Posts(service, fake_time, max_tries=1, max_concurrent=1)
-    service.then(says("", 500))
-    outcomes = posts.post(count=50)
-    assert [type(o) for o in outcomes] == [Unavailable] * 20 + [BreakerOpen] * 30 and len(service.requests) == 20
-
-
-def test_a_cancelled_probe_leaves_the_way_free_for_the_next(service, fake_time):
-    posts = Posts(service, fake_time, max_tries=1)
-    service.then(says("", 500))
-    posts.post(count=20)
-    fake_time.now_s += 15.0
-    service.then(never, says({"ok": 1}))
-
-    async def cancel_the_probe_and_try_again():
-        probe = asyncio.create_task(posts.client.post({}, lambda tree: tree))
-        while not service.requests:
-            await asyncio.sleep(0.005)
-        probe.cancel()
-        await asyncio.wait([probe])
-        answer = await posts.client.post({}, lambda tree: tree)
-        await posts.client.aclose()
-        return probe.cancelled(), answer
-
-    assert asyncio.run(cancel_the_probe_and_try_again()) == (True, {"ok": 1})
+# ---- limits and outages
 
 
 def test_with_the_service_down_the_model_reads_nothing_and_the_calls_are_flagged(service, impatient):
@@ -398,9 +268,6 @@ def test_with_the_service_down_the_model_reads_nothing_and_the_calls_are_flagged
     service.stop()
     results = ask(tool, *(f"q{n}" for n in range(40)))
     assert {(r.text, r.infra_error, r.ok, r.error_kind) for r in results} == {(UNAVAILABLE, True, False, "unavailable")}
-
-
-# ---- limits
 
 
 def test_no_more_requests_than_allowed_are_under_way(service):
@@ -424,34 +291,14 @@ def test_two_ranks_together_stay_below_the_limit(service):
     assert len(times) <= 40.0 * span_s + 4, times
 
 
-def test_too_many_requests_halve_the_rate_which_recovers(fake_time):
-    class Counting:
-        taken = 0
-
-        async def acquire(self) -> None:
-            self.taken += 1
-
-    limit = Counting()
-
-    async def tokens(throttle: Throttle) -> int:
-        before = limit.taken
-        await throttle.acquire()
-        return limit.taken - before
-
-    async def story() -> list:
-        throttle = Throttle(limit, fake_time.source())
-        seen = [await tokens(throttle)]
-        for _ in range(30):  # the answers to one burst
-            throttle.slow_down(5.0)
-        seen.append(await tokens(throttle))
-        for _ in range(9):
-            throttle.slow_down(0.5)
-            await fake_time.sleep(0.5)
-        seen.append(await tokens(throttle))
-        fake_time.now_s += 61.0
-        return [*seen, await tokens(throttle)]
-
-    assert asyncio.run(story()) == [1, 2, 8, 1] and fake_time.slept[0] == 5.0
+def test_a_cache_in_redis_holds_the_limit_of_all_nodes_too(service, tmp_path):
+    with redis_server(tmp_path) as redis:
+        cfg = retriever(service, mode="record", cache=redis.url, requests_per_second=40.0)
+        tool = SearchTool(cfg)
+        started_s = time.monotonic()
+        assert {r.ok for r in ask(tool, *(f"q{n}" for n in range(8)))} == {True}
+        assert max(r.at_s for r in service.requests) - started_s > 0.99 * 7 / 40.0
+        assert isinstance(rate_limit_of(cfg), RedisRateLimit)
 
 
 # ---- keys
@@ -467,19 +314,19 @@ def everything_said_by(error: BaseException | None) -> str:
 
 @pytest.mark.parametrize("backend", ["brightdata", "serper"])
 @pytest.mark.parametrize("answer", [says(f"bad key {KEY}", 500), says(f'["{KEY}"', 200), no_http_at_all, resets, never])
-def test_a_key_is_in_no_log_and_no_exception(service, caplog, backend, answer):
+def test_a_key_is_in_no_log_and_no_exception(service, unprobed, impatient, caplog, backend, answer):
     caplog.set_level(logging.DEBUG)
-    service.then(says({"organic": []}), answer)
-    cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", deadline_s=0.25)
+    service.then(answer)
+    deadline_s = 0.3 if answer is never else 20.0
+    cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", deadline_s=deadline_s)
     tool = SearchTool(cfg)
-    result = ask(tool, "q")
 
-    async def fail() -> BaseException:
-        [error] = await asyncio.gather(HttpBackend(cfg).search("q"), return_exceptions=True)
-        return error
+    async def fail() -> list:
+        outcomes = await asyncio.gather(tool.run("q"), tool.backend.search("q"), return_exceptions=True)
+        await tool.aclose()
+        return outcomes
 
-    service.then(says({"organic": []}), answer)
-    error = asyncio.run(fail())
+    result, error = asyncio.run(fail())
     assert isinstance(error, OSError) and result.infra_error
     assert any(KEY in str(request.headers) for request in service.requests)
     assert KEY not in caplog.text + everything_said_by(error) + repr(result) + repr(tool) + repr(tool.backend)

@@ -113,9 +113,10 @@ class HttpClient:
         raise Unavailable(f"{self._name}: {outcome.reason} (tried {call.num_tries} x)")
 
     async def aclose(self) -> None:
-        """Safe to call twice."""
-        if self._session is not None:
-            await self._session.close()
+        """Safe to call twice; a later call would make a new session."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     def _tell_breaker(self, call: _Call, outcome: _Answer | _Failure | None) -> None:
         """None: cut short, by the deadline or by the caller; a call that was not even sent accuses nobody."""

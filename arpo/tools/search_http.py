@@ -183,6 +183,8 @@ class HttpBackend:
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.aclose()
+        if isinstance(self._limit, RedisRateLimit):
+            self._limit.close()
 
     def _make_client(self, key: str) -> HttpClient:
         what = f"the service refuses the key in {self._service.key_variable}" if key else "the service refuses access"
