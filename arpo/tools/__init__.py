@@ -10,9 +10,9 @@ from arpo.tools.base import Tool
 
 
 def _python(cfg: ToolsConfig) -> Tool:
-    from arpo.tools.python import PythonTool
+    from arpo.tools.python_cache import make_python
 
-    return PythonTool(cfg.python)
+    return make_python(cfg.python)
 
 
 def _search(cfg: ToolsConfig) -> Tool:

@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from arpo.config import UserError
 from arpo.options import PythonConfig
 from arpo.tools.base import ToolResult
+from arpo.tools.node_slots import NodeSlots
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
+from arpo.tools.sandbox.interpreter import Interpreter, named_interpreter
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
@@ -28,8 +30,11 @@ class PythonTool:
     tag = "python"
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests)."""
+        """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for
+        an interpreter that cannot be used."""
         self.cfg = cfg
+        self.interpreter = interpreter_of(cfg)
+        self._slots = NodeSlots("python", cfg.max_concurrent_per_node) if cfg.max_concurrent_per_node else None
         limits = CallLimits(
             wall_s=cfg.wall_s,
             cpu_s=cfg.cpu_s,
@@ -38,7 +43,9 @@ class PythonTool:
             kept_output_bytes=max(CallLimits.kept_output_bytes, 4 * cfg.max_output_chars),  # UTF-8: up to 4 per char
         )
         try:
-            self.sandbox = Sandbox(limits, tier=tier, allow_unsafe=cfg.allow_unsafe, grace_s=grace_s)
+            self.sandbox = Sandbox(
+                limits, interpreter=self.interpreter, tier=tier, allow_unsafe=cfg.allow_unsafe, grace_s=grace_s
+            )
         except SandboxUnavailable as error:
             raise UserError(
                 f"tools.python: no isolation for model-written code on this machine ({error}); allow user namespaces "
@@ -51,11 +58,18 @@ class PythonTool:
     async def run(self, argument: str) -> ToolResult:
         """Run one call. Never raises for what the code does; `infra_error` where the sandbox itself failed."""
         code = strip_fences(argument)
-        refusal = self._refusal(code)
+        refusal = refuse(code)
         if refusal:
             return refusal
-        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self.sandbox.run, code)
+        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code)
         return self._result(reply)
+
+    def _run(self, code: str) -> Reply:
+        """Waits for a place on this machine, in a thread of ours; that counts against no limit of the call."""
+        if self._slots is None:
+            return self.sandbox.run(code)
+        with self._slots.take():
+            return self.sandbox.run(code)
 
     async def aclose(self) -> None:
         """End the host; calls that still run end with infra_error."""
@@ -63,20 +77,9 @@ class PythonTool:
 
     def _close(self) -> None:
         self.sandbox.close()
+        if self._slots:
+            self._slots.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _refusal(self, code: str) -> ToolResult | None:
-        """What no interpreter would take; None for code that may run."""
-        try:
-            too_long = len(code.encode()) > MAX_CODE_BYTES
-        except UnicodeEncodeError:  # a lone surrogate
-            too_long, code = False, "\0"
-        if too_long:
-            return ToolResult("SyntaxError: the code is too long", ok=False, error_kind="code_too_long")
-        if "\0" in code:
-            text = "SyntaxError: the code contains a character that no source may have"
-            return ToolResult(text, ok=False, error_kind="bad_code")
-        return None
 
     def _result(self, reply: Reply) -> ToolResult:
         if reply.status == "sandbox_error":
@@ -110,6 +113,30 @@ class PythonTool:
         if reply.status == "signal":
             return f"The process died of signal {-(reply.exit_code or 0)}"
         return reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+
+
+def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
+    """The interpreter that the config names; None for this one. Raises UserError for one that cannot be used."""
+    if not cfg.interpreter:
+        return None
+    try:
+        return named_interpreter(cfg.interpreter)
+    except ValueError as error:
+        raise UserError(f"tools.python.interpreter: {cfg.interpreter} {error}") from None
+
+
+def refuse(code: str) -> ToolResult | None:
+    """The answer to what no interpreter would take; None for code that may run."""
+    try:
+        too_long = len(code.encode()) > MAX_CODE_BYTES
+    except UnicodeEncodeError:  # a lone surrogate
+        too_long, code = False, "\0"
+    if too_long:
+        return ToolResult("SyntaxError: the code is too long", ok=False, error_kind="code_too_long")
+    if "\0" in code:
+        text = "SyntaxError: the code contains a character that no source may have"
+        return ToolResult(text, ok=False, error_kind="bad_code")
+    return None
 
 
 def shorten(text: str, max_chars: int) -> str:

@@ -7,6 +7,7 @@ import threading
 
 from . import selftest, wire
 from .host_process import HostProcess, SandboxUnavailable, Tier
+from .interpreter import Interpreter
 from .limits import CallLimits
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
@@ -22,10 +23,16 @@ class Sandbox:
     """Runs code in forks of one jailed host process. Thread-safe."""
 
     def __init__(
-        self, limits: CallLimits, *, tier: Tier | None = None, allow_unsafe: bool = False, grace_s: float = GRACE_S
+        self,
+        limits: CallLimits,
+        *,
+        interpreter: Interpreter | None = None,
+        tier: Tier | None = None,
+        allow_unsafe: bool = False,
+        grace_s: float = GRACE_S,
     ):
         """Start the host in `tier`, or in the best that this machine allows. Raises SandboxUnavailable."""
-        self.limits, self.grace_s, self.num_restarts = limits, grace_s, 0
+        self.limits, self.interpreter, self.grace_s, self.num_restarts = limits, interpreter, grace_s, 0
         self._lock = threading.Lock()
         self._closed = False
         tiers = (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING
@@ -45,7 +52,7 @@ class Sandbox:
 
     def _start(self, tier: Tier) -> HostProcess:
         """A host whose jail has been tried. A jail that leaks is worse than none: everybody would trust it."""
-        host = HostProcess(tier, self.limits)
+        host = HostProcess(tier, self.limits, self.interpreter)
         if tier == "none":
             return host
         with selftest.Canaries() as canaries:

@@ -1,6 +1,6 @@
 """The host: jails itself once, loads numpy and sympy, then forks a supervisor per call and does nothing else.
 
-Command: `python -s -S -P -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). Its settings are the first message there.
+Command: `python -s -S -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). Its settings are the first message there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import types
 from typing import NoReturn
 
+from . import syscalls as kernel
 from .folder import FolderJail
 from .jail import Jail
 from .landlock import LandlockJail
@@ -49,7 +50,7 @@ def main(control_fd: int) -> NoReturn:
     """Serve until the trainer is gone. A machine that cannot carry the wanted tier is reported, not worked around."""
     control = socket.socket(fileno=control_fd)
     settings = json.loads(control.recv(1 << 16))
-    trainer = os.pidfd_open(settings["trainer_pid"])
+    trainer = kernel.pidfd_open(settings["trainer_pid"])
     if os.getppid() != settings["trainer_pid"]:  # it died meanwhile, and its number may be someone else's
         os._exit(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

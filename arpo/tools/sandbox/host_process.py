@@ -9,22 +9,21 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 from . import wire
 from .folder import remove_tree
 from .host import ENVIRONMENT
+from .interpreter import PACKAGE_PARENT, Interpreter, own_interpreter
 from .limits import CallLimits
 
 Tier = Literal["namespaces", "landlock", "none"]
 BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import sandbox.host; del sys.path[0]; "
-    "sandbox.host.main(int(sys.argv[2]))"
+    "import sys; sys.path[0] = sys.argv[1]; import sandbox.host; del sys.path[0]; sandbox.host.main(int(sys.argv[2]))"
 )
+"""The first entry of sys.path is the current folder; -P, which leaves it out, is younger than Python 3.9."""
 START_TIMEOUT_S = 120.0
 """numpy and sympy from a cold network file system."""
 
@@ -36,14 +35,14 @@ class SandboxUnavailable(Exception):
 class HostProcess:
     """One jailed host, spawned fresh: a fork would take the trainer's memory, threads and files into the jail."""
 
-    def __init__(self, tier: Tier, limits: CallLimits):
-        """Raises SandboxUnavailable where the machine does not allow this tier."""
+    def __init__(self, tier: Tier, limits: CallLimits, interpreter: Interpreter | None = None):
+        """On this Python, or on `interpreter`. Raises SandboxUnavailable where the machine does not allow this tier."""
+        interpreter = interpreter or own_interpreter()
         self.base: str | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # No -E: PYTHONHASHSEED must count, and the environment is ours. -S: a .pth file (an editable install, say) runs
-        # code and shows the repository; -s -P: no user site, no current folder; -B: writes nothing.
-        package = str(Path(__file__).resolve().parents[1])
-        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, package, str(theirs.fileno())]
+        # code and shows the repository; -s: no user site; -B: writes nothing.
+        command = [interpreter.executable, "-s", "-S", "-B", "-c", BOOT, PACKAGE_PARENT, str(theirs.fileno())]
         with tempfile.TemporaryFile() as stderr:
             self._process = subprocess.Popen(
                 command,
@@ -56,7 +55,7 @@ class HostProcess:
                 start_new_session=True,
             )
             theirs.close()
-            answer = self._introduce(tier, limits)
+            answer = self._introduce(tier, limits, interpreter)
             stderr.seek(0)
             last_words = stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         self.base = answer.get("base")
@@ -68,14 +67,13 @@ class HostProcess:
         self.missing: list[str] = answer["missing"]
         """Modules that were to be preloaded but are not installed."""
 
-    def _introduce(self, tier: Tier, limits: CallLimits) -> dict:
-        installed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
         settings = {
             "tier": tier,
             "limits": asdict(limits),
             "trainer_pid": os.getpid(),
-            "prefixes": [sys.prefix, sys.exec_prefix],
-            "import_paths": [path for path in installed if os.path.isdir(path)],
+            "prefixes": interpreter.prefixes,
+            "import_paths": interpreter.import_paths,
         }
         self._control.settimeout(START_TIMEOUT_S)
         try:

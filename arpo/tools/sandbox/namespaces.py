@@ -64,7 +64,7 @@ class NamespaceJail:
         self.has_proc = _mount_proc(root + "/proc")
         if root:
             _enter(root)
-        self._pid_namespace = os.pidfd_open(os.getpid())
+        self._pid_namespace = kernel.pidfd_open(os.getpid())
         # Without /proc nobody can sum up the memory of several processes, so there is only one.
         self._filter = seccomp.program(allow_children=self.has_proc)
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from . import syscalls as kernel
 from . import wire
 from .jail import Jail
 from .limits import CallLimits, usage
@@ -111,7 +112,7 @@ class _Call:
 
     def watch(self, conn: socket.socket, stdout: Stream, stderr: Stream) -> str | None:
         """Wait for the worker's end, None, or for the limit that it hits."""
-        self.pidfd = os.pidfd_open(self.worker)
+        self.pidfd = kernel.pidfd_open(self.worker)
         poll_s = QUOTA_POLL_S if self.jail.tier != "namespaces" else POLL_S
         poller = select.poll()
         streams = {stdout.fd: stdout, stderr.fd: stderr}

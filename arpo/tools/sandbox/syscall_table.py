@@ -68,5 +68,5 @@ def numbers(table: str, machine: str) -> dict[str, int]:
     """name -> number on that machine, without the calls that it lacks."""
     words = table.split()
     column = ARCHITECTURES[machine][1]
-    rows = zip(words[::3], words[1 + column :: 3], strict=True)
+    rows = [(words[start], words[start + 1 + column]) for start in range(0, len(words), 3)]
     return {name: int(number) for name, number in rows if number != "-"}

@@ -28,9 +28,10 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_SET_NO_
 NOROOT_FOREVER = 0x2F  # NOROOT, NO_SETUID_FIXUP, NO_CAP_AMBIENT_RAISE with their locks, KEEP_CAPS locked off
 CAPABILITY_VERSION_3 = 0x20080522
 
+_SHARED_NUMBERS = {"pidfd_open": 434, "close_range": 436, "mount_setattr": 442, "landlock": 444}
 _NUMBERS = {
-    "x86_64": {"pivot_root": 155, "capset": 126, "mount_setattr": 442, "close_range": 436, "landlock": 444},
-    "aarch64": {"pivot_root": 41, "capset": 91, "mount_setattr": 442, "close_range": 436, "landlock": 444},
+    "x86_64": {"pivot_root": 155, "capset": 126, **_SHARED_NUMBERS},
+    "aarch64": {"pivot_root": 41, "capset": 91, **_SHARED_NUMBERS},
 }
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -87,6 +88,11 @@ def pivot_into(new_root: str) -> None:
     syscall("pivot_root", b".", b".")
     check(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount2")
     os.chdir("/")
+
+
+def pidfd_open(pid: int) -> int:
+    """As os.pidfd_open, which Pythons lack that were built against old kernel headers (conda's, say)."""
+    return syscall("pidfd_open", ctypes.c_int(pid), ctypes.c_uint(0))
 
 
 def close_from(first_fd: int) -> None:

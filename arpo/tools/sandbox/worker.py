@@ -91,7 +91,7 @@ def _run(code: str) -> int:
         _complain(f"{error.code}\n")
         return 1
     except BaseException as error:
-        _complain("".join(traceback.format_exception_only(error)))
+        _complain("".join(traceback.format_exception_only(type(error), error)))
         return 1
     return 0
 
