@@ -5,11 +5,12 @@ Every rank counts its share of the groups; merged over ranks (`Ranks.reduce_metr
 
 from __future__ import annotations
 
+from arpo.tools.ledger import ledger
 from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
 
 def rollout_metrics(groups: list[Group]) -> Metrics:
-    """Rewards, lengths, tool calls, entropies and branching of all trajectories."""
+    """Rewards, lengths, tool calls and their ledger, entropies and branching of all trajectories."""
     m = Metrics()
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.reward is not None]
@@ -18,6 +19,7 @@ def rollout_metrics(groups: list[Group]) -> Metrics:
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
         for trajectory in group.trajectories:
             _trajectory(m, trajectory)
+    m.merge(ledger(groups))
     return m
 
 

@@ -218,7 +218,8 @@ class SearchConfig:
     """Characters of one passage in the result."""
     cache: str = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
-    (imported into a SQLite file beside it); or redis://host:port/db, shared by nodes (password: ARPO_REDIS_PASSWORD)."""
+    (imported into a SQLite file beside it); or redis://host:port/db for several nodes (password in the environment,
+    ARPO_REDIS_PASSWORD)."""
     mode: Literal["live", "record", "replay", "replay_strict"] = "record"
     """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
     miss is an error that the model reads; replay_strict = a miss stops the run."""
@@ -236,8 +237,8 @@ class ToolsConfig:
     names: tuple[str, ...] = ("python", "search")
     """Tools by tag."""
     price_per_call: tuple[str, ...] = ()
-    """NAME=PRICE of tools that cost money, like search=0.0015: what the ledger charges for a call that was executed and
-    not answered by a cache, in any currency."""
+    """NAME=PRICE of tools that cost money, like search=0.0015, in any currency: what the ledger charges for each call
+    that the tool answered itself, not its cache."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
 

@@ -287,9 +287,8 @@ class _Loop:
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
         live, tag, argument = self.calling.pop(call_id)
-        call = ToolCall(
-            tag, argument, result.text, result.ok, result.error_kind, cached=result.cached, seconds=result.seconds
-        )
+        told = {name: getattr(result, name) for name in ("ok", "error_kind", "cached", "seconds", "cost")}
+        call = ToolCall(tag, argument, result.text, **told)
         if result.infra_error:  # our failure, not the model's: it neither reads it nor is trained on it
             live.trajectory.turns[-1].tool_call = call
             self.end(live, StopReason.ERROR)

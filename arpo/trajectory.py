@@ -11,6 +11,7 @@ One trajectory is one response. Its token lists are parallel, and cover the resp
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
@@ -54,6 +55,8 @@ class ToolCall:
     """False where no tool ran: malformed calls, calls over the limit."""
     cached: bool = False
     seconds: float = 0.0
+    cost: float = 0.0
+    """Money, in the currency of tools.price_per_call; 0 where a cache answered."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[str, float, float]] = {}  # name -> (op, value, weight)
+        self._samples: dict[str, list[float]] = {}
+        self._ratios: dict[str, tuple[str, str]] = {}
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Weighted mean; weight 0 adds nothing."""
@@ -175,6 +180,14 @@ class Metrics:
     def max(self, name: str, value: float) -> None:
         self._add(name, "max", value, 1.0)
 
+    def ratio(self, name: str, numerator: str, denominator: str) -> None:
+        """One sum over another, by their names, whatever is still added to them; no value where the latter is 0."""
+        self._ratios[name] = (numerator, denominator)
+
+    def percentiles(self, name: str, value: float) -> None:
+        """`name`_p50, _p95 and _max of all values, exactly: they are kept until then."""
+        self._samples.setdefault(name, []).append(float(value))
+
     def _add(self, name: str, op: str, value: float, weight: float) -> None:
         old_op, old, old_weight = self._entries.get(name, (op, float("-inf") if op == "max" else 0.0, 0.0))
         assert op == old_op, f"metric {name} is declared as {old_op} and as {op}"
@@ -185,14 +198,26 @@ class Metrics:
         """Take over the other's numbers, as `prefix` + name."""
         for name, (op, value, weight) in other._entries.items():
             self._add(prefix + name, op, value, weight)
+        for name, samples in other._samples.items():
+            self._samples.setdefault(prefix + name, []).extend(samples)
+        for name, (numerator, denominator) in other._ratios.items():
+            self._ratios[prefix + name] = (prefix + numerator, prefix + denominator)
 
     def __getitem__(self, name: str) -> float:
         """The reduced value; KeyError where nothing was added."""
         return self.values()[name]
 
     def values(self) -> dict[str, float]:
-        return {
+        values = {
             name: (value / weight if op == "mean" else value)
             for name, (op, value, weight) in self._entries.items()
             if weight > 0
         }
+        for name, samples in self._samples.items():
+            ordered = sorted(samples)
+            for label, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
+                values[f"{name}_{label}"] = ordered[math.ceil(share * len(ordered)) - 1]
+        for name, (numerator, denominator) in self._ratios.items():
+            if values.get(denominator):
+                values[name] = values[numerator] / values[denominator]
+        return values

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from arpo.config import UserError
 from arpo.options import ToolsConfig
 from arpo.tools.base import Tool
+from arpo.tools.ledger import PricedTool, prices
 
 
 def _python(cfg: ToolsConfig) -> Tool:
@@ -30,4 +31,6 @@ def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
     for name in cfg.names:
         if name not in TOOLS:
             raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
-    return {name: TOOLS[name](cfg) for name in cfg.names}
+    price = prices(cfg.price_per_call, cfg.names)
+    tools = {name: TOOLS[name](cfg) for name in cfg.names}
+    return {name: PricedTool(tool, price[name]) if price.get(name) else tool for name, tool in tools.items()}

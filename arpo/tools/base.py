@@ -19,6 +19,8 @@ class ToolResult:
     seconds: float = 0.0
     error_kind: str | None = None
     cached: bool = False
+    cost: float = 0.0
+    """Money, in the currency of tools.price_per_call."""
     infra_error: bool = False
     """True where the failure is ours (backend down, sandbox broken) and not the model's doing."""
 

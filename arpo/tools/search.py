@@ -7,6 +7,7 @@ import difflib
 import logging
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from arpo.config import UserError
@@ -124,10 +125,12 @@ class SearchTool:
         query = clean_query(argument)
         if not query:
             return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
-        if query not in self._in_flight:
+        joins = query in self._in_flight
+        if not joins:
             task = self._in_flight[query] = asyncio.create_task(self._answer(query))
             task.add_done_callback(lambda _: self._in_flight.pop(query))
-        return await asyncio.shield(self._in_flight[query])
+        result = await asyncio.shield(self._in_flight[query])
+        return replace(result, cached=True) if joins and result.ok else result  # nobody was asked, nobody is paid
 
     async def _answer(self, query: str) -> ToolResult:
         recorded = await asyncio.to_thread(self._recorded, query) if self.cache else None
