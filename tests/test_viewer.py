@@ -205,7 +205,7 @@ def dom(page: Path, profile: Path, address: str = "", keys: tuple[str, ...] = ()
         page.write_text(page.read_text().replace("</body>", f"<script>{presses}</script></body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--virtual-time-budget=2000"]
     command = [BROWSER, *flags, "--window-size=1400,900", "--dump-dom", page.as_uri() + address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return re.sub(r'<script type="application/json".*?</script>', "", done.stdout, flags=re.DOTALL)
 
