@@ -1,29 +1,20 @@
-"""Tools that the policy calls from inside a rollout. A new tool is one file, and one function and line here."""
+"""Tools that the policy calls from inside a rollout. A new tool is one file, and one line here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 from arpo.config import UserError
 from arpo.options import ToolsConfig
 from arpo.tools.base import Tool
 from arpo.tools.ledger import PricedTool, prices
 
-
-def _python(cfg: ToolsConfig) -> Tool:
-    from arpo.tools.python_cache import make_python
-
-    return make_python(cfg.python)
-
-
-def _search(cfg: ToolsConfig) -> Tool:
-    from arpo.tools.search import SearchTool
-
-    return SearchTool(cfg.search)
-
-
-TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {"python": _python, "search": _search}
-"""By tag. Functions, so that a tool's own imports are paid only where it is used."""
+TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {
+    "python": lambda cfg: import_module("arpo.tools.python_cache").make_python(cfg.python),
+    "search": lambda cfg: import_module("arpo.tools.search").SearchTool(cfg.search),
+}
+"""By tag. Imported here and not above, so that a tool's own imports are paid only where it is used."""
 
 
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
