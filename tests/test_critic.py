@@ -112,7 +112,7 @@ def gradients(ranks, folder: str, max_tokens: int) -> tuple[dict, dict]:
     micros = microbatches(make_rows(), ranks.rank, ranks.world_size, max_tokens)
     returns = [np.linspace(-1, 1, num_response) * i for i, (_, num_response) in enumerate(LENGTHS)]
     for micro in micros:
-        micro.old_values, micro.returns = micro.rows_to_tensor(returns) * 0.5, micro.rows_to_tensor(returns)
+        micro.old_values, micro.returns = micro.rows_to_tensor(returns) * 0.1, micro.rows_to_tensor(returns)
     seen = {}
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(
