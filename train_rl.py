@@ -93,6 +93,7 @@ from arpo.rewards import load_custom, score_groups  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
 from arpo.tools.base import ToolRunner  # noqa: E402
+from arpo.tools.health import ToolHealth  # noqa: E402
 from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
 from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy  # noqa: E402
 
@@ -170,6 +171,7 @@ def main(cfg: RLConfig) -> None:
         log.scalars(0, values)
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
+    health = ToolHealth()
     for step in range(done_steps + 1, num_steps + 1):
         started, timers, metrics = time.perf_counter(), distributed.Timers(), Metrics()
 
@@ -183,7 +185,8 @@ def main(cfg: RLConfig) -> None:
         metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
-        minibatches = make_minibatches(groups, cfg.update, cfg.advantage, dist)
+        # (none where a tool's service failed so often that what is left of the batch would teach to do without it)
+        minibatches = make_minibatches(groups, cfg.update, cfg.advantage, dist) if health.may_train(groups) else []
         with timers("old_logprobs"):
             for minibatch in minibatches:
                 metrics.merge(fill_old_logprobs(policy, reference, minibatch.micros, cfg.loss, cfg.rollout.temperature))
@@ -233,10 +236,12 @@ def main(cfg: RLConfig) -> None:
             log.trajectories(step, groups)
             log.transcripts(step, groups, tag="train")
         log.line(console_line(step, num_steps, values))
-        if is_last or (cfg.run.save_every and step % cfg.run.save_every == 0):
+        if is_last or health.must_stop or (cfg.run.save_every and step % cfg.run.save_every == 0):
             folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer)
             if cfg.run.save_hf:
                 export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
+        if health.must_stop:
+            raise UserError(str(health))
 
     log.line(f"curve: {log.curve(['reward/mean', 'valid/accuracy'])}\ntensorboard --logdir {run_dir / 'tb'}")
     log.close()
