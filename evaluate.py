@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, ToolsConfig
+from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from arpo.tools.options import ToolsConfig
 
 
 @dataclass(frozen=True)

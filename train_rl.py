@@ -25,9 +25,9 @@ from arpo.options import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    ToolsConfig,
     UpdateConfig,
 )
+from arpo.tools.options import ToolsConfig
 
 
 @dataclass(frozen=True)

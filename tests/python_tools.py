@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from arpo.config import UserError
-from arpo.options import PythonConfig
 from arpo.tools.base import ToolResult
+from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 
 HANG_S = 60.0

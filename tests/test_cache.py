@@ -16,10 +16,10 @@ import pytest
 from forked import fork, in_processes
 
 from arpo.config import UserError
-from arpo.options import SearchConfig
 from arpo.tools import sqlite_files
 from arpo.tools.cache import main, merge, open_cache, read_released
 from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query, unpack
+from arpo.tools.options import SearchConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 

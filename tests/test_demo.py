@@ -10,8 +10,8 @@ import pytest
 from arpo import demo, demo_report
 from arpo.config import UserError
 from arpo.demo_world import Demonstrator, World, evaluate, python_result
-from arpo.options import PythonConfig, SearchConfig
 from arpo.rewards import score
+from arpo.tools.options import PythonConfig, SearchConfig
 from arpo.tools.python import PythonTool
 from arpo.tools.search import SearchTool
 

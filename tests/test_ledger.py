@@ -10,11 +10,12 @@ from test_rollout import ANSWER, CODEC, TOKENIZER, ScriptedEngine, prompt
 
 from arpo.config import UserError
 from arpo.metrics import rollout_metrics
-from arpo.options import BranchingConfig, RolloutConfig, SearchConfig, ToolsConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.ledger import PricedTool, ledger, prices
+from arpo.tools.options import SearchConfig, ToolsConfig
 from arpo.tools.search import SearchTool
 from arpo.trajectory import Group, Metrics, Trajectory, Turn
 

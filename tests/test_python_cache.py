@@ -10,12 +10,13 @@ from fakes import ScriptedEngine, byte_tokenizer
 from python_tools import SMALL, run, start
 
 from arpo.config import UserError
-from arpo.options import BranchingConfig, PythonConfig, RolloutConfig, SearchConfig, ToolsConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.cache import main
+from arpo.tools.options import PythonConfig, SearchConfig, ToolsConfig
 from arpo.tools.python import PythonTool
 from arpo.tools.python_cache import NOT_RECORDED, CachedPython, make_python
 from arpo.trajectory import Group, Prompt

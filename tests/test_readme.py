@@ -9,9 +9,10 @@ from test_log import group
 from test_rollout import ANSWER, play, prompt, tool_text
 
 import arpo.tools
-from arpo.options import RolloutConfig, ToolsConfig
+from arpo.options import RolloutConfig
 from arpo.tools import TOOLS, make_tools
 from arpo.tools.ledger import ledger
+from arpo.tools.options import ToolsConfig
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 

@@ -14,9 +14,9 @@ from forked import fork, in_processes
 from redis_server import free_port, redis_server
 
 from arpo.config import UserError
-from arpo.options import SearchConfig
 from arpo.tools.cache import main, merge, open_cache
 from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, unpack
+from arpo.tools.options import SearchConfig
 from arpo.tools.rate_limit import LocalRateLimit, RedisRateLimit
 from arpo.tools.redis_client import PASSWORD_VARIABLE
 from arpo.tools.search import SearchTool

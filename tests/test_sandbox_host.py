@@ -123,7 +123,7 @@ def test_closing_leaves_nothing(tier):
 
 TRAINER = """
 import asyncio, sys
-from arpo.options import PythonConfig
+from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 
 async def main():

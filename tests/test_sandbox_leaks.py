@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from python_tools import TIERS, jail_of, run, start, wait_until
 
-from arpo.options import PythonConfig
+from arpo.tools.options import PythonConfig
 
 NUM_CALLS = int(os.environ.get("ARPO_LEAK_CALLS", "1000"))
 BATCH = 50

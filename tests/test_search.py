@@ -15,9 +15,9 @@ from forked import in_processes
 
 from arpo.config import UserError
 from arpo.demo_world import World
-from arpo.options import SearchConfig
 from arpo.tools.base import ToolRunner
 from arpo.tools.bm25 import MAX_TERMS, Bm25Index, fts_query
+from arpo.tools.options import SearchConfig
 from arpo.tools.search import BACKENDS, NO_RESULTS, SearchTool
 
 ROOT = Path(__file__).resolve().parent.parent

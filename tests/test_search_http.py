@@ -24,9 +24,9 @@ from web_service import (
 )
 
 from arpo.config import UserError, load_config, save_config
-from arpo.options import SearchConfig
 from arpo.tools.base import ToolRunner
 from arpo.tools.http_client import proxy_of
+from arpo.tools.options import SearchConfig
 from arpo.tools.rate_limit import RedisRateLimit
 from arpo.tools.search import BACKENDS, NO_RESULTS, UNAVAILABLE, SearchTool
 from arpo.tools.search_http import HttpBackend, rate_limit_of

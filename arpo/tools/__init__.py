@@ -6,9 +6,9 @@ from collections.abc import Callable
 from importlib import import_module
 
 from arpo.config import UserError
-from arpo.options import ToolsConfig
 from arpo.tools.base import Tool
 from arpo.tools.ledger import PricedTool, prices
+from arpo.tools.options import ToolsConfig
 
 TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {
     "python": lambda cfg: import_module("arpo.tools.python_cache").make_python(cfg.python),

@@ -7,9 +7,9 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from arpo.config import UserError
-from arpo.options import PythonConfig
 from arpo.tools.base import ToolResult
 from arpo.tools.node_slots import NodeSlots
+from arpo.tools.options import PythonConfig
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
 from arpo.tools.sandbox.interpreter import Interpreter, named_interpreter

@@ -11,10 +11,10 @@ import json
 import platform
 
 from arpo.config import UserError
-from arpo.options import PythonConfig
 from arpo.tools.base import Tool, ToolResult
 from arpo.tools.cache import PYTHON, open_cache
 from arpo.tools.cache_store import cache_key
+from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool, interpreter_of, refuse, strip_fences
 
 NOT_RECORDED = "Error: there is no recorded result of this code."

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from arpo.config import UserError
-from arpo.options import SearchConfig
 from arpo.tools.base import ToolResult
 from arpo.tools.bm25 import Bm25Index
 from arpo.tools.cache import open_cache
 from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query
 from arpo.tools.http_policy import BreakerOpen
+from arpo.tools.options import SearchConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from arpo.config import UserError
-from arpo.options import SearchConfig
 from arpo.tools.http_client import HttpClient
 from arpo.tools.http_policy import HttpPolicy, Time
+from arpo.tools.options import SearchConfig
 from arpo.tools.rate_limit import LocalRateLimit, RateLimit, RedisRateLimit
 from arpo.tools.redis_client import is_redis_url
 from arpo.tools.search import format_passages

@@ -1,0 +1,93 @@
+"""Every knob of the tools. Sections like those of arpo/options.py, and as there a field's docstring is its `--help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PythonConfig:
+    """The <python> tool: one jailed host process per rank, one fresh fork of it per call."""
+
+    wall_s: float = 20.0
+    """Wall-clock limit of one call in seconds."""
+    cpu_s: float = 10.0
+    """CPU limit of one call in seconds, summed over its processes."""
+    memory_mib: int = 1024
+    """Memory limit of one call."""
+    max_processes: int = 32
+    """Processes and threads of one call."""
+    max_output_chars: int = 8192
+    """Characters of output that are kept; the rest is cut with a mark."""
+    max_concurrent: int = 8
+    """Calls that run at the same time, per rank; the others wait (waiting does not count against wall_s)."""
+    max_concurrent_per_node: int = 0
+    """The same for all ranks and runs of this user on a machine together; 0 = no such limit."""
+    interpreter: str = ""
+    """Python (3.9 or newer) of a virtual or conda environment whose packages the code may import; empty = this one."""
+    cache: str = ""
+    """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Not for code that is meant
+    to give another result each time."""
+    cache_mode: Literal["live", "record", "replay", "replay_strict"] = "record"
+    """As tools.search.mode; in a replay nothing is run, so no sandbox is needed."""
+    allow_unsafe: bool = False
+    """Run even where no isolation is available. Model-written code then runs as you, with your files."""
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The <search> tool."""
+
+    backend: Literal["local", "http", "brightdata", "serper", "replay"] = "replay"
+    """local = BM25 over `corpus`; http = a retriever at `url`; brightdata = Bing, key in BRIGHTDATA_API_KEY; serper =
+    Google, key in SERPER_API_KEY; replay = only what `cache` holds (a miss is an error that the model reads)."""
+    corpus: str = ""
+    """local: jsonl, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key is
+    indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
+    url: str = ""
+    """http: POST {"queries", "topk"} goes here, e.g. http://host:8000/retrieve; brightdata, serper: a gateway to use
+    instead of the service's own address."""
+    zone: str = ""
+    """brightdata: name of your SERP API zone."""
+    market: str = "auto"
+    """brightdata, serper: language and country, like en-US; auto = zh-CN for queries with Chinese characters, else
+    en-US."""
+    top_k: int = 3
+    """local, http: passages per query."""
+    max_results: int = 10
+    """brightdata, serper: results per query, at most."""
+    requests_per_second: float = 50.0
+    """http, brightdata, serper: limit over all ranks: kept in the Redis server if `cache` is one, else each rank has an
+    equal share; 0 = none."""
+    max_concurrent: int = 32
+    """http, brightdata, serper: requests under way at the same time, per rank."""
+    deadline_s: float = 30.0
+    """Longest time of one search in seconds: waiting for its turn and all tries. Past it the trajectory is dropped."""
+    max_passage_chars: int = 1000
+    """Characters of one passage in the result."""
+    cache: str = ""
+    """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
+    (imported into a SQLite file beside it); or redis://host:port/db for several nodes (password in the environment,
+    ARPO_REDIS_PASSWORD)."""
+    mode: Literal["live", "record", "replay", "replay_strict"] = "record"
+    """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
+    miss is an error that the model reads; replay_strict = a miss stops the run."""
+
+    @property
+    def replays(self) -> bool:
+        """Nothing but the cache is asked."""
+        return self.backend == "replay" or self.mode in ("replay", "replay_strict")
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    """Which tools the policy has."""
+
+    names: tuple[str, ...] = ("python", "search")
+    """Tools by tag."""
+    price_per_call: tuple[str, ...] = ()
+    """NAME=PRICE of tools that cost money, like search=0.0015, in any currency: what the ledger charges for each call
+    that the tool answered itself, not its cache."""
+    python: PythonConfig = field(default_factory=PythonConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
