@@ -240,7 +240,7 @@ def test_a_server_that_nobody_runs_is_one_line_before_training():
 def test_a_missing_redis_package_is_one_line_that_names_the_extra():
     script = (
         "import sys; sys.modules['redis'] = None\n"
-        "from arpo.options import SearchConfig\nfrom arpo.config import UserError\n"
+        "from arpo.tools.options import SearchConfig\nfrom arpo.config import UserError\n"
         "from arpo.tools.search import SearchTool\n"
         "try: SearchTool(SearchConfig(backend='replay', cache='redis://127.0.0.1:1/0'))\n"
         "except UserError as error: print(error)"
