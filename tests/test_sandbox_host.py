@@ -162,7 +162,7 @@ def test_the_host_outlives_the_thread_that_started_it():
 
 FORBIDDEN = """
 import ctypes, json, logging, struct, sys
-from arpo.options import PythonConfig
+from arpo.tools.options import PythonConfig
 from arpo.config import UserError
 from arpo.tools.sandbox import seccomp
 from arpo.tools.python import PythonTool
