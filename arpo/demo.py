@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 200, 54, 64, 3e-3
+RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 400, 54, 64, 3e-3
 
 
 def build(out: Path, seed: int, task: str = "plain") -> None:

@@ -131,7 +131,7 @@ def python_result(code: str) -> str:
 # greedy decoding after SFT is mediocre too, and RL has something to find.
 LOOKUP = {"right": 0.33, "vague": 0.42, "noun_only": 0.04, "guess": 0.12, "wrong_tool": 0.09}
 AFTER_WRONG_HIT = {"retry": 0.45, "trust": 0.55}
-COMPUTE = {"right": 0.46, "guess": 0.34, "wrong_operator": 0.11, "wrong_tool": 0.09}
+COMPUTE = {"right": 0.55, "guess": 0.27, "wrong_operator": 0.09, "wrong_tool": 0.09}
 GIVES_UP_AFTER_WRONG_TOOL = 0.5
 FORGETS_THE_OWNER = 0.10
 NO_BOX_OR_UNCLOSED = 0.06
