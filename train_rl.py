@@ -69,7 +69,7 @@ class RLConfig:
         return replace(self.model, path=self.loss.reference or self.model.path, activation_checkpointing=False)
 
     def __post_init__(self) -> None:
-        check_sizes(self.data, self.rollout, self.branching, self.update)
+        check_sizes(self.data, self.rollout, self.branching, self.update, attention=self.model.attention)
         check_algorithm(self.branching, self.advantage, self.critic, self.loss)
 
 

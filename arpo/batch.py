@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +78,8 @@ class MicroBatch:
     """(B, T) what the critic learns"""
     row_ids: tuple[int, ...] = ()
     """Each row's index in the global mini-batch; () = an empty micro-batch, which only keeps the ranks in step"""
+    num_row_tokens: int = 0
+    """Tokens of all rows, those that rows share (tree.py) counted for each of them"""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -87,6 +90,19 @@ class MicroBatch:
         """Rows with at least one loss token."""
         return int(self.loss_mask.any(dim=1).sum())
 
+    def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(flat positions, target ids) that the head scores; `to_rows` takes its outputs."""
+        return self.predict_from[self.loss_mask], self.targets[self.loss_mask]
+
+    def to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, T) float32 of one value for each of `head_inputs`, 0 where the loss mask is 0. Differentiable."""
+        rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
+        return rows.masked_scatter(self.loss_mask, values)
+
+    def attention_mask(self, config: Any) -> Any:
+        """What the model of this Hugging Face config gets as its mask: none, position ids alone keep rows apart."""
+        return None
+
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> torch.Tensor:
         """(B, T) float32 of `values`, one array per row of the global mini-batch; 0 where the loss mask is 0."""
         out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
@@ -96,7 +112,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
-        return MicroBatch(**moved)
+        return type(self)(**moved)
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
@@ -209,4 +225,5 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
         )
         * loss_mask,
         row_ids=tuple(row_ids),
+        num_row_tokens=sum(row.num_tokens for row in rows),
     )

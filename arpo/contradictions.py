@@ -13,7 +13,9 @@ from arpo.options import (
 )
 
 
-def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:
+def check_sizes(
+    data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig, *, attention: str
+) -> None:
     """Raises ValueError with the numbers and the fix where they do not fit each other."""
     if not data.train:
         raise ValueError("data.train is empty; pass a parquet or jsonl file of prompts")
@@ -37,6 +39,11 @@ def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingCo
         raise ValueError(
             f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it"
+        )
+    if update.layout == "tree" and attention not in ("sdpa", "flex_attention"):
+        raise ValueError(
+            f"update.layout=tree needs a tree mask, which model.attention={attention} may not know; "
+            "set model.attention=flex_attention (GPU) or sdpa"
         )
     if rollout.temperature <= 0:
         raise ValueError("rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from arpo.batch import MicroBatch
 from arpo.distributed import Ranks
 from arpo.losses import value_loss
-from arpo.model import attention_backend, load_hf, shard
+from arpo.model import attention_backend, hidden_states, load_hf, shard
 from arpo.optim import clip_grad_norm
 from arpo.options import CriticConfig, ModelConfig
 from arpo.trajectory import Metrics
@@ -32,12 +32,8 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """(B, T) float32, 0 where the loss mask is 0."""
-        hidden = self.backbone(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
-        ).last_hidden_state[0]  # (N, D)
-        mask = micro.loss_mask
-        values = self.value_head(hidden[micro.predict_from[mask]])[:, 0]
-        return torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device).masked_scatter(mask, values)
+        sources, _ = micro.head_inputs()
+        return micro.to_rows(self.value_head(hidden_states(self.backbone, micro)[sources])[:, 0])
 
 
 def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:

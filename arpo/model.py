@@ -33,26 +33,32 @@ class Policy(nn.Module):
 
         0 where the loss mask is 0: the head is only computed for tokens that count.
         """
-        # Position ids alone make the block-diagonal mask; a cache or a mask of ones would let rows see each other.
-        hidden = self.hf.base_model(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
-        ).last_hidden_state[0]  # (N, D)
+        hidden = hidden_states(self.hf.base_model, micro)
         # Without a loss token the head runs on none: its gradients are zeros, and the ranks' collectives still match.
-        mask = micro.loss_mask
+        sources, targets = micro.head_inputs()
         logprobs, entropies = token_logprobs(
-            hidden[micro.predict_from[mask]],
+            hidden[sources],
             self.hf.lm_head.weight,  # whole: inside the root's forward, gathered once whatever the number of chunks
-            micro.targets[mask],
+            targets,
             temperature=temperature,
             chunk_tokens=self.head_chunk_tokens,
         )
-        rows = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
-        return rows.masked_scatter(mask, logprobs), rows.masked_scatter(mask, entropies)
+        return micro.to_rows(logprobs), micro.to_rows(entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export."""
         reshard_all(self)
         yield from self.hf.named_parameters()
+
+
+def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """(N, D) of the last layer. No cache, and no mask of ones: they would let the rows see each other."""
+    return backbone(
+        input_ids=micro.input_ids,
+        position_ids=micro.position_ids,
+        attention_mask=micro.attention_mask(backbone.config),
+        use_cache=False,
+    ).last_hidden_state[0]
 
 
 def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, offload: bool = False) -> Policy:
@@ -144,6 +150,8 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
     flash = device.type == "cuda" and is_flash_attn_2_available()
     if cfg.attention == "auto":
         return "flash_attention_2" if flash else "sdpa"
+    if cfg.attention == "flex_attention" and device.type != "cuda":
+        raise UserError("model.attention=flex_attention needs a GPU; use sdpa")
     if cfg.attention == "flash_attention_2" and not flash:
         raise UserError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; use auto or sdpa")
     return cfg.attention

@@ -48,8 +48,9 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
-    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa."""
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa. flex_attention (GPU) is for
+    update.layout=tree."""
     activation_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk_tokens: int = 1024
@@ -262,6 +263,9 @@ class UpdateConfig:
     """Passes over each rollout."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
+    layout: Literal["packed", "tree"] = "packed"
+    """packed = trajectories one behind the other; tree = what they share (prompt, tokens before a fork) is computed and
+    counted once. The loss and its gradients are the same. tree needs model.attention=flex_attention (GPU) or sdpa."""
 
 
 @dataclass(frozen=True)

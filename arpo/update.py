@@ -20,6 +20,7 @@ from arpo.optim import clip_grad_norm
 from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.rollout_correction import rollout_weights
 from arpo.trajectory import Group, Metrics, Trajectory
+from arpo.tree import tree_microbatches
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ def make_minibatches(
 ) -> list[Minibatch]:
     """Cut a step's groups, in order, into mini-batches; one in which nothing is left to train is left out."""
     size = cfg.num_prompts_per_minibatch
+    cut = tree_microbatches if cfg.layout == "tree" else microbatches
     return [
         Minibatch(
             some,
             training_trajectories(some, advantage),
-            microbatches(rows, dist.rank, dist.world_size, cfg.max_tokens_per_microbatch, device=dist.device),
+            cut(rows, dist.rank, dist.world_size, cfg.max_tokens_per_microbatch, device=dist.device),
         )
         for some in (groups[start : start + size] for start in range(0, len(groups), size))
         if (rows := training_rows(some, advantage))
@@ -191,7 +193,9 @@ def update_policy(
         (loss * dist.world_size).backward()
         metrics.merge(loss_metrics, prefix="loss/")
         if micro.num_loss_tokens:
-            metrics.sum("tokens/trained", micro.input_ids.numel())
+            num_computed = micro.input_ids.numel()
+            metrics.sum("tokens/trained", num_computed)
+            metrics.mean("train/tree_token_ratio", micro.num_row_tokens / num_computed, num_computed)
 
     metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
     optimizer.step()

@@ -28,6 +28,8 @@ GAE = ["--advantage.kind", "gae"]
         (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["cispo", "loss.kind=ppo"]),
         (["--loss.balanced_clipping_tokens", "high_entropy"], ["needs loss.entropy_balanced_clipping"]),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
+        (["--update.layout", "tree"], ["layout=tree", "attention=auto", "flex_attention (GPU) or sdpa"]),
+        (["--update.layout", "tree", "--model.attention", "flash_attention_2"], ["attention=flash_attention_2"]),
         (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "kl_coefficient is 0"]),
     ],
 )  # fmt: skip
@@ -44,6 +46,7 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--loss.kind", "gspo", "--loss.clip_low", "3e-4", "--loss.clip_high", "4e-4"],
         ["--loss.kl_coefficient", "0.01", "--loss.reference", "runs/sft", "--loss.kl_in", "reward"],
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1"],
+        ["--update.layout", "tree", "--model.attention", "sdpa"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
     ],
 )

@@ -29,8 +29,15 @@ CASES = {
     "kl in the reward": (GRPO, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")),
     "gae": (GAE, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="abs", rollout_correction="tis")),
 }
-# world size, tokens per micro-batch, order of groups and trajectories
-LAYOUTS = {"whole": (1, 500, 1), "split": (1, 40, 1), "reversed": (1, 70, -1), "2 ranks": (2, 40, 1)}
+# world size, tokens per micro-batch, order of groups and trajectories, layout
+LAYOUTS = {
+    "whole": (1, 500, 1, "packed"),
+    "split": (1, 40, 1, "packed"),
+    "reversed": (1, 70, -1, "packed"),
+    "2 ranks": (2, 40, 1, "packed"),
+    "trees": (1, 70, 1, "tree"),
+    "trees on 2 ranks": (2, 40, 1, "tree"),
+}
 
 
 def make_groups() -> list[Group]:
@@ -53,11 +60,11 @@ def make_groups() -> list[Group]:
     return groups
 
 
-def filled(ranks, policy, reference, case: str, max_tokens: int, order: int):
+def filled(ranks, policy, reference, case: str, max_tokens: int, order: int, layout: str = "packed"):
     """The mini-batch of a case with logprobs, values and advantages, and the metrics so far."""
     advantage, loss = CASES[case]
     groups = [Group(g.prompt, g.trajectories[::order]) for g in make_groups()[::order]]
-    update = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=max_tokens)
+    update = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=max_tokens, layout=layout)
     [minibatch] = make_minibatches(groups, update, advantage, ranks)
     metrics = fill_old_logprobs(policy, reference if loss.kl_coefficient else None, minibatch.micros, loss, 0.9)
     for micro in minibatch.micros:  # as if of a critic
@@ -71,7 +78,7 @@ def load(ranks, folder: str):
     return load_policy(cfg, ranks.mesh, device=CPU)
 
 
-def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int]]) -> list[dict[str, tuple]]:
+def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int, str]]) -> list[dict[str, tuple]]:
     """Per layout and case: metrics and full gradients of an update of a policy that is far from the sampling one."""
     policy, old = load(ranks, folder), load(ranks, other)
     optimizer, seen = torch.optim.SGD(policy.parameters(), lr=0.0), {}
@@ -79,10 +86,10 @@ def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int]]) -> l
         lambda *_: seen.update({name: p.grad.full_tensor().numpy() for name, p in policy.hf_parameters()})
     )
     outcomes = []
-    for max_tokens, order in layouts:
+    for max_tokens, order, layout in layouts:
         outcome = {}
         for case, (_, loss) in CASES.items():
-            minibatch, metrics = filled(ranks, old, policy, case, max_tokens, order)
+            minibatch, metrics = filled(ranks, old, policy, case, max_tokens, order, layout)
             metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=False))
             outcome[case] = (ranks.reduce_metrics(metrics).values(), dict(seen))
         outcomes.append(outcome)
@@ -113,12 +120,20 @@ def outcomes(tiny_model_dir, other_model_dir) -> dict[str, dict]:
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_the_same_however_rows_are_cut_ordered_and_spread(outcomes, case, layout):
     (metrics, gradients), (expected_metrics, expected) = outcomes[layout][case], outcomes["whole"][case]
-    for name in expected_metrics.keys() - {"tokens/trained"}:
+    for name in expected_metrics.keys() - {"tokens/trained", "train/tree_token_ratio"}:
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5, abs=1e-7), name
     for name, gradient in expected.items():
         scale = np.abs(gradient).max()
         assert scale > 0
         np.testing.assert_allclose(gradients[name], gradient, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+def test_the_token_ratio_says_what_the_trees_saved(outcomes):
+    for name, layout in LAYOUTS.items():
+        metrics = outcomes[name]["gae"][0]
+        num_row_tokens = metrics["tokens/trained"] * metrics["train/tree_token_ratio"]
+        assert num_row_tokens == pytest.approx(outcomes["whole"]["gae"][0]["tokens/trained"])
+        assert (metrics["train/tree_token_ratio"] > 1) == (layout[-1] == "tree")
 
 
 def test_the_cases_are_really_different(outcomes):

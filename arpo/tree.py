@@ -1,0 +1,220 @@
+"""Micro-batches in which the rows form trees: a prefix that rows share is computed once (update.layout=tree).
+
+Equal token ids from the first token on are one path, whoever sampled them, so prompts are shared as well. A node is one
+unique token; nodes are numbered depth first, so the nodes below j are a run, j + 1 .. subtree_end[j] - 1, and a token q
+attends to k exactly if k <= q < subtree_end[k]. Two rows, prompt a b:
+
+    rows           a b c d e      a b c x
+    input_ids      a b c d e x                   (N,) one per node
+    position_ids   0 1 2 3 4 3                   the depth: what the token's position is in its row
+    subtree_end    6 6 6 5 5 6
+    nodes          [[2, 3, 4], [2, 5, -1]]       (B, T) each response token's node
+    predict_from   [[1, 2, 3], [1, 2, 0]]        (B, T) its parent
+
+Everything aligned with the rows, (B, T), is as in batch.py, so losses, gradients and metrics are those of flat packing.
+
+Rows in the order of their token ids are the trees' leaves from left to right. Cutting that order in front of a row
+computes again what the row shares with the one before it, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from arpo.batch import MicroBatch, Row, assign_to_ranks, collate, pack, training_rows
+from arpo.config import UserError
+from arpo.options import AdvantageConfig
+from arpo.trajectory import Group
+
+
+@dataclass(kw_only=True)
+class TreeBatch(MicroBatch):
+    """A MicroBatch of N unique tokens. The head scores each node once, however many rows go through it."""
+
+    subtree_end: torch.Tensor
+    """(N,) one past the last node below"""
+    parents: torch.Tensor
+    """(N,) the node before; 0 for a first token, which has none"""
+    nodes: torch.Tensor
+    """(B, T) of the response tokens; -1 beyond a row's end"""
+    loss_nodes: torch.Tensor
+    """(U,) nodes that are a loss token of at least one row, ascending"""
+
+    def gather(self, node_values: torch.Tensor) -> torch.Tensor:
+        """(B, T) the value (N,) of each response token's node, 0 beyond a row's end. Differentiable."""
+        return torch.where(self.nodes >= 0, node_values[self.nodes.clamp(min=0)], 0)
+
+    def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.parents[self.loss_nodes], self.input_ids[0, self.loss_nodes]
+
+    def to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        node_values = torch.zeros(len(self.parents), dtype=torch.float32, device=values.device)
+        return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
+
+    def attention_mask(self, config: Any) -> Any:
+        """A (1, 1, N, N) boolean mask, or the BlockMask of flex_attention, which is sparse (not yet run on a GPU)."""
+        check_attention(config)
+        if config._attn_implementation == "flex_attention":
+            return block_mask(self.subtree_end)
+        q = torch.arange(len(self.subtree_end), device=self.subtree_end.device)
+        return ((q <= q[:, None]) & (q[:, None] < self.subtree_end))[None, None]
+
+
+def block_mask(subtree_end: torch.Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_ancestor(_batch, _head, q, k):
+        return (k <= q) & (q < subtree_end[k])
+
+    num_nodes = len(subtree_end)
+    return create_block_mask(is_ancestor, None, None, num_nodes, num_nodes, device=subtree_end.device)
+
+
+def check_attention(config: Any) -> None:
+    """Raises UserError where the model's layers would not do what the mask says."""
+    if config._attn_implementation not in ("sdpa", "eager", "flex_attention"):
+        raise UserError(
+            f"update.layout=tree: {config._attn_implementation} knows no tree mask; "
+            "set model.attention=flex_attention (GPU) or sdpa"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window):
+        raise UserError(f"update.layout=tree needs full attention, but {config.model_type} slides; set layout=packed")
+
+
+# ----------------------------------------------------------------------------------------- which rows come together
+
+
+def pack_trees(groups: list[Group], max_tokens: int, cfg: AdvantageConfig | None = None) -> list[TreeBatch]:
+    """All training rows of `groups` on one rank, at most `max_tokens` unique tokens in each micro-batch."""
+    rows = training_rows(groups, cfg or AdvantageConfig())
+    return tree_microbatches(rows, 0, 1, max_tokens) if rows else []
+
+
+def tree_microbatches(
+    rows: list[Row], rank: int, world_size: int, max_tokens: int, *, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
+    """`batch.microbatches` with `max_tokens` and the balance counted in unique tokens, which are what is computed."""
+    plans = plan(rows, world_size, max_tokens)
+    num_bins = max(1, *(len(bins) for bins in plans))
+    bins = plans[rank] + [[]] * (num_bins - len(plans[rank]))
+    return [collate_tree([rows[i] for i in ids], ids).to(device) for ids in bins]
+
+
+def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> indices into `rows`. Raises ValueError where a row alone exceeds `max_tokens`.
+
+    Smaller pieces spread better over the ranks but compute more prefixes again; the size is chosen that leaves the
+    busiest rank the least to compute.
+    """
+    order, shared = depth_first(rows)
+    lengths = [rows[i].num_tokens for i in order]
+    per_rank = (sum(lengths) - sum(shared)) / world_size
+    limits = {max_tokens} | {min(max_tokens, int(per_rank / k) + 1) for k in range(1, 9) if world_size > 1}
+    plans = []
+    for limit in sorted(limits, reverse=True):
+        pieces = cut(lengths, shared, limit)
+        costs = [sum(lengths[a:b]) - sum(shared[a + 1 : b]) for a, b in pieces]
+        shares = assign_to_ranks(costs, world_size)
+        plans.append((max(sum(costs[p] for p in share) for share in shares), pieces, costs, shares))
+    _, pieces, costs, shares = min(plans, key=lambda p: p[0])  # of equals the coarsest, with the fewest micro-batches
+    return [
+        [
+            [i for p in bin_ for i in order[slice(*pieces[share[p]])]]
+            for bin_ in pack([costs[p] for p in share], max_tokens)
+        ]
+        for share in shares
+    ]
+
+
+def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Pieces [first, last) of the rows in depth-first order, of at most `limit` unique tokens (one row may have more).
+
+    Of all ways the one that computes the fewest tokens again, and of equals the most even. `shared[i]` = tokens that
+    row i shares with row i - 1. Two prompts of two rows, lengths [5, 5, 5, 5], shared [0, 4, 0, 4], limit 11:
+    [(0, 2), (2, 4)], 6 tokens each.
+    """
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # by number of rows: (tokens again, sum of squares, last cut)
+    for end in range(1, len(lengths) + 1):
+        cost, options = 0, []
+        for first in range(end - 1, -1, -1):
+            cost += lengths[first] - (shared[first + 1] if first + 1 < end else 0)
+            if cost > limit and options:
+                break
+            again, squares, _ = best[first]
+            options.append((again + shared[first], squares + cost**2, first))
+        best.append(min(options))
+    pieces, end = [], len(lengths)
+    while end:
+        first = best[end][2]
+        pieces.append((first, end))
+        end = first
+    return pieces[::-1]
+
+
+def depth_first(rows: list[Row]) -> tuple[list[int], list[int]]:
+    """(row indices in the order of their token ids, for each the tokens it shares with the one before; 0 for the first)
+
+    A row that another one begins with comes before it.
+    """
+    ids = [np.concatenate([row.prompt_ids, row.response_ids]).astype(">u4") for row in rows]  # bytes sort like numbers
+    keys = [i.tobytes() for i in ids]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    shared = [0]
+    for before, after in pairwise(order):
+        n = min(len(ids[before]), len(ids[after]))
+        different = ids[before][:n] != ids[after][:n]
+        shared.append(int(different.argmax()) if different.any() else n)
+    return order, shared
+
+
+# ------------------------------------------------------------------------------------------------- rows -> tensors
+
+
+def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
+    """Rows, in any order, -> one TreeBatch, its rows depth first; no rows -> the empty micro-batch of batch.py."""
+    if not rows:
+        return collate([])
+    order, shared = depth_first(rows)
+    rows = [rows[i] for i in order]
+    flat = collate(rows, [row_ids[i] for i in order])
+    paths, subtree_end = number_nodes([row.num_tokens for row in rows], shared)
+    input_ids, depths, parents = (np.zeros(len(subtree_end), np.int64) for _ in range(3))
+    input_ids[np.concatenate(paths)] = flat.input_ids[0].numpy()
+    nodes = np.full(flat.targets.shape, -1)
+    for b, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        depths[path] = np.arange(len(path))
+        parents[path[1:]] = path[:-1]
+        nodes[b, : len(row.response_ids)] = path[len(row.prompt_ids) :]
+    changed = {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "position_ids": torch.from_numpy(depths)[None],
+        "predict_from": torch.from_numpy(np.where(nodes >= 0, parents[nodes], 0)),
+    }
+    return TreeBatch(
+        **vars(flat) | changed,
+        subtree_end=torch.from_numpy(subtree_end),
+        parents=torch.from_numpy(parents),
+        nodes=torch.from_numpy(nodes),
+        loss_nodes=torch.from_numpy(np.unique(nodes[flat.loss_mask.numpy()])),
+    )
+
+
+def number_nodes(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """(each row's nodes from its first token on, subtree_end) of rows in depth-first order."""
+    num_nodes = sum(lengths) - sum(shared)
+    subtree_end = np.full(num_nodes, num_nodes)
+    paths: list[np.ndarray] = []
+    count, path = 0, np.zeros(0, np.int64)
+    for length, num_shared in zip(lengths, shared, strict=True):
+        subtree_end[path[num_shared:]] = count  # the path before ends here, from where this one leaves it
+        path = np.concatenate([path[:num_shared], np.arange(count, count + length - num_shared)])
+        count += length - num_shared
+        paths.append(path)
+    return paths, subtree_end

@@ -1,0 +1,176 @@
+"""Time of forward and backward on ARPO-shaped groups: trees against flat packing and against padded batches.
+
+    python benchmarks/tree_training.py [--quick]          (on the GPU if there is one)
+
+A group is 16 trajectories of 2 to 4 tool turns; half of them are branches, which leave another one after a tool result.
+All three compute the same gradients (their difference is shown) with the same model, chunked head and token budget per
+micro-batch. Times are medians of alternating repeats: CPU seconds of one thread, so that other processes do not count,
+or seconds on a GPU, where trees use flex_attention.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arpo.batch import MicroBatch, Row, collate, microbatches, training_rows
+from arpo.head import token_logprobs
+from arpo.model import Policy, attention_backend
+from arpo.options import AdvantageConfig, ModelConfig
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.tree import pack_trees
+
+VOCAB = {"quick": 4096, "full": 32_768}
+MODELS = {  # hidden, intermediate, layers
+    "cpu": {"quick": (128, 512, 4), "full": (512, 1536, 8)},
+    "cuda": {"quick": (1024, 3072, 8), "full": (1536, 8960, 28)},  # full: the layers of Qwen2.5-1.5B
+}
+TOKENS = {  # prompt, sampled per turn, tool result, budget of a micro-batch
+    "quick": (150, 25, 64, 2048),
+    "full": (1200, 200, 512, 16_384),
+}
+
+
+def arpo_group(rng: np.random.Generator, num_prompt: int, num_sampled: int, num_result: int, vocab: int) -> Group:
+    """Turns are sampled tokens and a result; the last one has no result. Lengths vary by half to either side."""
+
+    def turn(with_result: bool) -> tuple[list[int], list[int]]:
+        sampled = int(num_sampled * rng.uniform(0.5, 1.5))
+        result = int(num_result * rng.uniform(0.5, 1.5)) * with_result
+        return rng.integers(0, vocab, sampled + result).tolist(), [1] * sampled + [0] * result
+
+    by_turns: list[list[tuple[list[int], list[int]]]] = []
+    for i in range(16):
+        num_calls = int(rng.integers(2, 5))
+        prefix = [] if i < 8 else by_turns[rng.integers(len(by_turns))][: rng.integers(1, num_calls + 1)]
+        prefix = [t for t in prefix if not all(t[1])]  # a branch does not begin after an answer
+        by_turns.append([*prefix, *(turn(True) for _ in range(num_calls - len(prefix))), turn(False)])
+    trajectories = []
+    for i, turns in enumerate(by_turns):
+        ids, mask = ([x for t in turns for x in t[part]] for part in (0, 1))
+        t = Trajectory("p", str(i), ids, mask, [0.0] * len(ids), stop_reason=StopReason.EOS, reward=float(i % 2))
+        trajectories.append(t)
+    return Group(Prompt("p", [], [], token_ids=tuple(rng.integers(0, vocab, num_prompt).tolist())), trajectories)
+
+
+def some_loss(logprobs: torch.Tensor, entropies: torch.Tensor, row_ids: list[int]) -> torch.Tensor:
+    """Another weight for each trajectory, as its advantage would be."""
+    weights = torch.tensor([(-1.0) ** i * (1 + i / 16) for i in row_ids], device=logprobs.device)[:, None]
+    return (weights * logprobs).sum() + 0.01 * entropies.sum()
+
+
+def run_micros(policy: Policy, micros: list[MicroBatch]) -> None:
+    for micro in micros:
+        some_loss(*policy(micro), list(micro.row_ids)).backward()
+
+
+def padded_batches(rows: list[Row], max_tokens: int) -> list[list[int]]:
+    """Rows in their order, as many together as fit when padded to the longest."""
+    batches: list[list[int]] = [[]]
+    for i, row in enumerate(rows):
+        longest = max(rows[j].num_tokens for j in [*batches[-1], i])
+        if batches[-1] and longest * (len(batches[-1]) + 1) > max_tokens:
+            batches.append([])
+            longest = row.num_tokens
+        batches[-1].append(i)
+    return batches
+
+
+def run_padded(policy: Policy, rows: list[Row], batches: list[list[int]], device: torch.device) -> None:
+    """Right-padded (B, L) batches with an attention mask of ones and zeros."""
+    for ids in batches:
+        micro = collate([rows[i] for i in ids], ids).to(device)
+        lengths = torch.tensor([rows[i].num_tokens for i in ids], device=device)
+        longest = int(lengths.max())
+        inside = torch.arange(longest, device=device) < lengths[:, None]  # (B, L)
+        input_ids = torch.zeros(inside.shape, dtype=torch.long, device=device).masked_scatter(inside, micro.input_ids)
+        hidden = policy.hf.base_model(input_ids=input_ids, attention_mask=inside.long(), use_cache=False)
+        sources, targets = micro.head_inputs()
+        flat = hidden.last_hidden_state[inside]  # (N, D), as packed
+        logprobs, entropies = token_logprobs(flat[sources], policy.hf.lm_head.weight, targets)
+        some_loss(micro.to_rows(logprobs), micro.to_rows(entropies), ids).backward()
+
+
+def build_policy(size: str, device: torch.device) -> Policy:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    hidden, intermediate, layers = MODELS[device.type][size]
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 256)}
+    config = Qwen2Config(
+        vocab_size=VOCAB[size], hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, **heads
+    )
+    torch.manual_seed(0)
+    hf: nn.Module = Qwen2ForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    hf.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(hf, 1024).train()
+
+
+def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], device: torch.device, repeats: int):
+    """name -> (median seconds, gradient of the first layer's query weight); `runs` has (attention, action) by name."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    gradients: dict[str, torch.Tensor] = {}
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    for _ in range(repeats + 1):
+        for name, (attention, action) in runs.items():
+            policy.hf.set_attn_implementation(attention)
+            policy.zero_grad()
+            start = clock()
+            action()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(clock() - start)
+            gradients[name] = policy.hf.base_model.layers[0].self_attn.q_proj.weight.grad.clone()
+    return {name: (statistics.median(times[name][1:]), gradients[name]) for name in runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one group of an eighth of the length, under a minute")
+    size = "quick" if parser.parse_args().quick else "full"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    *lengths, budget = TOKENS[size]
+    rng = np.random.default_rng(0)
+    groups = [arpo_group(rng, *lengths, VOCAB[size])]
+    rows = training_rows(groups, AdvantageConfig())
+    packed = microbatches(rows, 0, 1, budget, device=device)
+    trees = [micro.to(device) for micro in pack_trees(groups, budget)]
+    padded = padded_batches(rows, budget)
+    policy = build_policy(size, device)
+    best = attention_backend(ModelConfig(), device)
+    runs = {
+        "tree": ("flex_attention" if device.type == "cuda" else "sdpa", lambda: run_micros(policy, trees)),
+        "packed": (best, lambda: run_micros(policy, packed)),
+        "padded": (best, lambda: run_padded(policy, rows, padded, device)),
+    }
+    results = measure(policy, runs, device, repeats=3)
+    num_tokens = {
+        "tree": sum(micro.input_ids.numel() for micro in trees),
+        "packed": sum(micro.input_ids.numel() for micro in packed),
+        "padded": sum(len(ids) * max(rows[i].num_tokens for i in ids) for ids in padded),
+    }
+    ours, expected = (results[name][1] for name in ("tree", "packed"))
+    difference = float((ours - expected).norm() / expected.norm())
+    unit = "s" if device.type == "cuda" else "CPU s"
+    for name, (seconds, _) in results.items():
+        print(f"{name:6} {num_tokens[name]:6} tokens {seconds:8.2f} {unit}")
+    token_ratio = num_tokens["packed"] / num_tokens["tree"]
+    time_ratio = results["packed"][0] / results["tree"][0]
+    print(f"packed / tree: tokens {token_ratio:.2f}, time {time_ratio:.2f}; gradients differ by {difference:.1e}")
+    result = {"name": "tree_training", "ratio": time_ratio, "ours": results["tree"][0]}
+    result |= {"baseline": results["packed"][0], "unit": unit, "token_ratio": token_ratio}
+    print(
+        json.dumps(result | {"padded": results["padded"][0], "device": device.type, "gradient_difference": difference})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Trees against flat packing: what is shared, how it is cut, and that no number changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model, build_tiny_tokenizer
+from ranks import mesh_of_one
+
+from arpo.batch import Row, microbatches
+from arpo.config import UserError
+from arpo.critic import load_critic
+from arpo.distributed import Ranks
+from arpo.model import load_policy
+from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.tree import collate_tree, cut, depth_first, pack_trees, plan, tree_microbatches
+from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1}
+
+
+def row(prompt: str, response: str, mask: str = "") -> Row:
+    """One token per letter; the mask is all ones unless given."""
+    ids = [np.array([ord(c) for c in text], np.int64) for text in (prompt, response)]
+    return Row(*ids, np.array([int(m) for m in mask or "1" * len(response)]))
+
+
+def letters(ids) -> str:
+    return "".join(chr(i) for i in ids)
+
+
+def random_groups(seed: int, num_groups: int = 2, num_letters: int = 380) -> list[Group]:
+    """Branches at random places of random trajectories, of which some are repeated or end within another."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g in range(num_groups):
+        trajectories: list[Trajectory] = []
+        for i in range(5):
+            ids = rng.integers(0, num_letters, rng.integers(3, 18)).tolist()
+            if trajectories and rng.random() < 0.7:
+                parent = trajectories[rng.integers(len(trajectories))].token_ids
+                ids = parent[: rng.integers(1, len(parent) + 1)] + (ids if rng.random() < 0.8 else [])
+            mask = [1] + [int(m) for m in rng.random(len(ids) - 1) < 0.7]
+            logprobs = [float(lp) * m for lp, m in zip(-6 + 0.3 * rng.normal(size=len(ids)), mask, strict=True)]
+            t = Trajectory("", str(i), ids, mask, logprobs, stop_reason=StopReason.EOS, reward=float(rng.normal()))
+            trajectories.append(t)
+        prompt = tuple(rng.integers(0, num_letters, 4).tolist())
+        groups.append(Group(Prompt(str(g), [], [], token_ids=prompt), trajectories))
+    return groups
+
+
+def random_rows(seed: int, num_letters: int = 380) -> list[Row]:
+    return [
+        Row(np.array(g.prompt.token_ids), np.array(t.token_ids), np.array(t.loss_mask), np.array(t.rollout_logprobs))
+        for g in random_groups(seed, 3, num_letters)
+        for t in g.trajectories
+    ]
+
+
+def num_unique(rows: list[Row]) -> int:
+    """Prefixes, counted the naive way."""
+    ids = [(*r.prompt_ids.tolist(), *r.response_ids.tolist()) for r in rows]
+    return len({i[:n] for i in ids for n in range(1, len(i) + 1)})
+
+
+# ------------------------------------------------------------------------------------------------------ what is shared
+
+
+def test_the_example_of_the_module_holds():
+    micro = collate_tree([row("ab", "cde"), row("ab", "cx")], [7, 4])
+    assert letters(micro.input_ids[0]) == "abcdex"
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert micro.subtree_end.tolist() == [6, 6, 6, 5, 5, 6]
+    assert micro.nodes.tolist() == [[2, 3, 4], [2, 5, -1]]
+    assert micro.predict_from.tolist() == [[1, 2, 3], [1, 2, 0]]
+    assert micro.row_ids == (7, 4) and micro.num_row_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        pytest.param([("pq", "abcd"), ("pq", "abxy")], "pqabcdxy", id="a branch shares its prefix"),
+        pytest.param([("pq", "ab"), ("pq", "xy")], "pqabxy", id="roots share the prompt"),
+        pytest.param([("pq", "ab"), ("pq", "ab")], "pqab", id="identical trajectories are computed once"),
+        pytest.param([("pq", "abc"), ("pq", "a")], "pqabc", id="one may end within another"),
+        pytest.param([("pq", "ab"), ("rq", "ab")], "pqabrqab", id="equal responses to other prompts share nothing"),
+        pytest.param([("pq", "ab"), ("p", "qa")], "pqab", id="only the tokens matter, not where the response begins"),
+        pytest.param([("", "ab"), ("", "ac")], "abc", id="without prompts"),
+    ],
+)
+def test_what_rows_share_is_computed_once(rows, expected):
+    micro = collate_tree([row(p, r, "0" + "1" * (len(r) - 1)) for p, r in rows], range(len(rows)))
+    assert letters(micro.input_ids[0]) == expected
+
+
+def test_equal_prompts_of_different_questions_share_their_tokens_because_that_is_exact():
+    groups = [Group(replace(g.prompt, token_ids=(1, 2)), g.trajectories) for g in random_groups(0)]
+    [micro] = pack_trees(groups, 1000)
+    assert micro.input_ids[0, :2].tolist() == [1, 2] and (micro.position_ids == 0).sum() == 1
+    assert len(micro.row_ids) == 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_token_sees_its_own_row_up_to_itself_and_nothing_else(seed):
+    class Config:
+        _attn_implementation, model_type, layer_types = "sdpa", "qwen2", None
+
+    rows = random_rows(seed, num_letters=3)
+    micro = collate_tree(rows, range(len(rows)))
+    mask, ids, parents = micro.attention_mask(Config)[0, 0], micro.input_ids[0], micro.parents
+    seen = [letters(ids[mask[node]]) for node in range(len(ids))]
+    assert len(set(seen)) == len(seen) == num_unique(rows)
+    for b, row_id in enumerate(micro.row_ids):
+        whole = letters(np.concatenate([rows[row_id].prompt_ids, rows[row_id].response_ids]))
+        for t in range(len(rows[row_id].response_ids)):
+            node = micro.nodes[b, t]
+            position = len(rows[row_id].prompt_ids) + t
+            assert seen[node] == whole[: position + 1] and micro.position_ids[0, node] == position
+            assert parents[node] == micro.predict_from[b, t] and seen[parents[node]] == whole[:position]
+
+
+def test_gather_gives_each_trajectory_the_values_of_its_own_tokens():
+    micro = collate_tree([row("ab", "cde"), row("ab", "cx")], [0, 1])
+    assert micro.gather(torch.arange(10.0, 16.0)).tolist() == [[12.0, 13.0, 14.0], [12.0, 15.0, 0.0]]
+
+
+def test_the_head_scores_a_shared_token_once_and_only_if_it_counts_somewhere():
+    micro = collate_tree([row("ab", "cde", "101"), row("ab", "cx", "10"), row("ab", "cd", "00")], range(3))
+    sources, targets = micro.head_inputs()
+    assert letters(targets) == "ce" and sources.tolist() == [1, 3]
+    rows = {micro.row_ids[b]: values for b, values in enumerate(micro.to_rows(torch.tensor([1.0, 2.0])).tolist())}
+    assert rows == {0: [1.0, 0.0, 2.0], 1: [1.0, 0.0, 0.0], 2: [0.0, 0.0, 0.0]}
+
+
+# --------------------------------------------------------------------------------------------- cutting and balancing
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_row_is_in_one_microbatch_within_the_budget_of_unique_tokens(seed, world_size):
+    rows, budget = random_rows(seed, num_letters=20), 50
+    per_rank = [tree_microbatches(rows, rank, world_size, budget) for rank in range(world_size)]
+    assert len({len(micros) for micros in per_rank}) == 1
+    micros = [micro for micros in per_rank for micro in micros]
+    assert sorted(i for micro in micros for i in micro.row_ids) == list(range(len(rows)))
+    assert all(micro.input_ids.numel() <= budget for micro in micros)
+    assert all(
+        micro.input_ids.numel() == num_unique([rows[i] for i in micro.row_ids]) for micro in micros if micro.row_ids
+    )
+    packed = microbatches(rows, 0, 1, budget)
+    assert sum(m.input_ids.numel() for m in micros if m.row_ids) < sum(m.input_ids.numel() for m in packed)
+
+
+def test_a_group_over_the_budget_is_cut_where_it_shares_least():
+    """Two halves that fork at the prompt; cutting within one would compute four more tokens again."""
+    rows = [row("pp", r) for r in ("aaaabc", "aaaade", "bbbbcd", "bbbbef", "bbbbgh")]
+    [bins] = plan(rows, 1, 13)
+    assert sorted(map(sorted, bins)) == [[0, 1], [2, 3, 4]]
+
+
+def all_cuts(n: int):
+    for bits in range(2 ** (n - 1)):
+        ends = [i + 1 for i in range(n - 1) if bits >> i & 1] + [n]
+        yield list(zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_other_cut_of_the_order_computes_less_again(seed):
+    rows = random_rows(seed, num_letters=4)[:8]
+    order, shared = depth_first(rows)
+    lengths = [rows[i].num_tokens for i in order]
+    limit = max(lengths) + 15
+
+    def costs(pieces):
+        return [sum(lengths[a:b]) - sum(shared[a + 1 : b]) for a, b in pieces]
+
+    allowed = [costs(pieces) for pieces in all_cuts(len(rows)) if max(costs(pieces)) <= limit]
+    ours = costs(cut(lengths, shared, limit))
+    assert ours in allowed and sum(ours) == min(sum(c) for c in allowed)
+
+
+def test_a_lone_group_is_spread_over_the_ranks():
+    rows = [row("pp", c * 40) for c in "abcdefgh"]
+    loads = [sum(rows[i].num_tokens for ids in bins for i in ids) for bins in plan(rows, 4, 1000)]
+    assert max(loads) == min(loads)
+
+
+def test_a_row_over_the_budget_is_an_error_that_names_the_option():
+    with pytest.raises(ValueError, match=r"update\.max_tokens_per_microbatch=4"):
+        tree_microbatches([row("a", "bc"), row("a", "bcde")], 0, 1, 4)
+
+
+def test_a_rank_without_rows_gets_the_empty_microbatch():
+    [micro] = tree_microbatches([row("a", "b")], 1, 2, 8)
+    assert micro.row_ids == () and not micro.loss_mask.any()
+
+
+# ------------------------------------------------------------------------------------- the same numbers, on real models
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with mesh_of_one() as mesh:
+        yield Ranks(0, 1, CPU, mesh)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+def folder(request, tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "qwen3":
+        return build_tiny_model(path)
+    kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config_class, model_class = kinds[request.param]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model_class(config_class(**SIZES, **HEADS)).save_pretrained(path)
+    build_tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def model_of(folder, **changes) -> ModelConfig:
+    base = ModelConfig(
+        str(folder), compute_dtype="float32", attention="sdpa", activation_checkpointing=False, head_chunk_tokens=16
+    )
+    return replace(base, **changes)
+
+
+def gradients(model) -> dict[str, np.ndarray]:
+    return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+
+
+def assert_same(ours: dict, expected: dict) -> None:
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(ours[name], gradient, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("share", ["soft", "hard"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ranks, share, checkpointing):
+    """Each trajectory has its own advantage; the reference is the same model with other weights."""
+    policy = load_policy(model_of(folder, activation_checkpointing=checkpointing), ranks.mesh, device=CPU)
+    reference = load_policy(model_of(folder), ranks.mesh, device=CPU)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(1.1)
+    optimizer, seen = torch.optim.SGD(policy.parameters(), lr=0.0), {}
+    optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(policy)))
+    advantage = AdvantageConfig(tree=share)
+    loss = LossConfig(kl_coefficient=0.1, entropy_coefficient=0.01, rollout_correction="tis")
+    outcomes = {}
+    for layout, budget in (("packed", 2000), ("tree", 2000), ("tree", 60)):
+        groups = random_groups(3)
+        cfg = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=budget, layout=layout)
+        [minibatch] = make_minibatches(groups, cfg, advantage, ranks)
+        metrics = fill_old_logprobs(policy, reference, minibatch.micros, loss, 0.9)
+        metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
+        metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=False))
+        outcomes[layout, budget] = metrics.values(), dict(seen)
+    expected_metrics, expected = outcomes.pop(("packed", 2000))
+    assert all(np.abs(gradient).max() > 0 for gradient in expected.values())
+    for metrics, gradient in outcomes.values():
+        assert metrics["train/tree_token_ratio"] > 1.2
+        for name in expected_metrics.keys() - {"tokens/trained", "train/tree_token_ratio"}:
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5, abs=1e-6), name
+        assert_same(gradient, expected)
+
+
+def by_row(micros, values) -> dict[int, np.ndarray]:
+    return {
+        i: value[b].detach().numpy()[micro.loss_mask[b].numpy()]
+        for micro, value in zip(micros, values, strict=True)
+        for b, i in enumerate(micro.row_ids)
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_trees_give_the_logprobs_entropies_and_gradients_of_packed_rows(folder, ranks, seed):
+    rows, outcomes = random_rows(seed, num_letters=380 if seed % 2 else 3), []
+    policy = load_policy(model_of(folder), ranks.mesh, device=CPU)
+    weights = torch.linspace(-1.0, 1.0, len(rows))
+    for micros in (microbatches(rows, 0, 1, 5000), tree_microbatches(rows, 0, 1, 70)):
+        outputs = [policy(micro, 0.7) for micro in micros]
+        for micro, (logprobs, entropies) in zip(micros, outputs, strict=True):
+            weight = weights[list(micro.row_ids)][:, None]
+            (weight * logprobs + (0.5 - weight) * entropies).sum().backward()
+        outcomes.append((*(by_row(micros, part) for part in zip(*outputs, strict=True)), gradients(policy)))
+        policy.zero_grad()
+    for ours, expected in zip(*outcomes[::-1], strict=True):
+        assert_same(ours, expected)
+
+
+def test_values_of_the_critic_and_their_gradients_are_those_of_packed_rows(folder, ranks):
+    rows, outcomes = random_rows(1), []
+    critic = load_critic(model_of(folder, activation_checkpointing=True), ranks.mesh, device=CPU)
+    torch.nn.init.constant_(critic.value_head.weight, 0.1)
+    for micros in (microbatches(rows, 0, 1, 5000), tree_microbatches(rows, 0, 1, 70)):
+        values = [critic(micro) for micro in micros]
+        for micro, value in zip(micros, values, strict=True):
+            (torch.tensor(micro.row_ids)[:, None] * value.square()).sum().backward()
+        outcomes.append((by_row(micros, values), gradients(critic)))
+        critic.zero_grad()
+    for ours, expected in zip(*outcomes[::-1], strict=True):
+        assert_same(ours, expected)
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def config_of(**fields):
+    defaults = {"_attn_implementation": "sdpa", "model_type": "qwen2", "layer_types": None, "sliding_window": None}
+    return type("Config", (), defaults | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"_attn_implementation": "flash_attention_2"}, r"model\.attention=flex_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "qwen2 slides"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "mistral slides"),
+    ],
+)
+def test_a_model_that_would_not_heed_the_mask_is_refused(fields, message):
+    micro = collate_tree([row("a", "bc")], [0])
+    with pytest.raises(UserError, match=message):
+        micro.attention_mask(config_of(**fields))
+
+
+def test_the_block_mask_of_flex_attention_is_the_dense_mask():
+    rows = random_rows(2)
+    micro = collate_tree(rows, range(len(rows)))
+    dense = micro.attention_mask(config_of())
+    block = micro.attention_mask(config_of(_attn_implementation="flex_attention"))
+    n = micro.input_ids.numel()
+    q, k = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
+    assert torch.equal(block.mask_mod(0, 0, q, k), dense[0, 0])
+    assert block.shape == (1, 1, n, n)
