@@ -311,6 +311,23 @@ def test_values_of_the_critic_and_their_gradients_are_those_of_packed_rows(folde
         assert_same(ours, expected)
 
 
+def test_trees_compute_in_bfloat16_and_return_float32(folder, ranks):
+    rows = random_rows(2)
+    micro = collate_tree(rows, range(len(rows)))
+    for load in (load_policy, load_critic):
+        outcomes = []
+        for dtype in ("float32", "bfloat16"):
+            model = load(model_of(folder, compute_dtype=dtype), ranks.mesh, device=CPU)
+            if load is load_critic:
+                torch.nn.init.constant_(model.value_head.weight, 0.1)
+            outcome = model(micro)[0] if load is load_policy else model(micro)
+            outcome.sum().backward()
+            assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+            outcomes.append(outcome.detach())
+        exact, rough = outcomes
+        assert rough.dtype == torch.float32 and 0 < (rough - exact).abs().max() < 0.3
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
