@@ -17,6 +17,7 @@ from arpo.model import load_policy
 from arpo.optim import build_optimizer
 from arpo.options import CriticConfig, ModelConfig, OptimConfig
 from arpo.trajectory import Metrics
+from arpo.tree import tree_microbatches
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.0)
@@ -106,10 +107,16 @@ def test_the_critic_learns_constant_returns(tiny_model_dir, ranks):
     assert torch.cat(errors).max() < 0.1, losses
 
 
-def gradients(ranks, folder: str, max_tokens: int) -> tuple[dict, dict]:
+def rows_with_a_branch() -> list[Row]:
+    first, second, *others = make_rows()
+    ids = np.concatenate([first.response_ids[:5], second.response_ids[5:]])
+    return [first, Row(first.prompt_ids, ids, second.loss_mask), *others]
+
+
+def gradients(ranks, folder: str, max_tokens: int, layout) -> tuple[dict, dict]:
     """Of one critic update: (metrics, full gradients before clipping)."""
     critic = with_a_head(load_critic(model_of(folder, activation_checkpointing=True), ranks.mesh, device=CPU))
-    micros = microbatches(make_rows(), ranks.rank, ranks.world_size, max_tokens)
+    micros = layout(rows_with_a_branch(), ranks.rank, ranks.world_size, max_tokens)
     returns = [np.linspace(-1, 1, num_response) * i for i, (_, num_response) in enumerate(LENGTHS)]
     for micro in micros:
         micro.old_values, micro.returns = micro.rows_to_tensor(returns) * 0.1, micro.rows_to_tensor(returns)
@@ -124,10 +131,10 @@ def gradients(ranks, folder: str, max_tokens: int) -> tuple[dict, dict]:
 
 
 def test_loss_and_gradients_do_not_depend_on_microbatches_or_world_size(tiny_model_dir):
-    [(metrics, expected)] = run_ranks(1, gradients, str(tiny_model_dir), 500)
+    [(metrics, expected)] = run_ranks(1, gradients, str(tiny_model_dir), 500, microbatches)
     assert 0 < metrics["critic/clip_fraction"] < 1
-    for world_size, max_tokens in ((1, 21), (2, 21)):
-        for other_metrics, others in run_ranks(world_size, gradients, str(tiny_model_dir), max_tokens):
+    for world_size, layout in ((1, microbatches), (2, microbatches), (2, tree_microbatches)):
+        for other_metrics, others in run_ranks(world_size, gradients, str(tiny_model_dir), 21, layout):
             assert other_metrics == pytest.approx(metrics, rel=1e-5)
             for name, gradient in expected.items():
                 scale = np.abs(gradient).max()
