@@ -28,8 +28,8 @@ from arpo.tools.sqlite_files import derived_paths, first_writable
 
 logger = logging.getLogger(__name__)
 
-PYTHON = "python"
-"""Backend of what the python tool recorded; the released format holds searches only."""
+PYTHON, PAGE, SUMMARY = "python", "page", "summary"
+"""Backends of what the python tool and the reading of pages recorded; the released format holds searches only."""
 
 
 class Cache(Protocol):
@@ -112,7 +112,7 @@ def write_released(cache: Cache, path: Path) -> int:
     """Write the cache in the released format; the number of entries. Of several answers to a query the first counts."""
     entries: dict[str, str] = {}
     for _, backend, _, value, _, _ in cache.rows():
-        if backend != PYTHON:
+        if backend not in (PYTHON, PAGE, SUMMARY):
             entries.setdefault(*unpack(value))
     writing = path.with_name(path.name + ".tmp")
     writing.write_text(json.dumps(entries, indent=2, ensure_ascii=False), encoding="utf-8")

@@ -66,6 +66,21 @@ class SearchConfig:
     """Longest time of one search in seconds: waiting for its turn and all tries. Past it the trajectory is dropped."""
     max_passage_chars: int = 1000
     """Characters of one passage in the result."""
+    read_pages: int = 0
+    """http, brightdata, serper: pages of the first results that are fetched and read in place of their snippets; 0 =
+    none. Needs the browse extra. A page that cannot be read leaves its snippet."""
+    page_chars: int = 3000
+    """Characters kept of a page: those around its snippet. rollout.max_result_tokens cuts the result as well."""
+    page_deadline_s: float = 20.0
+    """Longest time of fetching one page in seconds, once its turn has come."""
+    browse_private_addresses: bool = False
+    """Read pages of the own network too: private, loopback and link-local addresses. The policy's queries decide which
+    pages are found, so only where nothing in that network trusts its callers."""
+    summarizer_url: str = ""
+    """OpenAI-compatible chat endpoint that sums up what a page says on the query, like
+    http://host:8000/v1/chat/completions; key, if it needs one, in SUMMARIZER_API_KEY; empty = the passage itself."""
+    summarizer_model: str = ""
+    """Name of the model there."""
     cache: str = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
     (imported into a SQLite file beside it); or redis://host:port/db for several nodes (password in the environment,

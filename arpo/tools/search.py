@@ -13,8 +13,8 @@ from typing import Protocol
 from arpo.config import UserError
 from arpo.tools.base import ToolResult
 from arpo.tools.bm25 import Bm25Index
-from arpo.tools.cache import open_cache
-from arpo.tools.cache_store import NO_RESULTS, CacheFile, cache_key, clean_query
+from arpo.tools.cache import Cache, open_cache
+from arpo.tools.cache_store import NO_RESULTS, cache_key, clean_query
 from arpo.tools.http_policy import BreakerOpen
 from arpo.tools.options import SearchConfig
 
@@ -29,8 +29,12 @@ def format_passages(passages: list[str], max_passage_chars: int) -> str:
     """["a", "b"] -> "Page 1: a\\nPage 2: b"; longer passages end in an ellipsis."""
     if not passages:
         return NO_RESULTS
-    cut = [p if len(p) <= max_passage_chars else p[: max_passage_chars - 1] + "…" for p in passages]
-    return "\n".join(f"Page {i}: {text}" for i, text in enumerate(cut, 1))
+    return "\n".join(f"Page {i}: {shorten(text, max_passage_chars)}" for i, text in enumerate(passages, 1))
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """A longer text ends in an ellipsis."""
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 class Backend(Protocol):
@@ -78,6 +82,16 @@ def _over_the_network(cfg: SearchConfig) -> Backend:
     return HttpBackend(cfg)
 
 
+def _reading_pages(backend: Backend, cfg: SearchConfig, cache: Cache | None) -> Backend:
+    """Raises UserError where there are no pages, or they cannot be read."""
+    from arpo.tools.browse import ReadingBackend
+
+    if cfg.read_pages < 0 or cfg.backend == "local":
+        hint = "must not be negative" if cfg.read_pages < 0 else "reads web pages, and backend local finds none; set 0"
+        raise UserError(f"tools.search.read_pages {hint}")
+    return ReadingBackend(backend, cfg, cache)
+
+
 BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
     "local": LocalBackend,
     "http": _over_the_network,
@@ -87,7 +101,7 @@ BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
 """By name. `replay` is none of them: it has nothing but the cache."""
 
 
-def _open_cache(cfg: SearchConfig) -> CacheFile | None:
+def _open_cache(cfg: SearchConfig) -> Cache | None:
     """None where the config wants no cache. Raises UserError for a replay of nothing."""
     if cfg.mode == "live" and cfg.backend == "replay":
         raise UserError(
@@ -118,6 +132,8 @@ class SearchTool:
         self.cfg = cfg
         self.cache = _open_cache(cfg)
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None
+        if cfg.read_pages and self.backend:
+            self.backend = _reading_pages(self.backend, cfg, self.cache)
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:

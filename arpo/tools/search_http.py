@@ -30,6 +30,15 @@ _MARKET = re.compile(r"[a-z]{2}-[A-Z]{2}")
 
 
 @dataclass(frozen=True)
+class Passage:
+    """One result of a search."""
+
+    text: str
+    link: str = ""
+    """Address of the page that it is from; empty where the service names none."""
+
+
+@dataclass(frozen=True)
 class Service:
     """What is particular to one search service."""
 
@@ -41,7 +50,7 @@ class Service:
     """From the key."""
     payload: Callable[[SearchConfig, str], dict[str, Any]]
     """What is posted for a query."""
-    passages: Callable[[Any], list[str]]
+    passages: Callable[[Any], list[Passage]]
     """From the decoded answer, best first; ValueError where it is not an answer to a search."""
     params: Callable[[SearchConfig], dict[str, object]]
     """The settings that change an answer."""
@@ -77,35 +86,43 @@ def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
     }
 
 
-def _organic(tree: Any, text_field: str, empty_mark: str) -> list[str]:
-    """Texts of `organic` results. An answer without any must at least describe the search, else it is an error page."""
+def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
+    """Of `organic` results. An answer without any must at least describe the search, else it is an error page."""
     if not isinstance(tree, dict) or not isinstance(tree.get("organic", []), list):
         raise ValueError("no object with a list of organic results")
     if "organic" not in tree and empty_mark not in tree:
         raise ValueError(f"neither organic results nor {empty_mark!r}; fields: {', '.join(sorted(tree))}")
-    return [_text(row, text_field) for row in tree.get("organic", [])]
+    return [Passage(_text(row, text_field), _link(row, "link")) for row in tree.get("organic", [])]
 
 
-def _retrieved(tree: Any) -> list[str]:
+def _retrieved(tree: Any) -> list[Passage]:
     """Passages of {"result": [[{"document": {"contents"}}, ...]]}, the answer to a list of one query.
 
-    A row may be the document itself, or a string; a document has `contents`, or `text` and perhaps `title`.
+    A row may be the document itself, or a string; a document has `contents`, or `text` and perhaps `title`;
+    either may have a `url`.
     """
     rows = tree.get("result") if isinstance(tree, dict) else None
     if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], list):
         raise ValueError('not an object with "result", a list that holds one list of passages per query')
     documents = [row["document"] if isinstance(row, dict) and "document" in row else row for row in rows[0]]
-    return [_document_text(document) for document in documents]
+    return [_document(document) for document in documents]
 
 
-def _document_text(document: Any) -> str:
+def _document(document: Any) -> Passage:
     if isinstance(document, str):
-        return document
+        return Passage(document)
     text = _text(document, "contents") or _text(document, "text")
     if not text:
         raise ValueError("a passage has neither contents nor text")
     title = _text(document, "title")
-    return f"{title}: {text}" if title and not text.startswith(title) else text
+    whole = f"{title}: {text}" if title and not text.startswith(title) else text
+    return Passage(whole, _link(document, "url"))
+
+
+def _link(row: dict[str, Any], name: str) -> str:
+    """Empty where it is missing or anything but a string: the text is still good."""
+    link = row.get(name)
+    return link.strip() if isinstance(link, str) else ""
 
 
 def _text(row: Any, name: str) -> str:
@@ -178,6 +195,10 @@ class HttpBackend:
                     thread.submit(asyncio.run, self._probe(self._make_client(key))).result()
 
     async def search(self, query: str) -> str:
+        return format_passages([found.text for found in await self.find(query)], self._cfg.max_passage_chars)
+
+    async def find(self, query: str) -> list[Passage]:
+        """The results, best first; those of `search`, with their addresses. Raises what `HttpClient.post` raises."""
         return await self._ask(self._client, query)
 
     async def aclose(self) -> None:
@@ -199,10 +220,10 @@ class HttpBackend:
             time_source=self._time_source,
         )
 
-    async def _ask(self, client: HttpClient, query: str) -> str:
-        def parse(tree: Any) -> str:
+    async def _ask(self, client: HttpClient, query: str) -> list[Passage]:
+        def parse(tree: Any) -> list[Passage]:
             passages = clean_passages(self._service.passages(tree), self._cfg.max_passage_chars)
-            return format_passages(passages[: self._service.max_passages(self._cfg)], self._cfg.max_passage_chars)
+            return passages[: self._service.max_passages(self._cfg)]
 
         return await client.post(self._service.payload(self._cfg, query), parse)
 
@@ -227,14 +248,21 @@ def rate_limit_of(cfg: SearchConfig) -> RateLimit | None:
     return LocalRateLimit(cfg.requests_per_second / int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def clean_passages(passages: Iterable[str], max_passage_chars: int) -> list[str]:
-    """Each on one line, without control characters and lone surrogates; empty ones and repetitions are left out."""
-    cleaned = []
+def clean_passages(passages: Iterable[Passage], max_passage_chars: int) -> list[Passage]:
+    """Each text is clean; empty ones and repetitions are left out."""
+    by_text: dict[str, Passage] = {}
     for passage in passages:
-        head = passage[: 4 * max_passage_chars]  # the rest is cut anyway, and a megabyte of it takes a second to clean
-        spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in head)
-        cleaned.append(" ".join(spaced.split()))
-    return [passage for passage in dict.fromkeys(cleaned) if passage]
+        # the rest is cut anyway, and a megabyte of it takes a second to clean
+        text = clean_text(passage.text[: 4 * max_passage_chars])
+        by_text.setdefault(text, Passage(text, passage.link))
+    by_text.pop("", None)
+    return list(by_text.values())
+
+
+def clean_text(text: str) -> str:
+    """On one line, without control characters and lone surrogates."""
+    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+    return " ".join(spaced.split())
 
 
 def check_settings(cfg: SearchConfig) -> None:
@@ -252,7 +280,7 @@ def check_settings(cfg: SearchConfig) -> None:
         raise UserError("tools.search.url is empty; set it to the retriever, like http://host:8000/retrieve")
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, setting: str = "tools.search.url") -> None:
     """Raises UserError where no request can go there, or where it holds a password: it would be saved with the run."""
     try:
         parts = urllib.parse.urlsplit(url)
@@ -260,9 +288,9 @@ def check_url(url: str) -> None:
     except ValueError:  # a port that is none, a bracket without its other
         usable = False
     if not usable:
-        raise UserError(f"tools.search.url: {url!r} is not an address like http://host:8000/retrieve")
+        raise UserError(f"{setting}: {url!r} is not an address like http://host:8000/retrieve")
     if parts.username or parts.password:
-        raise UserError("tools.search.url must not hold a user or password: it is saved with the run")
+        raise UserError(f"{setting} must not hold a user or password: it is saved with the run")
 
 
 def read_key(backend: str, variable: str) -> str:

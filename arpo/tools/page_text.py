@@ -1,0 +1,182 @@
+"""The text of a fetched page, and the passage of it that answers a query.
+
+Pages are hostile: some are made to hang a parser or to fill the memory. So this file is also a program that extracts
+text in a process of its own, with limits on time and memory and without the environment's keys:
+
+    trainer:  kind byte, number of bytes (8, big-endian), the page      worker:  number of bytes (8), the text in UTF-8
+
+It imports nothing of arpo, since the worker is started by its path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import io
+import os
+import re
+import resource
+import signal
+import struct
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import BinaryIO
+
+EXTRACT_S = 10.0
+"""Longest time of one extraction."""
+START_S = 30.0
+"""Longest start of the worker, on a machine that is busy."""
+MAX_WORKER_BYTES = 2 << 30
+"""Address space of the worker."""
+MAX_TEXT_CHARS = 50_000
+"""Text of a page that is kept; what comes later is not looked at."""
+_REQUEST, _ANSWER = struct.Struct(">cQ"), struct.Struct(">Q")
+_KINDS = {"html": b"h", "pdf": b"p", "plain": b"t"}
+_PARSERS = {"html": "trafilatura", "pdf": "pypdf"}
+_TOKEN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|\w+")  # a word; in Chinese and the like a character
+
+
+def best_passage(text: str, needle: str, max_chars: int) -> str:
+    """At most `max_chars` characters around the place that holds most different words of `needle`, closest together.
+
+    >>> best_passage("Foxes run. Otters swim in rivers. Owls fly by night.", "do otters swim?", 28)
+    '… run. Otters swim in …'
+    """
+    if len(text) <= max_chars:
+        return text
+    wanted = {word.casefold() for word in _TOKEN.findall(needle)}
+    hits = [(m.start(), m.end(), word) for m in _TOKEN.finditer(text) if (word := m.group().casefold()) in wanted]
+    window_chars = max(1, max_chars - 4)  # two ellipses
+    best, first, last = (1, -window_chars - 1), 0, 0  # (different words, -width); from, to
+    inside: Counter[str] = Counter()
+    left = 0
+    for _, end, word in hits:
+        inside[word] += 1
+        while left < len(hits) and (end - hits[left][0] > window_chars or inside[hits[left][2]] > 1):
+            inside[hits[left][2]] -= 1
+            left += 1
+        if left < len(hits) and (score := (sum(map(bool, inside.values())), hits[left][0] - end)) > best:
+            best, first, last = score, hits[left][0], end
+    start = min(max(0, (first + last - window_chars) // 2), len(text) - window_chars)
+    return _cut(text, start, start + window_chars)
+
+
+def _cut(text: str, start: int, stop: int) -> str:
+    """Without the halves of words at its ends, where these are short; an ellipsis says that there is more."""
+    part = text[start:stop]
+    if start > 0 and (broken := re.match(r"\S{0,40}\s+", part)):
+        part = part[broken.end() :]
+    if stop < len(text) and (broken := re.search(r"\s+\S{0,40}$", part)):
+        part = part[: broken.start()]
+    return f"{'… ' if start > 0 else ''}{part}{' …' if stop < len(text) else ''}"
+
+
+class ExtractionError(OSError):
+    """The page has no text, or could not be read within the limits."""
+
+
+class Extractor:
+    """One worker process, begun by the first page; one that a page has broken is replaced. For one event loop."""
+
+    def __init__(self, *, limit_s: float = EXTRACT_S):
+        self._limit_s = limit_s
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def text(self, page: bytes, kind: str) -> str:
+        """The main text of a page of a kind of `_KINDS`. Raises ExtractionError."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(START_S + self._limit_s):  # the worker's own limit comes first, if it obeys
+                    text = await self._ask(page, _KINDS[kind])
+            except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+                await self._kill()
+                raise ExtractionError(f"no text within {self._limit_s:g} s and the memory limit") from None
+            except BaseException:  # cancelled in the middle: what comes out of the pipe belongs to nobody
+                await self._kill()
+                raise
+        if not text.strip():
+            raise ExtractionError("no text in it")
+        return text
+
+    async def _ask(self, page: bytes, kind: bytes) -> str:
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", str(Path(__file__).resolve()), str(self._limit_s)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            )
+        self._process.stdin.write(_REQUEST.pack(kind, len(page)) + page)
+        await self._process.stdin.drain()
+        [num_bytes] = _ANSWER.unpack(await self._process.stdout.readexactly(_ANSWER.size))
+        if num_bytes > 4 * MAX_TEXT_CHARS:  # a worker that a page has taken over may say anything
+            raise ConnectionError("an answer that no worker gives")
+        return (await self._process.stdout.readexactly(num_bytes)).decode(errors="replace")
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            process.stdin.close()
+            await process.wait()
+
+    async def aclose(self) -> None:
+        """No call may be running. Safe to call twice."""
+        await self._kill()
+
+
+# ---- the worker
+
+
+def extract(page: bytes, kind: str) -> str:
+    """The main text of a page, at most MAX_TEXT_CHARS; empty where there is none."""
+    if kind == "pdf":
+        text = _pdf_text(page)
+    elif kind == "html":
+        import trafilatura
+
+        text = trafilatura.extract(page, include_comments=False) or ""
+    else:
+        text = page[: 4 * MAX_TEXT_CHARS].decode(errors="replace")
+    return text[:MAX_TEXT_CHARS]
+
+
+def _pdf_text(page: bytes) -> str:
+    import pypdf
+
+    texts: list[str] = []
+    for sheet in pypdf.PdfReader(io.BytesIO(page)).pages:
+        texts.append(sheet.extract_text())
+        if sum(map(len, texts)) >= MAX_TEXT_CHARS:
+            break
+    return "\n".join(texts)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
+    """Answer until the trainer is gone. A page that takes longer than `limit_s` ends this process."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_WORKER_BYTES, MAX_WORKER_BYTES))
+    kinds = {letter: kind for kind, letter in _KINDS.items()}
+    while len(header := requests.read(_REQUEST.size)) == _REQUEST.size:
+        letter, num_bytes = _REQUEST.unpack(header)
+        page = requests.read(num_bytes)
+        if parser := _PARSERS.get(kinds[letter]):
+            importlib.import_module(parser)  # takes a second, which is not the page's fault
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # its default action stops C code and endless loops alike
+        try:
+            text = extract(page, kinds[letter])
+        except Exception:  # whatever a broken page does to a parser: it has no text
+            text = ""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        body = text.encode(errors="replace")
+        answers.write(_ANSWER.pack(len(body)) + body)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a parser that prints must not speak in our channel
+    serve(sys.stdin.buffer, answers, float(sys.argv[1]))
