@@ -59,7 +59,7 @@ def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[...
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    ranks = distributed.init(timeout_minutes=2)
+    ranks = distributed.init(timeout_minutes=10)
     value = body(ranks, *args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(value))
     ranks.close()

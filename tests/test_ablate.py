@@ -66,7 +66,7 @@ def write_run(folder: Path, accuracy: float, rewards: list[float], calls: int = 
 def run_ablation(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "ablate.py", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=400,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
 
 

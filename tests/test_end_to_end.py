@@ -68,7 +68,7 @@ def launch(script: str, *args: str, ranks: int = 2, **kwargs) -> subprocess.Pope
 
 def run(script: str, *args: str, ranks: int = 2) -> str:
     process = launch(script, *args, ranks=ranks)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -156,7 +156,7 @@ def test_a_killed_run_continues_exactly_where_it_was(trained, world):
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_from_rank_0_and_exit_code_2(world, flags, words):
-    output, _ = launch("train_rl.py", str(world / "config.yaml"), *flags).communicate(timeout=120)
+    output, _ = launch("train_rl.py", str(world / "config.yaml"), *flags).communicate(timeout=400)
     lines = [line for line in output.splitlines() if line.startswith("error")]
     assert len(lines) == 1 and lines[0].startswith("error: ") and all(word in lines[0] for word in words), output
     assert "exitcode  : 2" in output  # torchrun's report of the ranks; its own code is 1
@@ -165,5 +165,5 @@ def test_bad_input_is_one_line_from_rank_0_and_exit_code_2(world, flags, words):
 def test_a_model_folder_without_weights_is_named(world, tmp_path):
     build_tiny_model(tmp_path / "empty", weights=False)
     process = launch("train_rl.py", str(world / "config.yaml"), "--model.path", str(tmp_path / "empty"), ranks=1)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert f"model.path={tmp_path}/empty: no weights" in output and not torch.distributed.is_initialized()
