@@ -364,7 +364,7 @@ def test_kills_at_random_moments_of_a_save_lose_at_most_that_save(tiny_model_dir
     rng = random.Random(0)
     folders = []
     for i in range(6):
-        folder = tmp_path / str(i)
+        folder = tmp_path / f"save {i}"  # a rank that outlives its save leaves its value in tmp_path, by its number
         shutil.copytree(saved, folder)
         delay_s = rng.uniform(0.0, 0.15)
         context = start_ranks(
