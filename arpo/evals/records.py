@@ -1,0 +1,144 @@
+"""What an evaluation keeps of each finished trajectory; grading and reports are made of these records alone.
+
+    RUN/records/<benchmark>.jsonl, <benchmark>.rank1.jsonl, ...     one line per trajectory, only ever appended to
+
+A group's lines are on disk before the next group is looked at, so a killed run continues behind its last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from arpo.config import UserError
+from arpo.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished trajectory of an evaluation."""
+
+    benchmark: str
+    """Name in the table of benchmarks, or stem of the question file."""
+    question_id: str
+    """Unique within the benchmark."""
+    sample: int
+    """0 .. n-1 within the question."""
+    question: str
+    answers: list[str]
+    """Accepted answers (aliases)."""
+    data_source: str
+    split: str
+    """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
+    text: str
+    """The whole response, tool results included."""
+    segments: list
+    """`text` as [text, written by the model] runs."""
+    stop_reason: str
+    num_tokens: int
+    """Of the response, tool results included."""
+    num_sampled_tokens: int
+    wall_s: float
+    """From the first token to the end, tool calls included; not the wait for a place in the batch."""
+    tool_calls: list[dict]
+    """In order: the fields of arpo.trajectory.ToolCall."""
+    meta: dict = field(default_factory=dict)
+    """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
+
+
+def group_records(group: Group, benchmark: str, wall_s: Sequence[float]) -> list[Record]:
+    """One record per trajectory of a finished group; `wall_s` goes by trajectory."""
+    prompt = group.prompt
+    return [
+        Record(
+            benchmark=benchmark,
+            question_id=prompt.prompt_id,
+            sample=sample,
+            question=prompt.messages[-1]["content"],
+            answers=prompt.answers,
+            data_source=prompt.data_source,
+            split=prompt.meta.get("split", ""),
+            text=t.text,
+            segments=[list(run) for run in t.segments],
+            stop_reason=str(t.stop_reason),
+            num_tokens=len(t.token_ids),
+            num_sampled_tokens=t.num_sampled_tokens,
+            wall_s=round(seconds, 3),
+            tool_calls=[asdict(call) for call in t.tool_calls],
+            meta=prompt.meta,
+        )
+        for sample, (t, seconds) in enumerate(zip(group.trajectories, wall_s, strict=True))
+    ]
+
+
+def append_records(path: str | Path, records: Sequence[Record]) -> None:
+    """Add whole lines in one write, and wait until they are on disk. One process at a time may write to a file.
+
+    What a killed writer left of a line at the end is cut off first.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records).encode()
+    with path.open("ab+") as file:
+        file.truncate(_end_of_last_line(file))
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _end_of_last_line(file) -> int:
+    """Position behind the last newline; 0 without one."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0
+
+
+def read_records(folder_or_path: str | Path) -> list[Record]:
+    """Records of one file, or of all files of a folder, ordered by benchmark, question and sample.
+
+    A torn last line is dropped; of a trajectory that is there twice, the first record counts. Raises UserError that
+    names file and line for any other damage.
+    """
+    path = Path(folder_or_path)
+    found: dict[tuple[str, str, int], Record] = {}
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for record in _read_file(file):
+            found.setdefault((record.benchmark, record.question_id, record.sample), record)
+    return [found[key] for key in sorted(found)]
+
+
+def _read_file(path: Path) -> list[Record]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the records ({error.strerror}); check the path") from None
+    records = []
+    for number, line in enumerate(lines[:-1], 1):  # the last piece is empty, or a line that never got its newline
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not valid JSON ({error}); remove the line, and run again") from None
+        records.append(_parse(row, f"{path}:{number}"))
+    return records
+
+
+def _parse(row: object, place: str) -> Record:
+    kinds = {"sample": int, "num_tokens": int, "num_sampled_tokens": int, "wall_s": float | int, "meta": dict}
+    kinds |= dict.fromkeys(("answers", "segments", "tool_calls"), list)
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}; remove the line, and run again")
+    for f in fields(Record):
+        if not isinstance(row.get(f.name), kinds.get(f.name, str)):
+            raise UserError(
+                f"{place}: field {f.name!r} is missing or of the wrong kind; remove the line, and run again"
+            )
+    return Record(**{f.name: row[f.name] for f in fields(Record)})
