@@ -23,12 +23,21 @@ def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, num_resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean. A single value gives (value, value)."""
+    return interval_of(bootstrap_means(values, num_resamples=num_resamples, seed=seed), level=level)
+
+
+def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed: int | Sequence[int] = 0) -> np.ndarray:
+    """(num_resamples,) means of samples drawn from the values with replacement; num_resamples in hundreds."""
     data = np.asarray(values, dtype=np.float64)
     if not len(data):
         raise ValueError("a bootstrap interval needs at least one value")
     rng = np.random.default_rng(seed)
-    means = np.concatenate(
+    return np.concatenate(
         [data[rng.integers(len(data), size=(100, len(data)))].mean(1) for _ in range(num_resamples // 100)]
     )
+
+
+def interval_of(means: np.ndarray, *, level: float = 0.95) -> tuple[float, float]:
+    """The middle `level` of resampled means."""
     tail = (1.0 - level) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1.0 - tail))

@@ -1,0 +1,115 @@
+"""The report as one web page that loads nothing: tables, plots, and a list of all transcripts.
+
+    index     a few numbers per transcript: what the list shows and the plots are drawn from
+    blocks    the transcripts, BLOCK at a time: JSON, gzip, base64; a block is unpacked when it is looked at
+
+So a page of ten thousand long transcripts is a few tens of megabytes, and opens at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from arpo.evals.grading import Grade, segments_of
+from arpo.evals.records import Record
+from arpo.evals.tables import Table
+from arpo.viewer import finite
+
+BLOCK = 64
+"""Transcripts that are unpacked together."""
+MAX_TRANSCRIPT_BYTES = 150_000_000
+"""Of all blocks, as they are in the page. Transcripts beyond it are listed without their text."""
+PREVIEW_CHARS = 160
+
+Pair = tuple[str, Record, Grade]
+"""Benchmark, trajectory, its grade."""
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    notes: Sequence[str],
+    tables: Sequence[Table],
+    scores: Mapping[str, Mapping[str, Any]],
+    pairs: Sequence[Pair],
+) -> None:
+    """Write the page, whole or not at all. `scores` by benchmark; `pairs` are all trajectories of theirs."""
+    order = {name: number for number, name in enumerate(scores)}
+    pairs = sorted(pairs, key=lambda pair: (order[pair[0]], pair[1].question_id, pair[1].sample))
+    data = {
+        "title": title,
+        "notes": list(notes),
+        "tables": [asdict(table) for table in tables],
+        "scores": scores,
+        "index": [index_row(*pair) for pair in pairs],
+        "block": BLOCK,
+    }
+    head, tail = resources.files("arpo.evals").joinpath("report.html").read_text(encoding="utf-8").split("@@DATA@@")
+    middle, tail = tail.split("@@BLOCKS@@")
+    writing = path.with_name(path.name + ".tmp")
+    with writing.open("w", encoding="utf-8") as file:
+        file.write(head + as_json(data) + middle)
+        for block in blocks(pairs):
+            file.write(f'<script type="text/plain" class="block">{block}</script>\n')
+        file.write(tail)
+    writing.replace(path)
+
+
+def as_json(tree: object) -> str:
+    """ASCII JSON without "<": it can neither end its script element nor start a comment, whatever the model wrote."""
+    return json.dumps(finite(tree), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def index_row(benchmark: str, record: Record, grade: Grade) -> list:
+    """What the list and the plots need; the page's script has the names of the columns."""
+    return [
+        benchmark,
+        record.question_id,
+        record.sample,
+        grade.correct,
+        grade.reason,
+        record.stop_reason,
+        record.num_tokens,
+        len(record.tool_calls),
+        sum(not call["ok"] for call in record.tool_calls),
+        record.wall_s,
+        record.split,
+        " ".join(record.question[: 2 * PREVIEW_CHARS].split())[:PREVIEW_CHARS],
+    ]
+
+
+def blocks(pairs: Sequence[Pair]) -> Iterator[str]:
+    """The packed transcripts, BLOCK in each, until the page is full."""
+    num_bytes = 0
+    for start in range(0, len(pairs), BLOCK):
+        views = [transcript(record, grade) for _, record, grade in pairs[start : start + BLOCK]]
+        # mtime 0: the same records make the same page, byte for byte
+        packed = base64.b64encode(gzip.compress(json.dumps(finite(views)).encode(), 6, mtime=0)).decode()
+        num_bytes += len(packed)
+        if num_bytes > MAX_TRANSCRIPT_BYTES:
+            return
+        yield packed
+
+
+def transcript(record: Record, grade: Grade) -> dict[str, Any]:
+    """One trajectory as the page shows it; results are in the segments, so calls come without them."""
+    shown = ("tag", "ok", "error_kind", "cached", "seconds", "executed")
+    return {
+        "question": record.question,
+        "answers": record.answers,
+        "segments": segments_of(record),
+        "calls": [{name: call[name] for name in shown} for call in record.tool_calls],
+        "sampled": record.num_sampled_tokens,
+        "metric": grade.metric,
+        "scores": grade.scores,
+        "prediction": grade.prediction,
+        "judge_reply": grade.judge_reply,
+    }

@@ -1,0 +1,77 @@
+"""What the papers report, to stand beside ours. Their claims, in percent; users could not reproduce several of them.
+
+Collected from secondary sources of ARPO (arXiv 2507.19849, tables 1 and 2) and AEPO (arXiv 2510.14545): check with the
+paper before citing. Numbers that we know only from memory or from a single unsure source are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+F1, JUDGE = "token F1", "72B judge"
+"""How they graded: knowledge questions by F1; math and deep search by Qwen2.5-72B-Instruct."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One number of a paper."""
+
+    benchmark: str
+    """Name in our table of benchmarks; with the split after a colon ("gaia: level 1")."""
+    score: str
+    """"pass@1" (mean accuracy) or "pass@5"."""
+    percent: float
+    model: str
+    method: str
+    metric: str
+    paper: str
+
+
+def _rows(model: str, method: str, paper: str, metric: str, **percents: float) -> list[Published]:
+    return [Published(name, "pass@1", p, model, method, metric, paper) for name, p in percents.items()]
+
+
+_ARPO, _AEPO = "arXiv 2507.19849", "arXiv 2510.14545"
+_3B, _7B, _LLAMA = "Qwen2.5-3B", "Qwen2.5-7B", "Llama3.1-8B"
+_8B, _14B = "Qwen3-8B", "Qwen3-14B"
+
+PUBLISHED: tuple[Published, ...] = (
+    *_rows(_3B, "ARPO", _ARPO, JUDGE, aime24=23.3, aime25=20.0),
+    *_rows(_3B, "ARPO", _ARPO, F1, webwalker=24.5, hotpotqa=58.5, **{"2wiki": 67.4}, musique=28.7, bamboogle=66.8),
+    *_rows(_LLAMA, "ARPO", _ARPO, JUDGE, aime25=16.7),
+    *_rows(_LLAMA, "ARPO", _ARPO, F1, hotpotqa=65.4, **{"2wiki": 75.5}, musique=34.8, bamboogle=73.8),
+    *_rows(_7B, "ARPO", _ARPO, JUDGE, aime24=30.0, aime25=30.0, math500=78.8, gsm8k=92.2, math=88.8),
+    *_rows(_7B, "ARPO", _ARPO, F1, webwalker=26.0, hotpotqa=58.8, **{"2wiki": 76.1}, musique=31.1, bamboogle=71.5),
+    *_rows(_8B, "GRPO", _ARPO, JUDGE, gaia=32.0, webwalker=29.0, hle=7.8, xbench=20.0),
+    *_rows(_8B, "GRPO", _ARPO, JUDGE, **{"gaia: level 1": 48.7, "gaia: level 2": 25.0, "gaia: level 3": 8.3}),
+    *_rows(_8B, "ARPO", _ARPO, JUDGE, gaia=38.8, webwalker=30.5, hle=8.8, xbench=25.0),
+    *_rows(_8B, "ARPO", _ARPO, JUDGE, **{"gaia: level 1": 53.9, "gaia: level 2": 32.7, "gaia: level 3": 16.7}),
+    *_rows(_14B, "GRPO", _ARPO, JUDGE, gaia=36.9, webwalker=30.0, hle=8.6, xbench=27.0),
+    *_rows(_14B, "GRPO", _ARPO, JUDGE, **{"gaia: level 1": 51.3, "gaia: level 2": 34.6, "gaia: level 3": 0.0}),
+    *_rows(_14B, "ARPO", _ARPO, JUDGE, gaia=43.7, webwalker=36.0, hle=10.0, xbench=32.0),
+    *_rows(_14B, "ARPO", _ARPO, JUDGE, **{"gaia: level 1": 56.4, "gaia: level 2": 40.4, "gaia: level 3": 16.7}),
+    Published("gaia", "pass@5", 61.2, _14B, "ARPO", JUDGE, _ARPO),
+    Published("hle", "pass@5", 24.0, _14B, "ARPO", JUDGE, _ARPO),
+    Published("xbench", "pass@5", 59.0, _14B, "ARPO", JUDGE, _ARPO),
+    *_rows(_14B, "AEPO", _AEPO, JUDGE, gaia=47.6, hle=11.2, webwalker=43.0),
+    Published("gaia", "pass@5", 65.0, _14B, "AEPO", JUDGE, _AEPO),
+    Published("hle", "pass@5", 26.0, _14B, "AEPO", JUDGE, _AEPO),
+    Published("webwalker", "pass@5", 70.0, _14B, "AEPO", JUDGE, _AEPO),
+)
+
+TEN = ("aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki", "musique", "bamboogle")
+"""Benchmarks of ARPO's table 1, whose mean is its headline number."""
+TEN_AVERAGES: tuple[tuple[str, str, float], ...] = (
+    (_3B, "ARPO", 52.8),
+    (_3B, "GRPO", 50.4),
+    (_LLAMA, "ARPO", 55.3),
+    (_LLAMA, "GRPO", 51.1),
+    (_7B, "ARPO", 58.3),
+    (_7B, "GRPO", 56.5),
+)
+"""(model, method, percent): means over TEN."""
+
+
+def published_for(benchmark: str) -> list[Published]:
+    """The papers' numbers of a benchmark and its splits."""
+    return [row for row in PUBLISHED if row.benchmark.split(":")[0] == benchmark]

@@ -1,0 +1,194 @@
+"""The report of an evaluation: RUN/{scores.json, report.md, report.html, grades/<benchmark>.jsonl}.
+
+All of it is made of records and grades, so that it can be made again at any time, and comes out the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arpo.evals.grading import Grade, write_grades
+from arpo.evals.page import write_page
+from arpo.evals.published import TEN, TEN_AVERAGES, published_for
+from arpo.evals.records import Record
+from arpo.evals.scores import Scores, averages, benchmark_scores
+from arpo.evals.tables import Table, markdown, replace_text
+
+GRADES_FOLDER = "grades"
+
+
+@dataclass(frozen=True)
+class RunMeta:
+    """What a report says about the run besides its numbers."""
+
+    title: str
+    """The model."""
+    judge: str = ""
+    """Name of the judge's model; "" = there was none."""
+    families: dict[str, str] = field(default_factory=dict)
+    """benchmark -> family (math, qa, deepsearch); those without one are only in the average over all."""
+    seed: int = 0
+    """Of the bootstrap."""
+    notes: tuple[str, ...] = ()
+    """Lines for the head of the report: tools muted, questions left out, ..."""
+
+
+def write_report(
+    folder: Path,
+    records_by_benchmark: Mapping[str, Sequence[Record]],
+    grades_by_benchmark: Mapping[str, Sequence[Grade]],
+    meta: RunMeta,
+) -> dict[str, Scores]:
+    """Write all files of the report; returns the scores by benchmark, as in scores.json.
+
+    Records and grades of a benchmark go in pairs. A benchmark without any record is left out, and named.
+    """
+    names = [name for name, records in records_by_benchmark.items() if records]
+    grades = {name: grades_by_benchmark[name] for name in names}
+    scores = {name: benchmark_scores(records_by_benchmark[name], grades[name], seed=meta.seed) for name in names}
+    means = averages(grades, meta.families, seed=meta.seed)
+    empty = [name for name in records_by_benchmark if name not in scores]
+    notes = [*meta.notes, *grader_notes(scores, meta.judge), *(f"{name}: no finished trajectory." for name in empty)]
+    tables = report_tables(scores, means)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        write_grades(folder / GRADES_FOLDER / f"{name}.jsonl", grades[name])
+    replace_text(folder / "report.md", markdown(meta.title, notes, tables))
+    pairs = [(name, *pair) for name in names for pair in zip(records_by_benchmark[name], grades[name], strict=True)]
+    write_page(folder / "report.html", title=meta.title, notes=notes, tables=tables, scores=scores, pairs=pairs)
+    replace_text(folder / "scores.json", json.dumps(scores, indent=1) + "\n")  # last: what is there is whole
+    return scores
+
+
+def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
+    """Who graded, and how often that went wrong."""
+    notes = []
+    metrics = {name: s["metric"] for name, s in scores.items()}
+    judged = [name for name, metric in metrics.items() if "judge" in metric]
+    if judged:
+        notes.append(f"Judge: {judge or 'unnamed'} graded {', '.join(judged)}.")
+    if ruled := [name for name, metric in metrics.items() if metric == "f1"]:
+        notes.append(f"No judge: {', '.join(ruled)} graded by rule (token F1; solved = an F1 of 1).")
+    reasons = {r: sum(s["grade_reasons"].get(r, 0) for s in scores.values()) for r in JUDGE_REASONS}
+    for reason, words in JUDGE_REASONS.items():
+        if reasons[reason]:
+            notes.append(f"{reasons[reason]} trajectories {words}; they count as not correct.")
+    return notes
+
+
+JUDGE_REASONS = {
+    "judge_unparsable": "with a judgement that is not clearly a verdict",
+    "judge_failed": "that the judge could not be asked about (grading again asks again)",
+}
+
+
+# ---- tables
+
+
+def report_tables(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> list[Table]:
+    """All tables that have something to say."""
+    tables = [
+        _main_table(scores, means),
+        _pass_table(scores, means),
+        _splits_table(scores),
+        _metrics_table(scores),
+        _papers_table(scores),
+        _tools_table(scores),
+        _failures_table(scores),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def interval(s: Scores) -> str:
+    return f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
+
+
+def pass_n(s: Scores) -> str:
+    n = s["samples"]
+    return f"{s[f'pass@{n}']:.3f}"
+
+
+def _main_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Table:
+    head = ["benchmark", "questions", "n", "accuracy [95 %]", "pass@n", "grader", "well-formed", "calls", "tokens"]
+    rows = [
+        [
+            name, str(s["questions"]), str(s["samples"]), interval(s), pass_n(s), s["metric"],
+            f"{s['well_formed']:.3f}", f"{s['tool_calls']:.2f}", f"{s['response_tokens']:.0f}",
+            f"{s['seconds']:.1f}", f"{s['truncated']:.3f}",
+        ]
+        for name, s in scores.items()
+    ]  # fmt: skip
+    for family, s in means.items():
+        rows.append([f"mean of {s['benchmarks']} ({family})", "", "", interval(s), *[""] * 7])
+    note = "accuracy: mean over questions and n samples, intervals over questions; calls, tokens, seconds: means over "
+    note += "trajectories; truncated: share that ran out of tokens."
+    return Table("Accuracy", [*head, "seconds", "truncated"], rows, note)
+
+
+def _pass_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Table:
+    rows_of = {**scores, **{f"mean of {s['benchmarks']} ({family})": s for family, s in means.items()}}
+    columns = sorted({k for s in rows_of.values() for k in s if k.startswith("pass@")}, key=lambda k: int(k[5:]))
+    rows = [[name, *(f"{s[k]:.3f}" if k in s else "" for k in columns)] for name, s in rows_of.items()]
+    return Table("Pass@k", ["benchmark", *columns], rows if len(columns) > 1 else [], "Unbiased estimates.")
+
+
+def _splits_table(scores: Mapping[str, Scores]) -> Table:
+    rows = [
+        [name, split, str(s["questions"]), interval(s), pass_n(s)]
+        for name, whole in scores.items()
+        for split, s in whole.get("splits", {}).items()
+    ]
+    return Table("Splits", ["benchmark", "split", "questions", "accuracy [95 %]", "pass@n"], rows)
+
+
+def _metrics_table(scores: Mapping[str, Scores]) -> Table:
+    columns = [k for k in ("em", "f1", "math_equal", "reward") if any(k in s for s in scores.values())]
+    rows = [[name, *(f"{s[k]:.3f}" if k in s else "" for k in columns)] for name, s in scores.items()]
+    note = "Means over trajectories, whatever the grader of the accuracy is."
+    return Table("Rule-based metrics", ["benchmark", *columns], rows if columns else [], note)
+
+
+def _papers_table(scores: Mapping[str, Scores]) -> Table:
+    rows = []
+    for name, whole in scores.items():
+        for row in published_for(name):
+            split = row.benchmark.partition(": ")[2]
+            ours = whole.get("splits", {}).get(split) if split else whole
+            value = None if ours is None else ours["accuracy"] if row.score == "pass@1" else ours.get(row.score)
+            rows.append([
+                row.benchmark, row.score, "" if value is None else f"{100 * value:.1f}", whole["metric"],
+                f"{row.percent:.1f}", f"{row.model} {row.method}", row.metric, row.paper,
+            ])  # fmt: skip
+    if set(TEN) <= set(scores):
+        ours = sum(scores[name]["accuracy"] for name in TEN) / len(TEN)
+        for model, method, percent in TEN_AVERAGES:
+            cells = [f"{100 * ours:.1f}", "as above", f"{percent:.1f}", f"{model} {method}", "as above"]
+            rows.append(["mean of ten", "pass@1", *cells, "arXiv 2507.19849"])
+    head = ["benchmark", "score", "ours", "our grader", "paper's", "its model", "its grader", "source"]
+    note = "In percent. The papers' claims, of other models and graders than this run's unless they are the same; "
+    return Table("The papers' numbers", head, rows, note + "users could not reproduce several of them.")
+
+
+def _tools_table(scores: Mapping[str, Scores]) -> Table:
+    columns = {"calls": 2, "failed_share": 3, "cached_share": 3, "seconds": 2}
+    rows = [
+        [name, tag, *(f"{s[k]:.{digits}f}" for k, digits in columns.items())]
+        for name, whole in scores.items()
+        for tag, s in whole["tools"].items()
+    ]
+    return Table("Tools", ["benchmark", "tool", "calls per trajectory", "failed", "cached", "seconds per call"], rows)
+
+
+def _failures_table(scores: Mapping[str, Scores]) -> Table:
+    rows = [
+        [name, kind.replace("_", " ").removesuffix("s"), reason, str(count), f"{count / s['trajectories']:.3f}"]
+        for name, s in scores.items()
+        for kind in ("stop_reasons", "grade_reasons", "tool_errors")
+        for reason, count in s[kind].items()
+    ]
+    head = ["benchmark", "what", "reason", "count", "per trajectory"]
+    return Table("Stops and failures", head, rows)
