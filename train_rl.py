@@ -75,7 +75,6 @@ class RLConfig:
 
 CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
 
-import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from arpo import distributed  # noqa: E402
@@ -95,7 +94,13 @@ from arpo.tools import make_tools  # noqa: E402
 from arpo.tools.base import ToolRunner  # noqa: E402
 from arpo.tools.health import ToolHealth  # noqa: E402
 from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
-from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy  # noqa: E402
+from arpo.update import (  # noqa: E402
+    fill_advantages,
+    fill_old_logprobs,
+    fill_ref_logprobs,
+    make_minibatches,
+    update_policy,
+)
 
 
 def main(cfg: RLConfig) -> None:
@@ -144,24 +149,27 @@ def main(cfg: RLConfig) -> None:
     log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, from step {done_steps}")
 
     def sample(
-        prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str
-    ) -> list[Group]:
+        prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str,
+        timers: distributed.Timers,
+    ) -> list[Group]:  # fmt: skip
         """All ranks sample their share; every rank gets all groups, scored, in the order of `prompts`."""
         share = prompts[dist.rank :: dist.world_size]
-        with log.progress(len(share) * rollout_cfg.group_size, description, "trajectory") as bar:
+        with timers("rollout"), log.progress(len(share) * rollout_cfg.group_size, description, "trajectory") as bar:
             groups = rollout(
                 share, engine, tools, codec, rollout_cfg, branching,
                 seed=cfg.run.seed, step=step, on_progress=lambda done: bar.update(done - bar.n),
             )  # fmt: skip
-        score_groups(groups, cfg.reward, custom_reward)
-        shares = dist.all_gather_objects(groups)
+        with timers("reward"):
+            score_groups(groups, cfg.reward, custom_reward)
+        with timers("exchange"):
+            shares = dist.all_gather_objects(groups)
         return [shares[i % dist.world_size][i // dist.world_size] for i in range(len(prompts))]
 
     def validate(step: int) -> dict[str, float]:
         """Greedy, one trajectory per prompt, no branching."""
         greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
         none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
-        groups = sample(valid_prompts, greedy, none, step, "validation")
+        groups = sample(valid_prompts, greedy, none, step, "validation", distributed.Timers())
         log.trajectories(step, groups, kind="valid")
         log.transcripts(step, groups, tag="valid")
         return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
@@ -173,14 +181,14 @@ def main(cfg: RLConfig) -> None:
 
     health = ToolHealth()
     for step in range(done_steps + 1, num_steps + 1):
-        started, timers, metrics = time.perf_counter(), distributed.Timers(), Metrics()
+        timers, metrics = distributed.Timers(), Metrics()
 
         # ---- rollout and reward
-        with timers("rollout"):
-            prompts = [train_prompts[i] for i in order.indices(step - 1)]
-            num_prefilled = engine.stats.prefilled_tokens
-            groups = sample(prompts, cfg.rollout, cfg.branching, step, f"step {step} rollout")
-            metrics.sum("tokens/prefilled", engine.stats.prefilled_tokens - num_prefilled)
+        prompts = [train_prompts[i] for i in order.indices(step - 1)]
+        num_prefilled = engine.stats.prefilled_tokens
+        groups = sample(prompts, cfg.rollout, cfg.branching, step, f"step {step} rollout", timers)
+        metrics.sum("tokens/prefilled", engine.stats.prefilled_tokens - num_prefilled)
+        with timers("sync"):
             engine.sleep()
         metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
 
@@ -189,8 +197,14 @@ def main(cfg: RLConfig) -> None:
         minibatches = make_minibatches(groups, cfg.update, cfg.advantage, dist) if health.may_train(groups) else []
         with timers("old_logprobs"):
             for minibatch in minibatches:
-                metrics.merge(fill_old_logprobs(policy, reference, minibatch.micros, cfg.loss, cfg.rollout.temperature))
-                if critic:
+                metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
+        if reference:
+            with timers("reference"):
+                for minibatch in minibatches:
+                    fill_ref_logprobs(reference, minibatch.micros, cfg.rollout.temperature)
+        if critic:
+            with timers("values"):
+                for minibatch in minibatches:
                     fill_values(critic, minibatch.micros)
 
         # ---- advantages
@@ -229,8 +243,7 @@ def main(cfg: RLConfig) -> None:
         if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
                 values = validate(step)
-        values |= dist.reduce_metrics(metrics).values() | timers.seconds(prefix="time/")
-        values["time/step"] = time.perf_counter() - started
+        values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
         log.scalars(step, values)
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, groups)

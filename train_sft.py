@@ -114,7 +114,7 @@ def main(cfg: SFTConfig) -> None:
 
     loop_started = time.perf_counter()
     for step in range(done_steps + 1, num_steps + 1):
-        started, timers, metrics = time.perf_counter(), distributed.Timers(), Metrics()
+        timers, metrics = distributed.Timers(), Metrics()
 
         # ---- every rank knows the whole batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]
@@ -141,12 +141,11 @@ def main(cfg: SFTConfig) -> None:
         values = dist.reduce_metrics(metrics).values()
         num_tokens = sum(row.num_tokens for row in rows)
         values |= {"tokens/trained": num_tokens, "tokens/loss": num_loss_tokens}
-        values["tokens/per_second"] = num_tokens / (time.perf_counter() - started)
+        values["tokens/per_second"] = num_tokens / timers.seconds()["step"]
         if validates and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
                 values["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
         values |= timers.seconds(prefix="time/")
-        values["time/step"] = time.perf_counter() - started
         log.scalars(step, values)
         eta = (time.perf_counter() - loop_started) / (step - done_steps) * (num_steps - step)
         log.line(console_line(step, num_steps, values, eta))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -62,6 +62,20 @@ class Ranks:
         for part in self.all_gather_objects(metrics):
             merged.merge(part)
         return merged
+
+    def step_times(self, timers: Timers) -> dict[str, float]:
+        """time/*: means over ranks of each phase, of the step so far, of what no phase has (idle); and rank_wait.
+
+        rank_wait = how much longer the slowest rank took than the average one in the phases in which ranks work on
+        their own (`Timers.ALONE`): the mean of what ranks stood still at the end of them. It comes from each rank's
+        own clock, so nothing is slowed down to measure it. In all other phases ranks meet at every layer, and what one
+        waits there for another is within the phase's time.
+        """
+        by_rank = self.all_gather_objects(timers.seconds())
+        mean = {name: sum(seconds[name] for seconds in by_rank) / len(by_rank) for name in by_rank[0]}
+        alone = [sum(seconds.get(name, 0.0) for name in Timers.ALONE) for seconds in by_rank]
+        mean["rank_wait"] = max(alone) - sum(alone) / len(alone)
+        return {f"time/{name}": value for name, value in mean.items()}
 
     def barrier(self) -> None:
         dist.barrier()
@@ -126,13 +140,19 @@ def seed_everything(seed: int) -> None:
 
 
 class Timers:
-    """Seconds per named phase.
+    """Seconds per named phase, since construction. Phases follow each other, one does not hold another.
 
     >>> timers = Timers()
     >>> with timers("rollout"): pass
+    >>> list(timers.seconds())
+    ['rollout', 'step', 'idle']
     """
 
+    ALONE: ClassVar = ("rollout", "reward")
+    """Phases without a collective: how long they take is this rank's own doing."""
+
     def __init__(self) -> None:
+        self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -140,8 +160,13 @@ class Timers:
         started = time.perf_counter()
         try:
             yield
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # what the phase queued on the GPU is its own time, not the next one's
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self, prefix: str = "") -> dict[str, float]:
-        return {prefix + name: value for name, value in self._seconds.items()}
+        """Also "step", all since construction, and "idle", what of it no phase has."""
+        step = time.perf_counter() - self._started
+        total = self._seconds | {"step": step, "idle": step - sum(self._seconds.values())}
+        return {prefix + name: value for name, value in total.items()}

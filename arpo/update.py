@@ -51,16 +51,18 @@ def make_minibatches(
     ]
 
 
-def fill_old_logprobs(
-    policy: Policy, reference: Policy | None, micros: list[MicroBatch], cfg: LossConfig, temperature: float
-) -> Metrics:
-    """Logprobs and entropies of policy and reference before the update, and how far vLLM's logprobs are from them."""
+def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: float) -> None:
+    for micro in micros:
+        with torch.no_grad():
+            micro.ref_logprobs, _ = reference(micro, temperature)
+
+
+def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig, temperature: float) -> Metrics:
+    """Logprobs and entropies of the policy before the update, and how far vLLM's logprobs are from them."""
     metrics = Metrics()
     for micro in micros:
         with torch.no_grad():
             micro.old_logprobs, micro.old_entropies = policy(micro, temperature)
-            if reference is not None:
-                micro.ref_logprobs, _ = reference(micro, temperature)
         if num_tokens := micro.num_loss_tokens:
             difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
             metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)

@@ -236,4 +236,26 @@ def test_timers_add_up_by_name():
     with timers("b"):
         pass
     seconds = timers.seconds(prefix="time/")
-    assert list(seconds) == ["time/a", "time/b"] and seconds["time/a"] > seconds["time/b"] > 0
+    assert list(seconds) == ["time/a", "time/b", "time/step", "time/idle"]
+    assert seconds["time/a"] > seconds["time/b"] > 0 and seconds["time/idle"] > 0
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["time/step"])
+
+
+def times_of_a_step(ranks) -> dict[str, float]:
+    timers = Timers()
+    with timers("rollout"):
+        time.sleep(0.2 + 0.6 * ranks.rank)
+    with timers("exchange"):
+        ranks.barrier()
+    with timers("update"):
+        time.sleep(0.1)
+    return ranks.step_times(timers)
+
+
+def test_the_wait_for_the_slowest_rank_is_the_same_number_everywhere():
+    times, others = run_ranks(2, times_of_a_step)
+    assert times == others
+    assert times["time/rollout"] == pytest.approx(0.5, abs=0.15) and times["time/rank_wait"] >= 0.25
+    assert times["time/exchange"] >= 0.25  # the fast rank's 0.6 s, and nothing of the slow one
+    phases = ("rollout", "exchange", "update", "idle")
+    assert sum(times[f"time/{phase}"] for phase in phases) == pytest.approx(times["time/step"])

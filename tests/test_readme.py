@@ -48,6 +48,15 @@ def test_the_calculator_plugs_in_as_the_readme_says(monkeypatch):
     assert "15" in tool_text(trajectory)
 
 
+def test_every_phase_of_a_step_is_in_the_table():
+    table = section("Metrics")
+    script = (Path(__file__).resolve().parent.parent / "train_rl.py").read_text()
+    phases = [*re.findall(r'timers\("(\w+)"\)', script), "step", "idle", "rank_wait"]
+    assert len(phases) > 10
+    for phase in phases:
+        assert f"`time/{phase}`" in table, phase
+
+
 def test_every_ledger_metric_is_in_the_table():
     table, shortened = section("Metrics"), {"seconds_p95": "_p95", "seconds_max": "_max"}
     for name in ledger([group()]).values():

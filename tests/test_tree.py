@@ -16,7 +16,7 @@ from arpo.model import load_policy
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.tree import collate_tree, cut, depth_first, pack_trees, plan, tree_microbatches
-from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
+from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -260,7 +260,8 @@ def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ra
         groups = random_groups(3)
         cfg = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=budget, layout=layout)
         [minibatch] = make_minibatches(groups, cfg, advantage, ranks)
-        metrics = fill_old_logprobs(policy, reference, minibatch.micros, loss, 0.9)
+        metrics = fill_old_logprobs(policy, minibatch.micros, loss, 0.9)
+        fill_ref_logprobs(reference, minibatch.micros, 0.9)
         metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
         metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=False))
         outcomes[layout, budget] = metrics.values(), dict(seen)

@@ -14,7 +14,7 @@ from arpo.losses import AGGREGATIONS, KINDS
 from arpo.model import load_policy
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
-from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
+from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
 
 CPU = torch.device("cpu")
 GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
@@ -66,7 +66,9 @@ def filled(ranks, policy, reference, case: str, max_tokens: int, order: int, lay
     groups = [Group(g.prompt, g.trajectories[::order]) for g in make_groups()[::order]]
     update = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=max_tokens, layout=layout)
     [minibatch] = make_minibatches(groups, update, advantage, ranks)
-    metrics = fill_old_logprobs(policy, reference if loss.kl_coefficient else None, minibatch.micros, loss, 0.9)
+    metrics = fill_old_logprobs(policy, minibatch.micros, loss, 0.9)
+    if loss.kl_coefficient:
+        fill_ref_logprobs(reference, minibatch.micros, 0.9)
     for micro in minibatch.micros:  # as if of a critic
         micro.old_values = 0.1 * micro.old_logprobs
     metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
@@ -237,5 +239,5 @@ def test_ratios_against_the_rollout_are_those_of_the_engines_logprobs(ranks, mod
     policy, _ = models
     cfg = LossConfig(old_logprobs="rollout")
     [minibatch] = make_minibatches(make_groups(), UpdateConfig(num_prompts_per_minibatch=2), GRPO, ranks)
-    fill_old_logprobs(policy, None, minibatch.micros, cfg, 0.9)
+    fill_old_logprobs(policy, minibatch.micros, cfg, 0.9)
     assert all(torch.equal(micro.old_logprobs, micro.rollout_logprobs) for micro in minibatch.micros)
