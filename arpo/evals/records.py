@@ -33,6 +33,8 @@ class Record:
     data_source: str
     split: str
     """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
+    metric: str
+    """How to grade it: "math", "qa", or "reward" (question files of one's own)."""
     text: str
     """The whole response, tool results included."""
     segments: list
@@ -49,7 +51,7 @@ class Record:
     """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
 
 
-def group_records(group: Group, benchmark: str, wall_s: Sequence[float]) -> list[Record]:
+def group_records(group: Group, benchmark: str, metric: str, wall_s: Sequence[float]) -> list[Record]:
     """One record per trajectory of a finished group; `wall_s` goes by trajectory."""
     prompt = group.prompt
     return [
@@ -61,6 +63,7 @@ def group_records(group: Group, benchmark: str, wall_s: Sequence[float]) -> list
             answers=prompt.answers,
             data_source=prompt.data_source,
             split=prompt.meta.get("split", ""),
+            metric=metric,
             text=t.text,
             segments=[list(run) for run in t.segments],
             stop_reason=str(t.stop_reason),
