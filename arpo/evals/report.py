@@ -12,7 +12,7 @@ from pathlib import Path
 
 from arpo.evals.grading import Grade, write_grades
 from arpo.evals.page import write_page
-from arpo.evals.published import TEN, TEN_AVERAGES, published_for
+from arpo.evals.published import SOURCES, TEN, TEN_AVERAGES, published_for
 from arpo.evals.records import Record
 from arpo.evals.scores import Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown, replace_text
@@ -49,6 +49,9 @@ def write_report(
     names = [name for name, records in records_by_benchmark.items() if records]
     grades = {name: grades_by_benchmark[name] for name in names}
     scores = {name: benchmark_scores(records_by_benchmark[name], grades[name], seed=meta.seed) for name in names}
+    for s in scores.values():
+        if s["metric"] == "judge":
+            s["judge"] = meta.judge
     means = averages(grades, meta.families, seed=meta.seed)
     empty = [name for name in records_by_benchmark if name not in scores]
     notes = [*meta.notes, *grader_notes(scores, meta.judge), *(f"{name}: no finished trajectory." for name in empty)]
@@ -153,24 +156,25 @@ def _metrics_table(scores: Mapping[str, Scores]) -> Table:
 
 
 def _papers_table(scores: Mapping[str, Scores]) -> Table:
-    rows = []
+    """A row per benchmark, split, score and grader: ours, and what the papers' models have."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, whole in scores.items():
-        for row in published_for(name):
-            split = row.benchmark.partition(": ")[2]
+        for theirs in published_for(name):
+            split = theirs.benchmark.partition(": ")[2]
             ours = whole.get("splits", {}).get(split) if split else whole
-            value = None if ours is None else ours["accuracy"] if row.score == "pass@1" else ours.get(row.score)
-            rows.append([
-                row.benchmark, row.score, "" if value is None else f"{100 * value:.1f}", whole["metric"],
-                f"{row.percent:.1f}", f"{row.model} {row.method}", row.metric, row.paper,
-            ])  # fmt: skip
+            value = None if ours is None else ours.get("accuracy" if theirs.score == "pass@1" else theirs.score)
+            cells = (theirs.benchmark, theirs.score, "" if value is None else f"{100 * value:.1f}", whole["metric"])
+            rows.setdefault((*cells, theirs.metric), []).append(f"{theirs.model} {theirs.method} {theirs.percent:.1f}")
     if set(TEN) <= set(scores):
         ours = sum(scores[name]["accuracy"] for name in TEN) / len(TEN)
-        for model, method, percent in TEN_AVERAGES:
-            cells = [f"{100 * ours:.1f}", "as above", f"{percent:.1f}", f"{model} {method}", "as above"]
-            rows.append(["mean of ten", "pass@1", *cells, "arXiv 2507.19849"])
-    head = ["benchmark", "score", "ours", "our grader", "paper's", "its model", "its grader", "source"]
-    note = "In percent. The papers' claims, of other models and graders than this run's unless they are the same; "
-    return Table("The papers' numbers", head, rows, note + "users could not reproduce several of them.")
+        cells = ("mean of ten", "pass@1", f"{100 * ours:.1f}", "as above", "as above")
+        rows[cells] = [f"{model} {method} {percent:.1f}" for model, method, percent in TEN_AVERAGES]
+    return Table(
+        "The papers' numbers",
+        ["benchmark", "score", "ours", "our grader", "their grader", "their models"],
+        [[*cells, "; ".join(found)] for cells, found in rows.items()],
+        f"In percent. {SOURCES}",
+    )
 
 
 def _tools_table(scores: Mapping[str, Scores]) -> Table:

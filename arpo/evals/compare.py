@@ -1,0 +1,157 @@
+"""Evaluated runs against the first of them: paired differences on the questions that both answered.
+
+Pairing takes the questions' difficulty out, so that a difference is seen that the two intervals alone would hide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from arpo.config import UserError
+from arpo.evals import bootstrap_means, interval_of
+from arpo.evals.grading import read_grades
+from arpo.evals.report import GRADES_FOLDER
+from arpo.evals.scores import correct_by_question, ks_of, pass_values
+from arpo.evals.tables import Table, markdown, replace_text
+
+ByQuestion = dict[str, list[float]]
+"""question -> `correct` of its samples."""
+Differences = dict[str, list[float]]
+"""accuracy, pass@2, ... -> run minus reference, a number per question that both answered."""
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """What is compared of a run."""
+
+    name: str
+    benchmarks: dict[str, ByQuestion]
+    graders: dict[str, str]
+    """benchmark -> who graded, as it must be the same for numbers to be compared: "f1", "judge (Qwen2.5-72B)"."""
+
+
+def compare_runs(folders: Sequence[str | Path], out: str | Path | None = None, *, seed: int = 0) -> str:
+    """The comparison as Markdown; also written to compare.md and compare.json in `out` (default: the last folder).
+
+    Raises UserError for a folder that holds no evaluation, and where nothing can be compared.
+    """
+    if len(folders) < 2:
+        raise UserError("--compare needs at least two run folders; the first is what the others are compared with")
+    names = [Path(folder).resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    reference, *others = [read_evaluated(Path(folder), name) for folder, name in zip(folders, names, strict=True)]
+    results = {f"{run.name} - {reference.name}": compare_pair(run, reference, seed=seed) for run in others}
+    if not any(result["benchmarks"] for result in results.values()):
+        reasons = "; ".join(line for result in results.values() for line in result["left_out"])
+        raise UserError(f"--compare: nothing to compare ({reasons or 'no benchmark'}); grade the runs alike")
+    notes = [
+        "Mean over the questions that both answered, with 95 % bootstrap intervals; * = the interval is without 0."
+    ]
+    notes += [f"{title}: {line}" for title, result in results.items() for line in result["left_out"]]
+    text = markdown("Comparison", notes, [_table(title, result) for title, result in results.items()])
+    folder = Path(folders[-1] if out is None else out)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "compare.json", json.dumps(results, indent=1) + "\n")
+    replace_text(folder / "compare.md", text)
+    return text
+
+
+def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
+    """Raises UserError where the folder holds no finished evaluation."""
+    try:
+        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        graders = {b: f"judge ({s['judge']})" if s["metric"] == "judge" else s["metric"] for b, s in scores.items()}
+    except OSError as error:
+        raise UserError(f"{folder}: no evaluation there (scores.json: {error.strerror}); pass runs/NAME") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
+    grades = {b: read_grades(folder / GRADES_FOLDER / f"{b}.jsonl") for b in scores}
+    return EvaluatedRun(name, {b: correct_by_question(g) for b, g in grades.items()}, graders)
+
+
+def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:
+    """{benchmarks: name -> numbers, overall: numbers, left_out: lines that say what is not in them}."""
+    differences: dict[str, Differences] = {}
+    table: dict[str, dict] = {}
+    left_out = []
+    for name in sorted(set(run.benchmarks) | set(reference.benchmarks)):
+        if name not in run.benchmarks or name not in reference.benchmarks:
+            left_out.append(f"{name} is only in {run.name if name in run.benchmarks else reference.name}")
+            continue
+        if run.graders[name] != reference.graders[name]:
+            left_out.append(f"{name} has different graders: {run.graders[name]}, {reference.graders[name]}")
+            continue
+        own, other = run.benchmarks[name], reference.benchmarks[name]
+        common = sorted(set(own) & set(other))
+        if missing := len(set(own) ^ set(other)):
+            left_out.append(f"{name}: {missing} questions are only in one of the two")
+        if common:
+            own, other = {q: own[q] for q in common}, {q: other[q] for q in common}
+            differences[name] = question_differences(own, other)
+            table[name] = {
+                "questions": len(common),
+                "reference": _mean_accuracy(other),
+                "run": _mean_accuracy(own),
+                **estimates([differences[name]], seed=seed),
+            }
+    return {
+        "benchmarks": table,
+        "overall": {"benchmarks": len(table), **estimates(list(differences.values()), seed=seed)} if table else {},
+        "left_out": left_out,
+    }
+
+
+def question_differences(own: ByQuestion, other: ByQuestion) -> Differences:
+    """Of two runs with the same questions. Pass@k is there where every question has at least k samples in both."""
+    fewest = min(len(samples) for samples in [*own.values(), *other.values()])
+    found = {"accuracy": [float(np.mean(own[q]) - np.mean(other[q])) for q in own]}
+    for k in ks_of(fewest):
+        if k > 1:
+            mine, theirs = pass_values(own, k), pass_values({q: other[q] for q in own}, k)
+            found[f"pass@{k}"] = [a - b for a, b in zip(mine, theirs, strict=True)]
+    return found
+
+
+def estimates(parts: Sequence[Differences], *, seed: int) -> dict[str, dict[str, float]]:
+    """Score -> difference, low, high: the mean over the parts (benchmarks), each counting the same."""
+    found = {}
+    for score in [score for score in parts[0] if all(score in part for part in parts)]:
+        resampled = [bootstrap_means(part[score], seed=(seed, number)) for number, part in enumerate(parts)]
+        low, high = interval_of(np.mean(resampled, axis=0))
+        mean = float(np.mean([np.mean(part[score]) for part in parts]))
+        found[score] = {"difference": mean, "low": low, "high": high}
+    return found
+
+
+def _mean_accuracy(by_question: Mapping[str, Sequence[float]]) -> float:
+    return float(np.mean([np.mean(samples) for samples in by_question.values()]))
+
+
+def _table(title: str, result: dict) -> Table:
+    rows_of = {**result["benchmarks"]}
+    if len(rows_of) > 1:
+        rows_of[f"mean of {len(rows_of)}"] = result["overall"]
+    columns = {k: None for numbers in rows_of.values() for k in numbers if k.startswith("pass@")}
+    columns = sorted(columns, key=lambda k: int(k[len("pass@") :]))
+    head = ["benchmark", "questions", "reference", "run", "difference [95 %]", *(f"{k} [95 %]" for k in columns)]
+    rows = [
+        [
+            name,
+            str(numbers.get("questions", "")),
+            *(f"{numbers[k]:.3f}" if k in numbers else "" for k in ("reference", "run")),
+            *(_interval(numbers[k]) if k in numbers else "" for k in ("accuracy", *columns)),
+        ]
+        for name, numbers in rows_of.items()
+    ]
+    return Table(title, head, rows)
+
+
+def _interval(d: Mapping[str, float]) -> str:
+    star = " *" if d["low"] > 0 or d["high"] < 0 else ""
+    return f"{d['difference']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]{star}"
