@@ -22,11 +22,10 @@ REFERENCES = ("random", "grpo")
 TOTALS = {
     "tool_calls": "tools/executed",
     "sampled_tokens": "tokens/sampled",
-    "decode_steps": "rollout/decode_steps",
     "rollout_s": "time/rollout",
     "step_s": "time/step",
 }
-"""Name in the table -> metric, summed over all steps; left out where a run did not log it."""
+"""Name in the table -> metric, summed over all steps."""
 SMOOTHING_STEPS = 5
 """Steps in the running mean of the training reward."""
 
@@ -53,11 +52,7 @@ class RunResult:
 
     @property
     def totals(self) -> dict[str, float]:
-        return {
-            name: sum(row[metric] for row in self.metrics)
-            for name, metric in TOTALS.items()
-            if all(metric in row for row in self.metrics)
-        }
+        return {name: sum(row[metric] for row in self.metrics) for name, metric in TOTALS.items()}
 
     def series(self, metric: str) -> np.ndarray:
         return np.array([row[metric] for row in self.metrics])
@@ -119,10 +114,7 @@ def compare(results: list[RunResult], target_reward: float) -> dict[str, dict]:
             "steps_to_target": {"mean": float(np.mean(reached)) if reached else None, "seeds": len(reached)},
             "seeds": {run.seed: run.accuracy for run in runs},
         }
-        for name in TOTALS:
-            values = [run.totals[name] for run in runs if name in run.totals]
-            if len(values) == len(runs):
-                row[name] = estimate(values)
+        row |= {name: estimate([run.totals[name] for run in runs]) for name in TOTALS}
         for reference in REFERENCES:
             if reference != algorithm and reference in groups:
                 row[f"minus_{reference}"] = paired_difference(runs, groups[reference])
@@ -135,17 +127,16 @@ def markdown(table: dict[str, dict], target_reward: float) -> str:
     def interval(cell: dict | None, sign: str = "") -> str:
         return f"{cell['mean']:{sign}.3f} [{cell['low']:{sign}.3f}, {cell['high']:{sign}.3f}]" if cell else ""
 
-    totals = [name for name in TOTALS if any(name in row for row in table.values())]
     references = [r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())]
     head = ["algorithm", "seeds", "accuracy [95 %]", "reward", *(f"minus {r} [95 %]" for r in references)]
-    head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in totals]
+    head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in TOTALS]
     head += [f"steps to reward {target_reward:g}"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for algorithm, row in table.items():
         num_seeds, reached = len(row["seeds"]), row["steps_to_target"]
         cells = [algorithm, str(num_seeds), interval(row["accuracy"]), f"{row['reward']['mean']:.3f}"]
         cells += [interval(row.get(f"minus_{r}"), sign="+") for r in references]
-        cells += [f"{row[name]['mean']:,.0f}" if name in row else "" for name in totals]
+        cells += [f"{row[name]['mean']:,.0f}" for name in TOTALS]
         cells += [f"{reached['mean']:.1f} ({reached['seeds']} of {num_seeds} seeds)" if reached["seeds"] else "never"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
