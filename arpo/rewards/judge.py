@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,7 +126,7 @@ class Judge:
         self, missing: dict[str, JudgeTask], num_done: int, on_progress: Callable[[int], None] | None
     ) -> dict[str, Verdict]:
         client = self._client()
-        outage = _Outage(self.cfg.timeout_s, self._time_source or Time())
+        outage = _Outage(self.cfg.timeout_s, 3 * self.cfg.concurrency, self._time_source or Time())
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
         slots = asyncio.Semaphore(self.cfg.concurrency)
         verdicts: dict[str, Verdict] = {}
@@ -133,7 +134,7 @@ class Judge:
         async def ask(prompt: str, task: JudgeTask) -> None:
             async with slots:
                 try:
-                    reply = await outage.outlast(lambda: self._ask(client, prompt))
+                    reply = await outage.outlast(partial(self._ask, client, prompt))
                 except OSError as error:
                     verdicts[prompt] = Verdict("failed", str(error))
                 else:
@@ -146,7 +147,7 @@ class Judge:
             async with asyncio.TaskGroup() as group:
                 for prompt, task in missing.items():
                     group.create_task(ask(prompt, task))
-        except ExceptionGroup as failures:  # the endpoint refuses access: the group is of one line as often as of calls
+        except ExceptionGroup as failures:  # access refused: every call under way says the same
             raise failures.exceptions[0] from None
         finally:
             await client.aclose()
@@ -187,23 +188,31 @@ class Judge:
 
 
 class _Outage:
-    """A judge that restarts is waited for, once and for as long as one judgement may take; a dead one is given up."""
+    """A judge that restarts is waited for as long as one judgement may take; a dead one is not asked about the rest."""
 
-    def __init__(self, patience_s: float, time_source: Time):
-        self._patience_s, self._time = patience_s, time_source
+    def __init__(self, patience_s: float, max_failures: int, time_source: Time):
+        """`max_failures` judgements that failed in a row mean that it is dead."""
+        self._patience_s, self._max_failures, self._time = patience_s, max_failures, time_source
+        self._num_failures = 0
         self._is_final = False
 
     async def outlast(self, ask: Callable[[], Awaitable[str]]) -> str:
-        """What `ask` gives; raises what it raises, BreakerOpen only after the wait."""
+        """What `ask` gives. Raises what it raises, and ConnectionError, without asking, once the judge is given up."""
         gives_up_at_s = self._time.now() + self._patience_s
-        while True:
+        while not self._is_final:
             try:
-                return await ask()
+                reply = await ask()
             except BreakerOpen:
                 self._is_final = self._is_final or self._time.now() >= gives_up_at_s
-                if self._is_final:
-                    raise
                 await self._time.sleep(1.0)
+            except OSError:
+                self._num_failures += 1
+                self._is_final = self._is_final or self._num_failures >= self._max_failures
+                raise
+            else:
+                self._num_failures = 0
+                return reply
+        raise ConnectionError("judge: not asked, since it did not answer the judgements before")
 
 
 def check_judge(cfg: JudgeConfig) -> None:
