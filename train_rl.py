@@ -68,6 +68,12 @@ class RLConfig:
     def reference_model(self) -> ModelConfig:
         return replace(self.model, path=self.loss.reference or self.model.path, activation_checkpointing=False)
 
+    @property
+    def models(self) -> list[ModelConfig]:
+        """All that read the trajectories: the policy; critic and reference where there are any."""
+        critic = [self.critic_model] if self.advantage.kind == "gae" else []
+        return [self.model, *critic, *([self.reference_model] if self.loss.kl_coefficient else [])]
+
     def __post_init__(self) -> None:
         check_sizes(self.data, self.rollout, self.branching, self.update, attention=self.model.attention)
         check_algorithm(self.branching, self.advantage, self.critic, self.loss)
@@ -99,6 +105,7 @@ from arpo.update import (  # noqa: E402
     fill_old_logprobs,
     fill_ref_logprobs,
     make_minibatches,
+    resolve_layout,
     update_policy,
 )
 
@@ -125,6 +132,7 @@ def main(cfg: RLConfig) -> None:
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
     tools = ToolRunner(make_tools(cfg.tools))
+    update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
     run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
 
@@ -146,7 +154,10 @@ def main(cfg: RLConfig) -> None:
     )
     engine.sync_weights(policy.hf_parameters())
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
-    log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, from step {done_steps}")
+    log.line(
+        f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, {update_cfg.layout} layout, "
+        f"from step {done_steps}"
+    )
 
     def sample(
         prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str,
@@ -194,7 +205,7 @@ def main(cfg: RLConfig) -> None:
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
         # (none where a tool's service failed so often that what is left of the batch would teach to do without it)
-        minibatches = make_minibatches(groups, cfg.update, cfg.advantage, dist) if health.may_train(groups) else []
+        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(groups) else []
         with timers("old_logprobs"):
             for minibatch in minibatches:
                 metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))

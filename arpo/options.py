@@ -263,9 +263,10 @@ class UpdateConfig:
     """Passes over each rollout."""
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
-    layout: Literal["packed", "tree"] = "packed"
+    layout: Literal["auto", "packed", "tree"] = "auto"
     """packed = trajectories one behind the other; tree = what they share (prompt, tokens before a fork) is computed and
-    counted once. The loss and its gradients are the same. tree needs model.attention=flex_attention (GPU) or sdpa."""
+    counted once. The loss and its gradients are the same. tree needs model.attention=flex_attention (GPU) or sdpa;
+    auto = tree where the attention in use can do it, else packed (flash_attention_2, sliding windows)."""
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,23 @@ mini-batches are cut before advantages exist, and each stage fills named fields 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from transformers import AutoConfig
 
 from arpo.advantages import assign_advantages, gae_advantages, token_advantages
 from arpo.batch import MicroBatch, microbatches, training_rows, training_trajectories
+from arpo.config import UserError
 from arpo.distributed import Ranks
 from arpo.kl import token_kl
 from arpo.losses import policy_loss, statistics_of, token_moments
-from arpo.model import Policy
+from arpo.model import Policy, attention_backend
 from arpo.optim import clip_grad_norm
-from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.rollout_correction import rollout_weights
 from arpo.trajectory import Group, Metrics, Trajectory
-from arpo.tree import tree_microbatches
+from arpo.tree import check_attention, tree_microbatches
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,31 @@ class Minibatch:
     """This rank's part."""
 
 
+def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
+    """`cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
+
+    Without branches a group still shares its prompt. Raises UserError where layout is "tree" and a model cannot do it.
+    """
+    if cfg.layout == "packed" or (cfg.layout == "auto" and group_size == 1):
+        return replace(cfg, layout="packed")
+    try:
+        for model in models:
+            config = AutoConfig.from_pretrained(model.path)
+            config._attn_implementation = attention_backend(model, device)
+            check_attention(config)
+    except UserError:
+        if cfg.layout == "tree":
+            raise
+        return replace(cfg, layout="packed")
+    return replace(cfg, layout="tree")
+
+
 def make_minibatches(
     groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, dist: Ranks
 ) -> list[Minibatch]:
     """Cut a step's groups, in order, into mini-batches; one in which nothing is left to train is left out."""
     size = cfg.num_prompts_per_minibatch
+    assert cfg.layout != "auto", "resolve_layout first"
     cut = tree_microbatches if cfg.layout == "tree" else microbatches
     return [
         Minibatch(

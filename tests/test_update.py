@@ -1,6 +1,7 @@
 """From scored groups to gradients, on real gloo ranks: nothing depends on how the rows are cut, ordered or spread."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,12 +10,20 @@ from conftest import build_tiny_model
 from ranks import mesh_of_one, run_ranks
 
 from arpo.advantages import group_advantages
+from arpo.config import UserError
 from arpo.distributed import Ranks
 from arpo.losses import AGGREGATIONS, KINDS
 from arpo.model import load_policy
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
-from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
+from arpo.update import (
+    fill_advantages,
+    fill_old_logprobs,
+    fill_ref_logprobs,
+    make_minibatches,
+    resolve_layout,
+    update_policy,
+)
 
 CPU = torch.device("cpu")
 GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
@@ -73,6 +82,35 @@ def filled(ranks, policy, reference, case: str, max_tokens: int, order: int, lay
         micro.old_values = 0.1 * micro.old_logprobs
     metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
     return minibatch, metrics
+
+
+@pytest.mark.parametrize(
+    "layout, group_size, attention, chosen",
+    [
+        ("auto", 4, "auto", "tree"),
+        ("auto", 4, "sdpa", "tree"),
+        ("auto", 1, "auto", "packed"),
+        ("packed", 4, "auto", "packed"),
+        ("tree", 1, "sdpa", "tree"),
+    ],
+)
+def test_auto_is_tree_where_a_group_shares_something_and_the_attention_can(
+    tiny_model_dir, layout, group_size, attention, chosen
+):
+    model = ModelConfig(str(tiny_model_dir), attention=attention)
+    cfg = UpdateConfig(num_epochs=3, layout=layout)
+    assert resolve_layout(cfg, [model], group_size, CPU) == UpdateConfig(num_epochs=3, layout=chosen)
+
+
+def test_one_model_with_sliding_windows_is_enough_for_packed(tiny_model_dir, tmp_path):
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    models = [ModelConfig(str(tiny_model_dir)), ModelConfig(str(tmp_path))]
+    assert resolve_layout(UpdateConfig(), models, 4, CPU).layout == "packed"
+    with pytest.raises(UserError, match="slides"):
+        resolve_layout(UpdateConfig(layout="tree"), models, 4, CPU)
 
 
 def load(ranks, folder: str):
@@ -174,7 +212,7 @@ def test_minibatches_are_whole_groups_without_what_cannot_teach(ranks):
     groups = [*make_groups(), *make_groups()]
     for t in [*groups[2].trajectories, *groups[3].trajectories]:
         t.reward = 0.5
-    cfg = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=40)
+    cfg = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=40, layout="packed")
     first, second = make_minibatches(groups, cfg, GRPO, ranks)
     assert first.groups == groups[:2] and second.groups == groups[2:]
     assert [(i, t.trajectory_id) for i, t in first.trajectories] == [(i, str(n)) for i in range(2) for n in range(3)]
@@ -238,6 +276,8 @@ def test_without_options_nothing_is_filled_that_nobody_reads(ranks, models):
 def test_ratios_against_the_rollout_are_those_of_the_engines_logprobs(ranks, models):
     policy, _ = models
     cfg = LossConfig(old_logprobs="rollout")
-    [minibatch] = make_minibatches(make_groups(), UpdateConfig(num_prompts_per_minibatch=2), GRPO, ranks)
+    [minibatch] = make_minibatches(
+        make_groups(), UpdateConfig(num_prompts_per_minibatch=2, layout="packed"), GRPO, ranks
+    )
     fill_old_logprobs(policy, minibatch.micros, cfg, 0.9)
     assert all(torch.equal(micro.old_logprobs, micro.rollout_logprobs) for micro in minibatch.micros)
