@@ -1,8 +1,12 @@
-"""Evaluation: the rollout of training, without branching, over question files; accuracy, Pass@k, tool calls, report.
+"""Evaluation: the rollout of training, without branching, over benchmarks or question files; graded and reported.
 
-    torchrun --nproc_per_node 8 evaluate.py --model.path runs/arpo_7b/hf --eval.files aime24.jsonl gaia.jsonl
+    torchrun --nproc_per_node 8 evaluate.py --model.path runs/arpo_7b/hf --eval.benchmarks all
+    python evaluate.py --model.path MODEL --eval.server http://host:8000 --eval.benchmarks gaia --eval.num_samples 5
+    python evaluate.py RUN/config.yaml --eval.regrade RUN            # records -> grades and report, no model
+    python evaluate.py --eval.compare RUN_A RUN_B                    # paired differences
 
-Writes runs/NAME/{scores.json, report.md, config.yaml, trajectories/<file>_000000.jsonl}.
+Writes runs/NAME/{records/, grades/, scores.json, report.md, report.html, config.yaml}; the same command continues what
+was killed. A run folder's report is about all of its records.
 """
 
 from __future__ import annotations
@@ -10,26 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from arpo.config import UserError, load_or_exit, run_or_exit
+from arpo.evals.options import EvalSection
 from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from arpo.rewards.options import JudgeConfig
 from arpo.tools.options import ToolsConfig
-
-
-@dataclass(frozen=True)
-class EvalSection:
-    """What to evaluate."""
-
-    files: tuple[str, ...] = ()
-    """Question files (parquet or jsonl), each reported on its own."""
-    max_questions: int = 0
-    """Only the first N questions of each file; 0 = all."""
-    num_samples: int = 1
-    """Independent trajectories per question (n of avg@n, and the largest k of Pass@k)."""
-    max_prompt_tokens: int = 2048
-    """Questions with longer prompts are left out, and counted."""
-    system_prompt: str = "keep"
-    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
-    mute_tools: bool = False
-    """Every tool call is refused: the control that shows whether the agent needs its tools."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +29,25 @@ class EvalConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(
-        default_factory=lambda: RolloutConfig(temperature=0.6, top_p=0.95, max_tool_calls=10, max_response_tokens=8192)
+        default_factory=lambda: RolloutConfig(
+            temperature=0.6,
+            top_p=0.95,
+            max_tool_calls=15,
+            max_calls_per_tool=("python=5", "search=10"),
+            max_response_tokens=8192,
+        )
     )
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.eval.max_prompt_tokens + self.rollout.max_response_tokens
 
     def __post_init__(self) -> None:
-        if not self.eval.files:
-            raise ValueError("eval.files is empty; pass at least one question file")
+        if not (self.eval.benchmarks or self.eval.files or self.eval.regrade or self.eval.compare):
+            raise ValueError("nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
         if self.eval.num_samples < 1:
             raise ValueError(f"eval.num_samples={self.eval.num_samples} must be at least 1")
 
@@ -57,57 +56,76 @@ CONFIG = (
     load_or_exit(EvalConfig) if __name__ == "__main__" else None
 )  # before torch: --help and mistakes answer at once
 
-import json  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from arpo import distributed  # noqa: E402
 from arpo.data import load_prompts, tokenize_prompts  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
-from arpo.evals.summary import score_table, summarize  # noqa: E402
+from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select  # noqa: E402
+from arpo.evals.compare import compare_runs  # noqa: E402
+from arpo.evals.grading import grade_records  # noqa: E402
+from arpo.evals.prompts import asked_as  # noqa: E402
+from arpo.evals.records import Record, append_records, group_records, read_records  # noqa: E402
+from arpo.evals.report import RunMeta, write_report  # noqa: E402
+from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides  # noqa: E402
+from arpo.evals.server import ServerEngine  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.model import check_model_folder, load_tokenizer  # noqa: E402
-from arpo.protocol import Codec, with_system_prompt  # noqa: E402
-from arpo.rewards import load_custom, score_groups  # noqa: E402
+from arpo.protocol import Codec  # noqa: E402
+from arpo.rewards import load_custom  # noqa: E402
+from arpo.rewards.judge import Judge  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
 from arpo.tools.base import MutedTool, ToolRunner  # noqa: E402
+from arpo.trajectory import Prompt  # noqa: E402
 
 
-def main(cfg: EvalConfig) -> dict[str, dict[str, float]]:
-    """Returns the scores by file stem, as written to scores.json."""
+def main(cfg: EvalConfig) -> None:
+    if cfg.eval.compare:
+        print(compare_runs(cfg.eval.compare))
+        return
+    if cfg.eval.regrade:
+        report(cfg, Path(cfg.eval.regrade), open_judge(cfg.judge, Path(cfg.eval.regrade)))
+        return
     dist = distributed.init()
 
     # ---- everything that can be wrong is found before the model is loaded
-    check_model_folder(cfg.model.path)
+    if not cfg.eval.server:
+        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     codec = Codec(load_tokenizer(cfg.model.path), enable_thinking=cfg.model.enable_thinking)
-    questions = {}
-    for file in cfg.eval.files:
-        prompts = load_prompts(file)[: cfg.eval.max_questions or None]
-        questions[Path(file).stem] = tokenize_prompts(
-            prompts,
-            lambda messages: codec.render_prompt(with_system_prompt(messages, cfg.eval.system_prompt)),
-            cfg.eval.max_prompt_tokens,
-            "drop",
-            file,
-        )
-    if len(questions) < len(cfg.eval.files):
-        raise UserError("eval.files: two files have the same name; rename one, the report goes by file name")
-    custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    tools = make_tools(cfg.tools)
+    chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
+    sets = load_questions(cfg.eval, chosen, codec)
+    if cfg.reward.file:
+        load_custom(cfg.reward.file, cfg.reward.function)
+    tools = make_tools(only_recorded(cfg.tools) if cfg.eval.replay else cfg.tools)
     runner = ToolRunner({tag: MutedTool(tag) for tag in tools} if cfg.eval.mute_tools else tools)
 
-    log = RunLog(Path(cfg.run.dir) / cfg.run.name, cfg, is_main=dist.is_main)
-    max_model_len = cfg.eval.max_prompt_tokens + cfg.rollout.max_response_tokens
-    engine = Engine(cfg.model.path, cfg.engine, max_model_len=max_model_len, seed=cfg.run.seed + dist.rank)
-    sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
+    # ---- what an earlier run of the same command has finished stays
+    folder = Path(cfg.run.dir) / cfg.run.name
+    judge = None
+    if dist.is_main:
+        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools)
+        claim_run(folder, settings, resume=cfg.run.resume)
+        judge = open_judge(cfg.judge, folder)
+    dist.barrier()
+    todo = {name: unfinished(folder, name, prompts, cfg.eval.num_samples) for name, prompts in sets.items()}
+    dist.barrier()  # nobody writes before all have read
+    log = RunLog(folder, cfg, is_main=dist.is_main)
+    for name in absent:
+        log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
+    for name, prompts in sets.items():
+        log.line(f"{name}: {len(prompts)} questions, {len(prompts) - len(todo[name])} of them finished before")
 
-    # ---- one file after the other, questions dealt out over the ranks
-    scores = {}
-    for name, prompts in questions.items():
+    # ---- one set after the other, questions dealt out over the ranks; each finished group is saved at once
+    engine = make_engine(cfg, codec, dist.rank) if any(todo.values()) else None
+    sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
+    for name, prompts in todo.items():
         mine = prompts[dist.rank :: dist.world_size]
+        path = folder / "records" / (f"{name}.rank{dist.rank}.jsonl" if dist.rank else f"{name}.jsonl")
+        metric = chosen[name].grader if name in chosen else "reward"
         with log.progress(len(mine) * sampling.group_size, name, "trajectory") as bar:
-            groups = rollout(
+            rollout(
                 mine,
                 engine,
                 runner,
@@ -116,26 +134,93 @@ def main(cfg: EvalConfig) -> dict[str, dict[str, float]]:
                 BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size),
                 seed=cfg.run.seed,
                 on_progress=lambda done, bar=bar: bar.update(done - bar.n),
+                on_group=lambda group, wall_s, name=name, metric=metric, path=path: append_records(
+                    path, group_records(group, name, metric, wall_s)
+                ),
+                max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
             )
-        score_groups(groups, cfg.reward, custom_reward)
-        groups = [group for part in dist.all_gather_objects(groups) for group in part]
-        groups.sort(key=lambda group: group.prompt.prompt_id)
-        scores[name] = summarize(groups, seed=cfg.run.seed)
-        log.trajectories(0, groups, kind=name)
-        s = scores[name]
-        log.line(f"{name}: accuracy {s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]")
-
-    # ---- report
-    if dist.is_main:
-        (log.folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
-        (log.folder / "report.md").write_text(score_table(scores, cfg.model.path))
-        log.line(score_table(scores, cfg.model.path))
-        log.line(f"report: {log.folder / 'report.md'}")
     log.close()
     runner.close()
-    engine.close()
-    dist.close()
-    return scores
+    if engine is not None:
+        engine.close()
+    dist.close()  # the other ranks need not wait for the judge
+
+    if dist.is_main:
+        report(cfg, folder, judge)
+
+
+def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec) -> dict[str, list[Prompt]]:
+    """Name -> its tokenized questions: the chosen benchmarks, then the question files by their stems."""
+    sets = {name: questions(name, b, cfg.data_dir, max_questions=cfg.max_questions) for name, b in chosen.items()}
+    for file in cfg.files:
+        if Path(file).stem in sets:
+            raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
+        sets[Path(file).stem] = load_prompts(file)[: cfg.max_questions or None]
+    for name, prompts in sets.items():
+        asked = [asked_as(prompt, cfg.system_prompt) for prompt in prompts]
+        sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, "drop", name)
+    return sets
+
+
+def only_recorded(tools: ToolsConfig) -> ToolsConfig:
+    for name in set(tools.names) & {"python", "search"}:
+        if not getattr(tools, name).cache:
+            raise UserError(
+                f"eval.replay needs what was recorded: set tools.{name}.cache, or leave it out of tools.names"
+            )
+    return replace(
+        tools,
+        python=replace(tools.python, cache_mode="replay_strict"),
+        search=replace(tools.search, mode="replay_strict"),
+    )
+
+
+def make_engine(cfg: EvalConfig, codec: Codec, rank: int) -> Engine | ServerEngine:
+    if not cfg.eval.server:
+        return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + rank)
+    return ServerEngine(
+        cfg.eval.server,
+        cfg.eval.server_model,
+        codec,
+        max_model_len=cfg.max_model_len,
+        max_concurrent=cfg.engine.max_num_seqs,
+        deadline_s=cfg.eval.server_timeout_s,
+    )
+
+
+def open_judge(cfg: JudgeConfig, folder: Path) -> Judge | None:
+    """None without a judge; one that cannot be reached ends the run here, before anything is generated."""
+    if not cfg.url:
+        return None
+    judge = Judge(cfg, folder / "judge.sqlite")
+    judge.probe()
+    return judge
+
+
+def report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None:
+    """Grade all records of a run, and write its tables and pages."""
+    settings = read_settings(folder)
+    by_name: dict[str, list[Record]] = {}
+    for record in read_records(folder / "records"):
+        by_name.setdefault(record.benchmark, []).append(record)
+    names = [*(name for name in BENCHMARKS if name in by_name), *(name for name in by_name if name not in BENCHMARKS)]
+    custom = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
+    grades = {}
+    for name in names:
+        metric = by_name[name][0].metric
+        grades[name] = grade_records(by_name[name], metric=metric, judge=judge, reward=cfg.reward, custom=custom)
+    meta = RunMeta(
+        title=settings["model"],
+        judge=cfg.judge.model,
+        families={name: benchmark.family for name, benchmark in BENCHMARKS.items()},
+        seed=settings["seed"],
+        notes=("All tool calls were refused.",) if settings["mute_tools"] else (),
+    )
+    write_report(folder, {name: by_name[name] for name in names}, grades, meta)
+    if judge is not None:
+        judge.close()
+    print((folder / "report.md").read_text())
+    print(f"report: {folder / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,9 @@ class RolloutConfig:
     """Budget of one trajectory: sampled tokens and tool results together."""
     max_tool_calls: int = 3
     """Calls after which a trajectory is told that it must answer (upstream: call_limit)."""
+    max_calls_per_tool: tuple[str, ...] = ()
+    """NAME=N of tools that may be called less often than that, like python=5: a further call is refused, in words, and
+    counts among max_tool_calls."""
     max_result_tokens: int = 1024
     """Longer tool results are cut, with a visible mark."""
     answer_reserve_tokens: int = 256
@@ -119,6 +122,20 @@ class RolloutConfig:
     """Sampling temperature; 0 = greedy."""
     top_p: float = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
+
+    @property
+    def call_limits(self) -> dict[str, int]:
+        """Tool -> its own limit. Raises ValueError where one cannot be read. ("python=5",) -> {"python": 5}"""
+        limits = {}
+        for entry in self.max_calls_per_tool:
+            name, _, number = entry.partition("=")
+            if not name or not number.isdecimal():
+                raise ValueError(f"rollout.max_calls_per_tool: {entry!r} is not of the form NAME=N, like python=5")
+            limits[name] = int(number)
+        return limits
+
+    def __post_init__(self) -> None:
+        _ = self.call_limits  # what cannot be read is found now
 
 
 @dataclass(frozen=True)

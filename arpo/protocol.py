@@ -28,6 +28,7 @@ TRUNCATION_MARK = "\n[... result truncated]"
 UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
 EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
 LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
+TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without {tag}."
 
 
 @dataclass(frozen=True)

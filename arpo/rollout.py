@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from arpo import branching as br
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import LIMIT_REACHED, Codec, parse_call, stop_strings
+from arpo.protocol import LIMIT_REACHED, TOOL_LIMIT_REACHED, Codec, parse_call, stop_strings
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import BranchDecision, Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
@@ -35,22 +37,32 @@ def rollout(
     seed: int,
     step: int = 0,
     on_progress: Callable[[int], None] | None = None,
+    on_group: Callable[[Group, list[float]], None] | None = None,
+    max_at_once: int = 0,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
-    `on_progress` is called with the number of trajectories finished so far. Raises what a tool or the engine raises.
+    `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is whole, and the
+    seconds of its trajectories. All prompts are begun at once, or while fewer than `max_at_once` trajectories are
+    unfinished: then the first groups are whole early. Raises what a tool or the engine raises.
     """
     loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}")
-    groups = [loop.start_group(prompt) for prompt in prompts]
-    while loop.num_unfinished:
+    waiting = deque(prompts)
+    groups = []
+    while waiting or loop.num_unfinished:
+        while waiting and (not max_at_once or loop.num_unfinished < max_at_once):
+            groups.append(loop.start_group(waiting.popleft()))
         idle = engine.num_running == 0
         assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
         for call_id, result in tools.collect(block=idle):
             loop.on_tool_result(call_id, result)
         for chunk in engine.step() if engine.num_running else ():
             loop.on_chunk(chunk)
+        for group in loop.whole if on_group else ():
+            on_group(group.finish(), [seconds for _, seconds in sorted(group.wall_s.items())])
+        loop.whole.clear()
         if on_progress:
-            on_progress(len(prompts) * cfg.group_size - loop.num_unfinished)
+            on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
     return [group.finish() for group in groups]
 
 
@@ -78,6 +90,8 @@ class _Live:
     entropies: list[float] = field(default_factory=list)
     """Of the current turn's first tokens, nats."""
     top_logprobs: list[list[float]] = field(default_factory=list)
+    began_at_s: float | None = None
+    """When its first token was there."""
 
     @property
     def turn_index(self) -> int:
@@ -101,6 +115,8 @@ class _GroupState:
     budget: br.BranchBudget
     trajectories: dict[br.Path, Trajectory] = field(default_factory=dict)
     decisions: dict[tuple[int, br.Path], _Decision] = field(default_factory=dict)
+    wall_s: dict[br.Path, float] = field(default_factory=dict)
+    """Of finished trajectories: from the first own token to the end."""
 
     @property
     def num_roots(self) -> int:
@@ -139,6 +155,7 @@ class _Loop:
         self.decoding: dict[str, _Live] = {}
         self.calling: dict[str, tuple[_Live, str, str]] = {}  # call id -> (live, tag, argument)
         self.num_unfinished = 0
+        self.whole: list[_GroupState] = []  # groups that became so since `rollout` last looked
 
     # -- how trajectories come to be ---------------------------------------------------------------------------------
 
@@ -228,6 +245,7 @@ class _Loop:
 
     def on_chunk(self, chunk: Chunk) -> None:
         live = self.decoding[chunk.request_id]
+        live.began_at_s = live.began_at_s or time.perf_counter()
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
         trajectory.token_ids += chunk.token_ids
         trajectory.loss_mask += [1] * len(chunk.token_ids)
@@ -273,17 +291,22 @@ class _Loop:
         tag = chunk.stop_string.strip("</>")
         call = parse_call(self.codec.decode(trajectory.token_ids[turn.start : turn.end]), tag)
         # Every earlier turn ended in a call, so the turn index is the number of calls made so far.
-        calls_left = self.cfg.max_tool_calls - live.turn_index
-        if calls_left < 0:  # it was told to answer, and called again
+        if live.turn_index > self.cfg.max_tool_calls:  # it was told to answer, and called again
             self.end(live, StopReason.TOOL_LIMIT)
-        elif calls_left == 0:
-            text = LIMIT_REACHED.format(limit=self.cfg.max_tool_calls)
-            self.append_result(live, ToolCall(tag, call.argument, text, ok=False, error_kind="limit", executed=False))
+        elif refusal := self.refusal(trajectory, tag):
+            self.append_result(live, ToolCall(tag, call.argument, refusal, False, "limit", executed=False))
         elif call.error_kind:
             self.append_result(live, ToolCall(tag, "", call.error, False, call.error_kind, executed=False))
         else:
             self.calling[live.key] = (live, tag, call.argument)
             self.tools.start(live.key, tag, call.argument)
+
+    def refusal(self, trajectory: Trajectory, tag: str) -> str:
+        """What to say instead of running one more call of the tool; "" where it may run."""
+        calls, limit = [call.tag for call in trajectory.tool_calls], self.cfg.call_limits.get(tag)
+        if len(calls) >= self.cfg.max_tool_calls:
+            return LIMIT_REACHED.format(limit=self.cfg.max_tool_calls)
+        return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
         live, tag, argument = self.calling.pop(call_id)
@@ -325,6 +348,10 @@ class _Loop:
         if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
             self.split_budget(group, trajectory)
         self.grow(group)
+        now_s = time.perf_counter()
+        group.wall_s[live.path] = now_s - (live.began_at_s or now_s)
+        if len(group.wall_s) == group.size:
+            self.whole.append(group)
 
 
 def _name(path: br.Path) -> str:

@@ -1,0 +1,132 @@
+"""The benchmarks: where a test set lies, how its questions are asked, how its answers are graded. One entry each.
+
+DATA_DIR/<file>, as published: questions(BENCHMARKS["gaia"], "gaia", data_dir) -> Prompts with their system prompt
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from arpo.config import UserError
+from arpo.data import parse_prompt
+from arpo.evals.prompts import asked_as, is_chinese
+from arpo.rewards.format import last_box
+from arpo.rows import BadRow, read_rows
+from arpo.trajectory import Prompt
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One test set. Question and answer are found in any of the usual fields, unless they are named here."""
+
+    family: Literal["math", "qa", "deepsearch"]
+    grader: Literal["math", "qa"]
+    prompt: str = "code_search"
+    """Key of arpo.evals.prompts.PROMPTS."""
+    mixed_languages: bool = False
+    """Its Chinese questions are asked with the Chinese prompt."""
+    question: str = ""
+    """Field of the question."""
+    answer: str = ""
+    """Field of the answer. A solution in GSM8K's or MATH's style stands for what follows "####", or its last box."""
+    split: str = ""
+    """Field whose values are reported one by one: "Level" -> "level 1"; text values stand as they are."""
+    file: str = "{name}/test.jsonl"
+    """Below the data folder; parquet, json and jsonl can be read."""
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "aime24": Benchmark("math", grader="math"),
+    "aime25": Benchmark("math", grader="math"),
+    "math500": Benchmark("math", grader="math"),
+    "gsm8k": Benchmark("math", grader="math"),
+    "math": Benchmark("math", grader="math", answer="solution", split="level"),
+    "hotpotqa": Benchmark("qa", grader="qa"),
+    "2wiki": Benchmark("qa", grader="qa"),
+    "musique": Benchmark("qa", grader="qa"),
+    "bamboogle": Benchmark("qa", grader="qa"),
+    "SimpleQA": Benchmark("qa", grader="qa"),
+    "webwalker": Benchmark("deepsearch", grader="qa", mixed_languages=True),
+    "gaia": Benchmark("deepsearch", grader="qa", split="Level"),
+    "hle": Benchmark("deepsearch", grader="qa", split="category"),
+    "xbench": Benchmark("deepsearch", grader="qa", prompt="chinese"),
+}
+FAMILIES = ("math", "qa", "deepsearch")
+
+
+ALONE = {"MATH": "math"}
+"""Names of single benchmarks that are a family's name too."""
+
+
+def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benchmark], list[str]]:
+    """("all",), families or names -> (the chosen benchmarks, names left out because their file is not there).
+
+    Raises UserError for an unknown name, a named benchmark without its file, and where nothing is left.
+    """
+    for word in names:
+        _check_name(word)
+    chosen: dict[str, Benchmark] = {}
+    absent: list[str] = []
+    named = {ALONE.get(word, word) for word in names if word not in FAMILIES}
+    for name, benchmark in BENCHMARKS.items():
+        path = Path(data_dir) / benchmark.file.format(name=name)
+        if name not in named and benchmark.family not in names and "all" not in names:
+            continue
+        if path.exists():
+            chosen[name] = benchmark
+        elif name not in named:
+            absent.append(name)
+        else:
+            raise UserError(f"eval.benchmarks: {name} needs {path}, which is not there; get it, or set eval.data_dir")
+    if names and not chosen:
+        raise UserError(f"eval.benchmarks: {data_dir} has none of {', '.join(absent)}; set eval.data_dir")
+    return chosen, absent
+
+
+def _check_name(word: str) -> None:
+    known = ["all", *FAMILIES, *(name for name in BENCHMARKS if name not in FAMILIES), *ALONE]
+    if word in known:
+        return
+    lower = {name.lower(): name for name in reversed(known)}
+    close = difflib.get_close_matches(word.lower(), lower, n=1)
+    hint = f"did you mean {lower[close[0]]!r}? " if close else ""
+    raise UserError(f"eval.benchmarks: unknown benchmark {word!r}; {hint}There are {', '.join(known)}")
+
+
+def questions(name: str, benchmark: Benchmark, data_dir: str | Path, *, max_questions: int = 0) -> list[Prompt]:
+    """The first questions of a benchmark (0 = all), with its system prompt; `meta` holds the split alone.
+
+    Raises UserError naming file, line and field at the first row that cannot be used: a score over part of a published
+    set would be compared with scores over all of it.
+    """
+    prompts = []
+    for place, row in read_rows(Path(data_dir) / benchmark.file.format(name=name)):
+        if max_questions and len(prompts) == max_questions:
+            break
+        try:
+            row = _usual_fields(row, benchmark)
+            prompt, _ = parse_prompt(row, f"{name}-{len(prompts):06d}", default_source=name)
+        except BadRow as error:
+            raise UserError(f"{place}: {error}; repair the file, or get it again") from None
+        split = row.get(benchmark.split, "")
+        label = split if isinstance(split, str) else f"{benchmark.split.lower()} {split}"
+        kind = (
+            "chinese" if benchmark.mixed_languages and is_chinese(prompt.messages[-1]["content"]) else benchmark.prompt
+        )
+        prompts.append(asked_as(replace(prompt, data_source=name, meta={"split": label}), kind))
+    return prompts
+
+
+def _usual_fields(row: dict, benchmark: Benchmark) -> dict:
+    """The row with question and answer under the names that `parse_prompt` knows first."""
+    row = dict(row)
+    if benchmark.question in row:
+        row["prompt"] = row[benchmark.question]
+    if benchmark.answer in row:
+        row["answer"] = answer = row[benchmark.answer]
+        if isinstance(answer, str) and "\\boxed" in answer:
+            row["answer"] = last_box(answer)
+    return row

@@ -1,0 +1,75 @@
+# ruff: noqa: RUF001 (the Chinese prompt's punctuation is meant)
+"""How questions of the benchmarks are asked: system prompts by kind, each with the tools that it offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from arpo.protocol import SYSTEM_PROMPT, with_system_prompt
+from arpo.trajectory import Prompt
+
+
+@dataclass(frozen=True)
+class AskedAs:
+    """A system prompt, and the tools that it offers."""
+
+    system_prompt: str
+    tools: tuple[str, ...]
+
+
+_ANSWER = r"When you are sure, give the final answer inside <answer> </answer>, the exact answer in \boxed{}."
+_EXAMPLE_END = r"<think> done </think><answer> The final answer is \[ \boxed{42} \] </answer>"
+PROMPTS: dict[str, AskedAs] = {
+    "code_search": AskedAs(SYSTEM_PROMPT, ("python", "search")),
+    "search": AskedAs(
+        "You are a helpful assistant that solves the given question step by step, with the help of a search tool.\n"
+        "Think inside <think> </think>. To search, write <search> query </search>; after each search what was found "
+        "appears between <result> and </result>; then think again, and search again if you need to. "
+        f"{_ANSWER}\nExample: <think> what is needed </think><search> query </search> <result> found passages </result>"
+        f"{_EXAMPLE_END}",
+        ("search",),
+    ),
+    "math": AskedAs(
+        "You are a helpful assistant that solves the given problem step by step, with the help of a Python "
+        "interpreter.\nThink inside <think> </think>. To run code, write <python> code </python> and print what you "
+        "need; after each call the output appears between <result> and </result>; then think again, and call again if "
+        f"you need to. {_ANSWER}\nExample: <think> what is needed </think><python> print(6 * 7) </python> <result> 42 "
+        f"</result>{_EXAMPLE_END}",
+        ("python",),
+    ),
+    "base": AskedAs(
+        "You are a helpful assistant that solves the given question step by step.\nThink inside <think> </think>. "
+        f"{_ANSWER}\nExample: <think> what is needed, and what follows </think><answer> The final answer is "
+        r"\[ \boxed{42} \] </answer>",
+        (),
+    ),
+    "chinese": AskedAs(
+        "你是一个乐于助人的助手，借助搜索工具和 Python 解释器，一步一步地解答给定的问题。\n"
+        "在 <think> </think> 中思考。需要搜索时，写 <search> 搜索词 </search>；需要运行代码时，"
+        "写 <python> 代码 </python>，并用 print 输出所需的内容。每次调用之后，结果会出现在 <result> 和 </result> 之间；"
+        "然后继续思考，需要时可以再次调用。"
+        "确定之后，在 <answer> </answer> 中给出最终答案，准确的答案写在 \\boxed{} 里。\n"
+        "例如：<think> 需要知道什么 </think><search> 搜索词 </search> <result> 找到的段落 </result>"
+        "<think> 由此可知 </think><python> print(6 * 7) </python> <result> 42 </result><think> 完成 </think>"
+        "<answer> 最终答案是 \\[ \\boxed{42} \\] </answer>",
+        ("python", "search"),
+    ),
+}
+"""By kind. code_search is the prompt of training."""
+
+
+def asked_as(prompt: Prompt, system_prompt: str) -> Prompt:
+    """With the system prompt and the tools of a kind of PROMPTS; any other text is as in `with_system_prompt`."""
+    if kind := PROMPTS.get(system_prompt):
+        return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
+    return replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt))
+
+
+def is_chinese(text: str) -> bool:
+    """At least a third of the letters are Chinese characters.
+
+    >>> is_chinese("截至2024年12月31日"), is_chinese("Who wrote 西游记, in English Journey to the West?")
+    (True, False)
+    """
+    letters = [c for c in text if c.isalpha()]
+    return len(letters) > 0 and sum("\u4e00" <= c <= "\u9fff" for c in letters) * 3 >= len(letters)

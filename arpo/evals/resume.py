@@ -1,0 +1,107 @@
+"""When a run folder may be continued: what decides the trajectories is the same as when it was begun.
+
+RUN/records/settings.json     model, seed, samples, rollout, tools; written before the first trajectory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from arpo.config import UserError
+from arpo.evals.options import EvalSection
+from arpo.evals.records import Record, read_records
+from arpo.log import flat
+from arpo.options import ModelConfig, RolloutConfig
+from arpo.tools.options import ToolsConfig
+from arpo.trajectory import Prompt
+
+SETTINGS_FILE = "settings.json"
+NUM_BLOCKS, BLOCK_BYTES = 64, 65536
+
+
+def model_identity(path: str) -> str:
+    """Name and digest of a model folder's weights, of blocks all over its files; of a hub name, the name.
+
+    A model that was trained anew into the same folder is another one; a copy of it elsewhere is not.
+    """
+    digest = hashlib.sha256()
+    files = sorted(Path(path).glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}|{size}|".encode())
+        with file.open("rb") as stream:
+            for number in range(NUM_BLOCKS):
+                stream.seek(max(0, size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                digest.update(stream.read(BLOCK_BYTES))
+    return f"{path} sha256:{digest.hexdigest()[:16]}" if files else path
+
+
+def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: RolloutConfig, tools: ToolsConfig) -> dict:
+    """The settings under which trajectories may stand in one table: more questions or benchmarks may join them."""
+    return {
+        "model": f"server {cfg.server_model}".strip() if cfg.server else model_identity(model.path),
+        "enable_thinking": model.enable_thinking,
+        "seed": seed,
+        "num_samples": cfg.num_samples,
+        "system_prompt": cfg.system_prompt,
+        "mute_tools": cfg.mute_tools,
+        "rollout": {name: value for name, value in asdict(rollout).items() if name != "group_size"},
+        "tools": {
+            "names": tools.names,
+            "search": {name: getattr(tools.search, name) for name in ("backend", "corpus", "top_k", "read_pages")},
+        },
+    }
+
+
+def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
+    """Say in RUN/records what decides its trajectories, or check that it was the same when they were made.
+
+    Raises UserError naming the first setting that differs, and for a run that is there where `resume` is False.
+    """
+    path = folder / "records" / SETTINGS_FILE
+    settings = json.loads(json.dumps(settings))  # as it will be read back
+    if not list(path.parent.glob("*.jsonl")):  # begun, perhaps, but without a result
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=1) + "\n")
+        return
+    if not resume:
+        raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
+    before, now = flat(read_settings(folder)), flat(settings)
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{folder} was begun with {name}={before.get(name)}, and now it is {now.get(name)}; "
+                "choose another run.name, or delete the folder"
+            )
+
+
+def read_settings(folder: Path) -> dict:
+    """What `claim_run` wrote. Raises UserError where the folder holds no evaluation."""
+    path = folder / "records" / SETTINGS_FILE
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); is {folder} the folder of an evaluation?") from None
+
+
+def unfinished(folder: Path, name: str, prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
+    """The questions of a benchmark without all their samples in RUN/records.
+
+    Raises UserError where a recorded question is another one now.
+    """
+    recorded: dict[str, list[Record]] = {}
+    for record in read_records(folder / "records"):
+        if record.benchmark == name:
+            recorded.setdefault(record.question_id, []).append(record)
+    for prompt in prompts:
+        for record in recorded.get(prompt.prompt_id, ()):
+            if record.question != prompt.messages[-1]["content"] or record.answers != prompt.answers:
+                raise UserError(
+                    f"{folder}: {name} has changed: {prompt.prompt_id} is another question than when the run was "
+                    "begun; choose another run.name"
+                )
+    return [prompt for prompt in prompts if len(recorded.get(prompt.prompt_id, ())) < num_samples]
