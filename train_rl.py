@@ -58,7 +58,7 @@ class RLConfig:
 
     @property
     def critic_model(self) -> ModelConfig:
-        return replace(self.model, path=self.critic.path or self.model.path)
+        return replace(self.model, path=self.critic.path or self.model.path, lora_rank=0)
 
     @property
     def critic_optim(self) -> OptimConfig:
@@ -66,7 +66,8 @@ class RLConfig:
 
     @property
     def reference_model(self) -> ModelConfig:
-        return replace(self.model, path=self.loss.reference or self.model.path, activation_checkpointing=False)
+        path = self.loss.reference or self.model.path
+        return replace(self.model, path=path, activation_checkpointing=False, lora_rank=0)
 
     @property
     def models(self) -> list[ModelConfig]:
@@ -84,11 +85,12 @@ CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before to
 from pathlib import Path  # noqa: E402
 
 from arpo import distributed  # noqa: E402
-from arpo.checkpoint import Checkpoints, export_hf  # noqa: E402
+from arpo.checkpoint import Checkpoints  # noqa: E402
 from arpo.critic import fill_values, load_critic, update_critic  # noqa: E402
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
 from arpo.evals.summary import summarize  # noqa: E402
+from arpo.export import export_hf  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.metrics import rollout_metrics  # noqa: E402
 from arpo.model import check_companion, check_model_folder, load_policy, load_tokenizer  # noqa: E402
@@ -111,7 +113,7 @@ from arpo.update import (  # noqa: E402
 
 
 def main(cfg: RLConfig) -> None:
-    dist = distributed.init()
+    dist = distributed.init(shard_size=cfg.model.shard_size)
 
     # ---- everything that can be wrong is found before a model is loaded
     if cfg.data.num_prompts_per_step % dist.world_size:
@@ -138,7 +140,7 @@ def main(cfg: RLConfig) -> None:
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
     distributed.seed_everything(cfg.run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device)
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     critic = critic_optimizer = reference = None
     if cfg.advantage.kind == "gae":

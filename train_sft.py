@@ -67,9 +67,10 @@ import torch  # noqa: E402
 
 from arpo import distributed  # noqa: E402
 from arpo.batch import Row, microbatches  # noqa: E402
-from arpo.checkpoint import Checkpoints, export_hf  # noqa: E402
+from arpo.checkpoint import Checkpoints  # noqa: E402
 from arpo.data import PromptOrder, load_conversations  # noqa: E402
 from arpo.distributed import Ranks  # noqa: E402
+from arpo.export import export_hf  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.model import Policy, check_model_folder, load_policy, load_tokenizer  # noqa: E402
 from arpo.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
@@ -78,7 +79,7 @@ from arpo.trajectory import Metrics  # noqa: E402
 
 
 def main(cfg: SFTConfig) -> None:
-    dist = distributed.init()
+    dist = distributed.init(shard_size=cfg.model.shard_size)
 
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)
@@ -97,7 +98,7 @@ def main(cfg: SFTConfig) -> None:
 
     # ---- policy and optimizer
     distributed.seed_everything(cfg.run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device)
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = checkpoints.resume(policy, optimizer, allow=cfg.run.resume)
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)

@@ -1,22 +1,20 @@
-"""Checkpoints that survive a kill at any moment, and export to Hugging Face folders.
+"""Checkpoints that survive a kill at any moment.
 
     checkpoints/step_000100/{manifest.json, .metadata, __0_0.distcp, ..., random_states.pt, hf/}   checkpoints/latest
 
 Written to a temporary folder, listed with sizes and checksums in a manifest, renamed, and only then pointed to; the
 distributed checkpoint format (DCP) itself notices neither a half-written folder nor flipped bytes (measured).
 
-    python -m arpo.checkpoint export RUN/checkpoints/step_000100 MODEL OUT
+    python -m arpo.checkpoint export RUN/checkpoints/step_000100 OUT
 
-makes a Hugging Face folder of one, in a single process; MODEL is the folder that the run started from.
+makes a Hugging Face folder of one, in a single process (export.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +31,6 @@ from arpo.critic import Critic
 from arpo.manifest import files_of, find_problem, measure, read_manifest, step_of, sync, write_manifest, write_synced
 from arpo.model import Policy, reshard_all
 from arpo.process_state import RandomState
-from arpo.weight_sync import full_tensors
 
 logger = logging.getLogger("arpo")
 RANDOM_STATES = "random_states.pt"
@@ -63,7 +60,9 @@ class Checkpoints:
         """
         final = self.folder / f"step_{step:06d}"
         temporary = final.with_suffix(".tmp")
-        parameters = [p for model in (policy, critic) if model is not None for p in model.parameters()]
+        parameters = [
+            p for model in (policy, critic) if model is not None for p in model.parameters() if p.requires_grad
+        ]
         self._require_space(BYTES_PER_PARAMETER * sum(p.numel() for p in parameters))
         random_states = _gather(_random_state())
         if dist.get_rank() == 0:
@@ -72,7 +71,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             torch.save(random_states, temporary / RANDOM_STATES)
         dist.barrier()
-        with _one_line(f"{temporary}: cannot write the checkpoint"):
+        with one_line(f"{temporary}: cannot write the checkpoint"):
             dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
         names = _from_rank_0(files_of(temporary))
         measured = _gather(measure(temporary, names[_my_share()]))
@@ -104,7 +103,7 @@ class Checkpoints:
         folder = self._newest_intact(allow)
         if folder is None:
             return 0
-        with _one_line(f"{folder}: cannot be loaded; is model.path the one that the run started with?"):
+        with one_line(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
             dcp.load(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=folder)  # in place
         random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         if dist.get_rank() < len(random_states):  # a rank that the saving run did not have keeps its seed
@@ -150,70 +149,10 @@ def verify(folder: Path) -> str | None:
     return find_problem(folder, read_manifest(folder))
 
 
-def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = None) -> None:
-    """A folder that transformers and vLLM load: safetensors, config, generation config, tokenizer. Collective.
-
-    All but the weights comes from `source`, the dtype too; `link` becomes a symbolic link to the folder, so that the
-    newest export of a run has a stable name.
-    """
-    dtype, device = _source_dtype(source), next(policy.parameters()).device
-    state = {}
-    for name, whole in full_tensors(policy.hf_parameters(), dtype=dtype, device=device):
-        if dist.get_rank() == 0:
-            state[name] = whole.to("cpu", copy=True)  # out of the buffer that the gather reuses
-    if dist.get_rank() == 0:
-        _write_hf(state, folder, source)
-        if link:
-            temporary = link.with_name(link.name + ".tmp")
-            temporary.unlink(missing_ok=True)
-            temporary.symlink_to(os.path.relpath(folder, link.parent))
-            temporary.rename(link)
-    dist.barrier()
-
-
-def export_checkpoint(checkpoint: Path, source: str, folder: Path) -> None:
-    """The same from a checkpoint on disk, in one process without process group. Raises UserError."""
-    from arpo.weight_sync import expected_parameters
-
-    if problem := verify(checkpoint):
-        raise UserError(f"{checkpoint}: {problem}; choose another checkpoint")
-    if folder.exists():
-        raise UserError(f"{folder}: exists already; choose another folder")
-    state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in expected_parameters(source).items()}
-    what = f"{checkpoint}: cannot be loaded; is {source} the model that the run started with?"
-    with _one_line(what), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
-        dcp.load({"model": state}, checkpoint_id=checkpoint, no_dist=True)
-    dtype = _source_dtype(source)
-    _write_hf({name: tensor.to(dtype) for name, tensor in state.items()}, folder, source)
-
-
-def _write_hf(state: dict[str, torch.Tensor], folder: Path, source: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=_source_dtype(source))
-    with contextlib.suppress(OSError):  # a model folder need not have one
-        shell.generation_config = GenerationConfig.from_pretrained(source)
-    shell.save_pretrained(temporary, state_dict=state)
-    AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
-    _replace_folder(temporary, folder)
-
-
 def _replace_folder(new: Path, old: Path) -> None:
     if old.exists():
         shutil.rmtree(old)
     new.rename(old)
-
-
-def _source_dtype(source: str) -> torch.dtype:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(source).dtype or torch.float32
 
 
 def _state(
@@ -224,7 +163,7 @@ def _state(
 ) -> dict:
     """The live tensors (shards): names -> parameters (of the policy: HF names), and -> AdamW's moments and counts."""
     state = {
-        "model": {name: p.detach() for name, p in policy.hf_parameters()},
+        "model": {name: p.detach() for name, p in policy.trained_parameters().items()},
         "optimizer": _optimizer_state(policy, optimizer),
     }
     if critic is not None:
@@ -259,7 +198,7 @@ def _restore_random_state(state: dict) -> None:
 
 
 @contextlib.contextmanager
-def _one_line(what: str) -> Iterator[None]:
+def one_line(what: str) -> Iterator[None]:
     """DCP raises the failures of all ranks on all ranks; the first one says enough."""
     try:
         yield
@@ -290,16 +229,18 @@ def main() -> None:
     import argparse
 
     from arpo.config import exit_with
+    from arpo.export import export_checkpoint
 
     parser = argparse.ArgumentParser(prog="python -m arpo.checkpoint", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     export = commands.add_parser("export", help="make a Hugging Face folder of a checkpoint")
     export.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step_000100")
-    export.add_argument("model", help="the model folder (or hub name) that the run started from")
     export.add_argument("out", type=Path, help="folder to write; must not exist")
+    export.add_argument("--model", default="", help="the model folder that the run started from, if it has moved")
+    export.add_argument("--adapter", action="store_true", help="only the LoRA adapters, in peft's format")
     args = parser.parse_args()
     try:
-        export_checkpoint(args.checkpoint, args.model, args.out)
+        export_checkpoint(args.checkpoint, args.out, model=args.model, adapter=args.adapter)
     except UserError as error:
         exit_with(error)
     print(args.out)

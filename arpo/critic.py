@@ -13,8 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
 from arpo.distributed import Ranks
+from arpo.loading import build_on_meta, read_weights
 from arpo.losses import value_loss
-from arpo.model import attention_backend, hidden_states, load_hf, shard
+from arpo.model import attention_backend, check_model_folder, hidden_states, shard
 from arpo.optim import clip_grad_norm
 from arpo.options import CriticConfig, ModelConfig
 from arpo.trajectory import Metrics
@@ -38,14 +39,14 @@ class Critic(nn.Module):
 
 def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:
     """The backbone of `cfg.path` with a fresh head. Collective over `mesh`; raises UserError like `load_policy`."""
-    backbone = load_hf(cfg.path, attention_backend(cfg, device)).base_model
-    if cfg.activation_checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
-    critic = Critic(backbone).train()
+    check_model_folder(cfg.path)
+    hf = build_on_meta(cfg.path, attention_backend(cfg, device))
+    critic = Critic(hf.base_model).train()
     # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
     fully_shard(critic.value_head.to(device), mesh=mesh, mp_policy=exact)
-    shard(critic, backbone.layers, cfg, mesh, device)
+    shard(critic, critic.backbone, cfg, mesh, device)
+    read_weights({f"{hf.base_model_prefix}.{name}": p for name, p in critic.backbone.named_parameters()}, cfg.path)
     return critic
 
 

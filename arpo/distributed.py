@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from arpo.config import UserError
 from arpo.trajectory import Metrics
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    """1-D, named "dp"."""
+    """1-D, named "dp"; or ("replicate", "shard"), where a copy of the model is spread over some of the ranks only."""
 
     @property
     def is_main(self) -> bool:
@@ -87,7 +88,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def init(timeout_minutes: float = 60.0) -> Ranks:
+def init(timeout_minutes: float = 60.0, *, shard_size: int = 0) -> Ranks:
     """Join the process group of torchrun's environment, or make one of a single rank.
 
     The timeout must exceed the slowest legal rollout: ranks wait for each other there.
@@ -110,8 +111,19 @@ def init(timeout_minutes: float = 60.0) -> Ranks:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
     return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh)
+
+
+def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    """`shard_size` ranks (0 = those of a node) share a copy of the model. Raises UserError where copies do not fit."""
+    shard_size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size % shard_size:
+        raise UserError(f"model.shard_size={shard_size} does not divide the {world_size} ranks; choose one that does")
+    if shard_size == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _log_on_rank_0() -> None:

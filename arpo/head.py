@@ -65,7 +65,8 @@ class _ChunkedHead(torch.autograd.Function):
         # z = logits / temperature: the inner derivative, on (N,) instead of (N, V)
         grad_logprobs, grad_entropy = (g if g is None else g / ctx.temperature for g in (grad_logprobs, grad_entropy))
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        learns = ctx.needs_input_grad[1]  # not with LoRA, and then half of the work is saved
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if learns else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             logits = matmul_float32(hidden[part], weight.t())
@@ -75,8 +76,9 @@ class _ChunkedHead(torch.autograd.Function):
             grad_logits = _grad_logits(log_p, targets[part], part, grad_logprobs, grad_entropy, entropy)
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[part] = grad_logits @ weight
-            grad_weight += matmul_float32(grad_logits.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if learns:
+                grad_weight += matmul_float32(grad_logits.t(), hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None
 
 
 def _grad_logits(log_p, targets, part, grad_logprobs, grad_entropy, entropy) -> Tensor:

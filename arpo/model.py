@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from arpo import lora
 from arpo.batch import MicroBatch
 from arpo.config import UserError
 from arpo.head import token_logprobs
+from arpo.loading import build_on_meta, materialize, read_weights
 from arpo.options import ModelConfig
 
 
@@ -46,9 +48,17 @@ class Policy(nn.Module):
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export."""
+        """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export.
+
+        Adapters are merged into what they adapt, one matrix at a time. Then it is collective.
+        """
         reshard_all(self)
-        yield from self.hf.named_parameters()
+        yield from lora.merged_parameters(self.hf)
+
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """What an optimizer holds and a checkpoint must: name -> parameter or its shard. With LoRA the adapters."""
+        reshard_all(self)
+        return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
 
 
 def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
@@ -61,41 +71,57 @@ def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
     ).last_hidden_state[0]
 
 
-def load_policy(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, offload: bool = False) -> Policy:
-    """Load, wrap, shard. Master weights and gradient reduction in float32, compute in `cfg.compute_dtype`.
+def load_policy(
+    cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, offload: bool = False, seed: int = 0
+) -> Policy:
+    """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
+    compute in `cfg.compute_dtype`.
 
-    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. Collective over
-    `mesh`. Raises UserError where weights are missing or broken, or the head is not a plain matrix.
+    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: of what is not
+    in the folder (adapters). Collective over `mesh`. Raises UserError where weights are missing or broken, or the head
+    is not a plain matrix.
     """
-    hf = load_hf(cfg.path, attention_backend(cfg, device))
-    check_head(hf)
-    if cfg.activation_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    check_model_folder(cfg.path)
+    hf = build_on_meta(cfg.path, attention_backend(cfg, device))
+    if cfg.lora_rank:
+        lora.add_lora(hf, cfg)
     policy = Policy(hf, cfg.head_chunk_tokens).train()
-    shard(policy, hf.base_model.layers, cfg, mesh, device, offload=offload)
+    shard(policy, hf, cfg, mesh, device, offload=offload)
+    read_weights(lora.base_parameters(hf), cfg.path)
+    lora.initialize(hf, seed)
     return policy
 
 
 def shard(
     model: nn.Module,
-    layers: nn.ModuleList,
+    hf: nn.Module,
     cfg: ModelConfig,
     mesh: DeviceMesh,
     device: torch.device,
     *,
     offload: bool = False,
 ) -> None:
-    """FSDP2 over `model`, whose `layers` are gathered one at a time. Collective over `mesh`."""
+    """FSDP2 over `model`, of which `hf` is the part on meta, and whose layers are gathered one at a time. Collective.
+
+    Afterwards `hf` has memory for its shards, and in them anything. Raises UserError for what the device cannot.
+    """
+    if cfg.cpu_offload and device.type != "cuda":
+        raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
+    if cfg.activation_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        for index, layer in enumerate(hf.base_model.layers):
+            layer.gradient_checkpointing = index % cfg.checkpoint_every_n_layers == 0
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    placement = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    # Layer by layer, so that no device ever holds the whole model in float32.
-    for layer in layers:
-        fully_shard(layer.float().to(device), mesh=mesh, mp_policy=precision, offload_policy=placement)
+    offloads = (offload or cfg.cpu_offload) and device.type == "cuda"
+    placement = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    options = {"mesh": mesh, "mp_policy": precision, "offload_policy": placement}
+    for layer in hf.base_model.layers:
+        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
-    # FSDP2 itself moves what is left to the device; a `to` here would also move the layers' offloaded shards.
-    fully_shard(model.float(), mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=placement)
+    fully_shard(model, reshard_after_forward=True, **options)
+    materialize(hf, device, parameter_device=torch.device("cpu") if offloads else device)
 
 
 def reshard_all(model: nn.Module) -> None:
@@ -103,45 +129,6 @@ def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def load_hf(path: str, attention: str) -> nn.Module:
-    """The transformers model on the CPU, in the dtype of its file, without a word on the console."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    check_model_folder(path)
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing weights is a table on every rank; ours is one line
-    try:
-        hf, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", attn_implementation=attention, output_loading_info=True
-        )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UserError(f"model.path={path}: cannot load the weights ({' '.join(str(error).split())[:300]})") from None
-    finally:
-        logging.set_verbosity(verbosity)
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"model.path={path}: {len(missing)} weights are missing, {missing[0]} first; was it saved completely?"
-        )
-    return hf
-
-
-def check_head(hf: nn.Module) -> None:
-    """Raises UserError where logits are not just hidden states times lm_head.weight, which is what head.py computes."""
-    extras = {
-        "final_logit_softcapping": (None,),
-        "logit_scale": (None, 1.0),
-        "logits_scaling": (None, 1.0),
-    }
-    for name, neutral in extras.items():
-        if (value := getattr(hf.config, name, None)) not in neutral:
-            raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
-    if not isinstance(getattr(hf, "lm_head", None), nn.Linear) or hf.lm_head.bias is not None:
-        raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
@@ -181,8 +168,10 @@ def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "mode
             raise UserError(f"{option}={path}: no such folder; train or download the model first")
         return
     config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")
-    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-        raise UserError(f"{option}={path}: no weights (*.safetensors); was the model saved completely?")
+    if not [*folder.glob("*.safetensors")]:
+        old = " but pytorch_model*.bin: load it with transformers and save_pretrained it again"
+        fix = old if [*folder.glob("pytorch_model*.bin")] else "; was the model saved completely?"
+        raise UserError(f"{option}={path}: no weights (*.safetensors){fix}")
     if (folder / "model.safetensors.index.json").exists():
         index = read_json(option, folder, "model.safetensors.index.json", "copy it again")
         if absent := sorted({name for name in index.get("weight_map", {}).values() if not (folder / name).exists()}):

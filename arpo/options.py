@@ -52,7 +52,23 @@ class ModelConfig:
     """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa. flex_attention (GPU) is for
     update.layout=tree."""
     activation_checkpointing: bool = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """Recompute layers in the backward pass instead of keeping their activations."""
+    checkpoint_every_n_layers: int = 1
+    """With activation_checkpointing: 1 = every layer (full); n = only every n-th (selective): more memory, and less
+    computed twice."""
+    reshard_after_forward: bool = True
+    """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
+    shard_size: int = 0
+    """Ranks that share one copy of weights and optimizer; between such groups only gradients travel. 0 = the ranks of
+    a node."""
+    cpu_offload: bool = False
+    """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank, and nothing else; 0 = train all weights. (Not the critic: it is whole.)"""
+    lora_alpha: float = 32.0
+    """The adapters' product counts lora_alpha / lora_rank times."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter."""
     head_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
     enable_thinking: bool = False

@@ -21,8 +21,9 @@ from ranks import mesh_of_one, run_ranks, start_ranks
 from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate
-from arpo.checkpoint import Checkpoints, export_checkpoint, export_hf, verify
+from arpo.checkpoint import Checkpoints, verify
 from arpo.config import UserError
+from arpo.export import export_checkpoint, export_hf
 from arpo.manifest import MANIFEST
 from arpo.model import load_policy
 from arpo.optim import build_optimizer, clip_grad_norm
@@ -140,7 +141,7 @@ def test_a_checkpoint_of_another_model_is_one_line(saved, tmp_path):
     other = build_tiny_model(tmp_path, tied=False)
     with (
         mesh_of_one() as mesh,
-        pytest.raises(UserError, match=r"step_000003: cannot be loaded; is model\.path") as error,
+        pytest.raises(UserError, match=r"step_000003: cannot be loaded; are model\.path") as error,
     ):
         Checkpoints(saved).resume(*load(mesh, other))
     assert "\n" not in str(error.value)
@@ -445,8 +446,9 @@ def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, 
         "arpo.checkpoint",
         "export",
         saved / "step_000003",
-        tiny_model_dir,
         tmp_path / "out",
+        "--model",
+        tiny_model_dir,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'out'}\n", "")
@@ -455,21 +457,21 @@ def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, 
 
 def test_an_export_overwrites_nothing(tiny_model_dir, saved, tmp_path):
     with pytest.raises(UserError, match="exists already"):
-        export_checkpoint(saved / "step_000003", str(tiny_model_dir), tmp_path)
+        export_checkpoint(saved / "step_000003", tmp_path, model=str(tiny_model_dir))
 
 
 def test_a_broken_checkpoint_is_not_exported(tiny_model_dir, saved, tmp_path):
     shutil.copytree(saved / "step_000003", tmp_path / "step_000003")
     flip_tensor_bytes(tmp_path / "step_000003")
     with pytest.raises(UserError, match="size and checksum"):
-        export_checkpoint(tmp_path / "step_000003", str(tiny_model_dir), tmp_path / "out")
+        export_checkpoint(tmp_path / "step_000003", tmp_path / "out", model=str(tiny_model_dir))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(saved, tmp_path):
     other = build_tiny_model(tmp_path / "other", tied=False)
     with pytest.raises(UserError, match=f"is {other} the model that the run") as error:
-        export_checkpoint(saved / "step_000003", str(other), tmp_path / "out")
+        export_checkpoint(saved / "step_000003", tmp_path / "out", model=str(other))
     assert "\n" not in str(error.value)
 
 
@@ -481,7 +483,7 @@ def test_the_export_has_the_dtype_of_the_source(tiny_model_dir, saved, tmp_path,
     source = shutil.copytree(tiny_model_dir, tmp_path / "source")
     config = (source / "config.json").read_text()
     (source / "config.json").write_text(config.replace('"dtype": "float32"', f'"{dtype}": "bfloat16"'))
-    export_checkpoint(saved / "step_000003", str(source), tmp_path / "out")
+    export_checkpoint(saved / "step_000003", tmp_path / "out", model=str(source))
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 

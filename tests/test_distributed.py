@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from ranks import run_ranks
 
 from arpo.batch import Row, microbatches
-from arpo.distributed import Timers, seed_everything
+from arpo.config import UserError
+from arpo.distributed import Timers, make_mesh, seed_everything
 from arpo.losses import AGGREGATIONS, policy_loss, statistics_of, token_moments
 from arpo.model import load_policy
 from arpo.optim import build_optimizer, clip_grad_norm
 from arpo.options import ModelConfig, OptimConfig
 from arpo.trajectory import Metrics
+from arpo.weight_sync import full_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 # (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch
@@ -135,6 +138,34 @@ def test_one_optimizer_step_gives_the_same_parameters_on_any_world_size(outcomes
             assert clear.mean() > 0.2, name
             ours = rank[case]["parameters"][name]
             np.testing.assert_allclose(ours[clear], expected[clear], rtol=1e-5, atol=1e-6)
+
+
+def hybrid_steps(ranks, folder: str) -> tuple[list[str], dict[str, dict], dict[str, np.ndarray]]:
+    """The cases on two copies of the model of two ranks each; and its weights as a weight sync gathers them."""
+    ranks = replace(ranks, mesh=make_mesh("cpu", ranks.world_size, 2))
+    policy = load_policy(ModelConfig(folder, compute_dtype="float32"), ranks.mesh, device=ranks.device)
+    weights = full_tensors(policy.hf_parameters(), dtype=torch.float32, device=ranks.device)
+    names = [f"{name} of {size}" for name, size in zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True)]
+    return names, steps(ranks, folder), {name: tensor.numpy() for name, tensor in weights}
+
+
+def test_two_copies_of_two_ranks_learn_what_one_rank_learns(outcomes, tiny_model_dir):
+    from safetensors.numpy import load_file
+
+    [alone], stored = outcomes[1], load_file(tiny_model_dir / "model.safetensors")
+    for names, by_case, weights in run_ranks(4, hybrid_steps, str(tiny_model_dir)):
+        assert names == ["replicate of 2", "shard of 2"]
+        assert weights.keys() == stored.keys() and all(np.array_equal(weights[n], stored[n]) for n in stored)
+        for case in CASES:
+            assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
+            for name, gradient in alone[case]["gradients"].items():
+                scale = np.abs(gradient).max()
+                np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(UserError, match=r"model\.shard_size=3 does not divide the 4 ranks"):
+        make_mesh("cpu", 4, 3)
 
 
 def test_the_cases_are_as_uneven_as_they_claim(outcomes):

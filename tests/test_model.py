@@ -28,16 +28,21 @@ def mesh():
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "qwen3-untied"])
 def folder(request, tmp_path_factory):
+    return build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def build(kind: str, path, **changes):
+    """A random model of one of our families."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    path = tmp_path_factory.mktemp(request.param)
-    if request.param.startswith("qwen3"):
-        return build_tiny_model(path, tied=request.param == "qwen3")
+    if kind.startswith("qwen3"):
+        return build_tiny_model(path, tied=kind == "qwen3")
     kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM, True), "llama": (LlamaConfig, LlamaForCausalLM, False)}
-    config_class, model_class, tied = kinds[request.param]
+    config_class, model_class, tied = kinds[kind]
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model_class(config_class(**SIZES, **HEADS, tie_word_embeddings=tied)).save_pretrained(path)
+        options = SIZES | HEADS | {"tie_word_embeddings": tied} | changes
+        model_class(config_class(**options)).save_pretrained(path)
     build_tiny_tokenizer().save_pretrained(path)
     return path
 
