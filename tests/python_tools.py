@@ -11,6 +11,7 @@ from arpo.config import UserError
 from arpo.tools.base import ToolResult
 from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
+from arpo.tools.sandbox.host import NUM_SPARES
 
 HANG_S = 60.0
 TIERS = ["namespaces", "landlock"]
@@ -52,10 +53,11 @@ def processes_of(host_pid: int) -> list[int]:
 
 
 def jail_of(tool: PythonTool) -> list[int]:
-    """The processes of a host without calls: in tier A its launcher too."""
-    expected = 2 if tool.sandbox.tier == "namespaces" else 1
-    assert wait_until(lambda: len(processes_of(tool.sandbox.host_pid)) == expected)
-    return processes_of(tool.sandbox.host_pid)
+    """The host without calls, in tier A after its launcher: when all there is below it are spares."""
+    num_own = 2 if tool.sandbox.tier == "namespaces" else 1
+    per_spare = 2  # a supervisor and its worker
+    assert wait_until(lambda: len(processes_of(tool.sandbox.host_pid)) == num_own + per_spare * NUM_SPARES)
+    return processes_of(tool.sandbox.host_pid)[:num_own]
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:

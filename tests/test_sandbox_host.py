@@ -89,6 +89,7 @@ def test_a_killed_host_is_replaced_once_and_its_calls_repeated(tier):
 
 
 def test_a_stuck_host_is_replaced(own_tool):
+    jail_of(own_tool)  # waits for the self-test's supervisor to be gone
     for pid in processes_of(own_tool.sandbox.host_pid):
         os.kill(pid, signal.SIGSTOP)
     assert [result.text for result in run(own_tool, "1", "2")] == ["1", "2"]
@@ -238,6 +239,7 @@ def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
 
 def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):
     run(own_tool, "1")
+    jail_of(own_tool)  # waits for the supervisor of that call to be gone
     descriptors, processes = len(os.listdir("/proc/self/fd")), len(processes_of(own_tool.sandbox.host_pid))
     hostile = ["1", "1 / 0", "import os; os._exit(3)", "import os; os.abort()", "import os; os.fork()", "[0] * 10**9"]
     run(own_tool, *hostile * 10)

@@ -48,7 +48,7 @@ def mine(folder: str) -> set[str]:
 
 def state(tool) -> dict[str, object]:
     """Everything that a call might leave behind."""
-    jail = jail_of(tool)  # waits for supervisors to be gone
+    jail = jail_of(tool)  # waits for the supervisors of calls to be gone
     gc.collect()
     return {
         "processes": len(jail),
@@ -56,7 +56,7 @@ def state(tool) -> dict[str, object]:
         "host descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in jail),
         "threads": len(os.listdir("/proc/self/task")),
         "mounts": len(Path(f"/proc/{jail[-1]}/mounts").read_text().splitlines()),
-        "files": sorted(os.listdir(tool.sandbox.folder)) if tool.sandbox.folder else [],
+        "folders": len(os.listdir(tool.sandbox.folder)) if tool.sandbox.folder else 0,  # those of spares
         "temporary files": mine(tempfile.gettempdir()),
         "shared memory": mine("/dev/shm"),
     }

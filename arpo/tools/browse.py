@@ -28,7 +28,8 @@ from arpo.tools.options import SearchConfig
 from arpo.tools.page_fetch import PageFetcher, is_public
 from arpo.tools.page_text import Extractor, best_passage
 from arpo.tools.search import NO_RESULTS, format_passages, shorten
-from arpo.tools.search_http import HttpBackend, Passage, check_url, clean_text, read_key
+from arpo.tools.search_http import HttpBackend, check_url, read_key
+from arpo.tools.search_services import Passage, clean_text
 
 logger = logging.getLogger(__name__)
 

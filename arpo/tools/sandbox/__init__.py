@@ -1,7 +1,7 @@
-"""The jail in which model-written Python runs: one host process per rank, one fresh fork of it per call.
+"""The jail in which model-written Python runs: one host process per rank, one fork of it per call.
 
     trainer rank                            host (jailed once, numpy and sympy loaded, clean environment)
-    client.py  == control socket, 1 fd per call ==>  host.py, the zygote: never reads a request, only forks
+    client.py  == control socket, 1 fd per call ==>  host.py, the zygote: never reads a request, only keeps spares
         |                                               supervisor.py, S: enforces the limits, replies
         +<============= one socket per call =============>   worker.py, W: the model's code; fds 0, 1, 2 only
 

@@ -1,4 +1,4 @@
-"""The host: jails itself once, loads numpy and sympy, then forks a supervisor per call and does nothing else.
+"""The host: jails itself once, loads numpy and sympy, then keeps a few supervisors forked and does nothing else.
 
 Command: `python -s -S -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). Its settings are the first message there.
 """
@@ -12,8 +12,10 @@ import json
 import os
 import select
 import signal
+import site
 import socket
 import sys
+import time
 import types
 from typing import NoReturn
 
@@ -23,7 +25,7 @@ from .jail import Jail
 from .landlock import LandlockJail
 from .limits import CallLimits, private_bytes
 from .namespaces import NamespaceJail
-from .supervisor import serve_call
+from .supervisor import prepare_worker, serve_call
 
 PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
 """A call pays for the fork of what is loaded: pandas or scipy would double its 6 ms; importing sympy takes 250 ms."""
@@ -43,6 +45,9 @@ ENVIRONMENT = {
     "MPLBACKEND": "Agg",
 }
 """All that the host, and so the model's code, gets of an environment."""
+NUM_SPARES = 4
+"""Supervisors that have their jail and worker ready before a call comes: setting up takes longer than most calls."""
+RETRY_FORK_S = 0.1
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 
 
@@ -75,7 +80,7 @@ def main(control_fd: int) -> NoReturn:
     ready = {"has_proc": jail.has_proc, "missing": missing, "base": getattr(jail, "base", None)}
     control.send(json.dumps(ready).encode())
     os.dup2(0, 2)  # until now stderr was a file of the client's, for the case that we could not even report
-    _fork_per_call(jail, limits, control, trainer)
+    _keep_spares(jail, limits, control, trainer)
 
 
 def visible_paths(paths: list[str]) -> list[str]:
@@ -90,6 +95,8 @@ def visible_paths(paths: list[str]) -> list[str]:
 
 
 def _preload() -> list[str]:
+    site.setquit()  # exit() and help(), which -S leaves out
+    site.sethelper()
     missing = []
     for name in PRELOADED:
         try:
@@ -111,34 +118,64 @@ def _warm_up(sympy: types.ModuleType) -> None:
     sympy.core.cache.clear_cache()  # modules only: no call is to see results of another
 
 
-def _fork_per_call(jail: Jail, limits: CallLimits, control: socket.socket, trainer: int) -> NoReturn:
-    """The zygote. It reads nothing but the arrival of sockets, so that nothing a call does can confuse it."""
+def _keep_spares(jail: Jail, limits: CallLimits, control: socket.socket, trainer: int) -> NoReturn:
+    """The zygote. It reads nothing but a byte per spare that has got its call: nothing a call does can confuse it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     host_bytes = private_bytes()
+    taken, taken_write = os.pipe2(os.O_CLOEXEC)
     poller = select.poll()
-    poller.register(control, select.POLLIN)
+    poller.register(taken, select.POLLIN)
+    poller.register(control, 0)  # hang-up
     poller.register(trainer, select.POLLIN)  # a fork of the trainer may hold its end of the control socket open
+    num_spares = 0
     while True:
-        ready = {fd for fd, _ in poller.poll()}
-        message, fds = b"", []
-        if trainer not in ready:
-            with contextlib.suppress(ConnectionError):
-                message, fds, _, _ = socket.recv_fds(control, 16, 1)
-        if not message:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)  # until the supervisors, who notice it too, are gone
-            jail.close()
-            os._exit(0)
-        for fd in fds:
-            with socket.socket(fileno=fd) as conn, contextlib.suppress(OSError):
-                # No process to be had: the caller sees the end of its connection, and tries again.
-                if jail.fork() == 0:
-                    _supervise(jail, limits, conn, host_bytes)
+        while num_spares < NUM_SPARES:
+            try:
+                pid = jail.fork()
+            except OSError:  # no process to be had: callers wait, and so do we
+                break
+            if pid == 0:
+                _supervise(jail, limits, control, taken_write, host_bytes)
+            num_spares += 1
+        ready = {fd for fd, _ in poller.poll(None if num_spares == NUM_SPARES else 1e3 * RETRY_FORK_S)}
+        if ready - {taken}:
+            break
+        if ready:
+            num_spares -= len(os.read(taken, NUM_SPARES))
+    with contextlib.suppress(OSError):
+        control.shutdown(socket.SHUT_RDWR)  # spares that wait on it end
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)  # until the other supervisors, who notice it too, are gone
+    jail.close()
+    os._exit(0)
 
 
-def _supervise(jail: Jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> NoReturn:
+def _supervise(jail: Jail, limits: CallLimits, control: socket.socket, taken: int, host_bytes: int) -> NoReturn:
     try:
-        serve_call(jail, limits, conn, host_bytes)
+        spare = prepare_worker(jail, limits)
+    except BaseException:  # no room, say: give up, and be replaced, but not in a hurry
+        time.sleep(RETRY_FORK_S)
+        os.write(taken, b"1")
+        os._exit(1)
+    try:
+        conn = _wait_for_call(control, taken)
+        if conn is not None:
+            with conn:
+                serve_call(jail, limits, spare, conn, host_bytes)
     except BaseException:  # the caller sees the end of its connection, and tries again
         os._exit(1)
+    finally:
+        jail.kill(spare.worker)
+        jail.close_scratch(spare.scratch)
     os._exit(0)
+
+
+def _wait_for_call(control: socket.socket, taken: int) -> socket.socket | None:
+    """The connection of one call. Of the spares that wait the kernel wakes one. None when the trainer is gone."""
+    _, fds, _, _ = socket.recv_fds(control, 16, 1)
+    control.close()
+    if not fds:
+        return None
+    os.write(taken, b"1")
+    os.close(taken)
+    return socket.socket(fileno=fds[0])

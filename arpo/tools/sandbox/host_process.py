@@ -89,17 +89,17 @@ class HostProcess:
         return self._process.pid
 
     def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
-        """Run code in a fresh fork. Raises OSError (TimeoutError: the host or the call is stuck), EOFError where the
-        fork was lost, ValueError for a reply that makes no sense."""
+        """Run code in a fork that has run nothing else. Raises OSError (TimeoutError: the host or the call is stuck),
+        EOFError where the fork was lost, ValueError for a reply that makes no sense."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 self._control.settimeout(grace_s)
                 socket.send_fds(self._control, [b"call"], [theirs.fileno()])
             ours.settimeout(grace_s)
+            wire.send_block(ours, code.encode())
             wire.receive_exactly(ours, len(wire.HELLO))
             ours.settimeout(wall_s + grace_s)  # a net below the supervisor, who answers earlier than that
-            wire.send_block(ours, code.encode())
             return wire.receive_reply(ours)
 
     def is_gone(self) -> bool:

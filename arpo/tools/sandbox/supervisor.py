@@ -1,4 +1,5 @@
-"""S: one per call. Forks the worker, enforces the limits that the kernel does not, replies, and takes all with it.
+"""S: one per call, there before it. Forks the worker, enforces the limits that the kernel does not, replies, and takes
+all with it.
 
 In tier A it is PID 1 of the call's pid namespace: when it exits the kernel kills whatever the call left behind.
 """
@@ -23,6 +24,7 @@ POLL_S = 0.05
 QUOTA_POLL_S = 0.02
 """Where files are counted and not limited by the kernel."""
 KILL_PATIENCE_S = 2.0
+IO_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
 MAX_READ_PER_TURN = 1 << 20
 
@@ -66,38 +68,77 @@ class Stream:
         return bytes(self._head) + mark + tail
 
 
-def serve_call(jail: Jail, limits: CallLimits, conn: socket.socket, host_bytes: int) -> None:
-    """One call on `conn`: hello, code in, reply out. An exception closes the connection; the trainer then repeats."""
+@dataclass
+class Spare:
+    """A worker that is confined, or on its way there, and waits for its code."""
+
+    worker: int
+    scratch: str
+    channel: socket.socket
+    """Code in; out: why the worker could not be confined. The worker closes it before it runs the code."""
+    stdout: Stream
+    stderr: Stream
+
+
+def prepare_worker(jail: Jail, limits: CallLimits) -> Spare:
+    """All that does not depend on the code, done before there is a call. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
-    conn.settimeout(10.0)
-    conn.sendall(wire.HELLO)
-    code = wire.receive_block(conn, wire.MAX_CODE_BYTES).decode()
     scratch = jail.open_scratch()
     out_read, out_write = os.pipe2(os.O_CLOEXEC)
     err_read, err_write = os.pipe2(os.O_CLOEXEC)
-    setup_read, setup_write = os.pipe2(os.O_CLOEXEC)
-    started = time.monotonic()
+    ours, theirs = socket.socketpair()
     worker = os.fork()
     if worker == 0:
-        run_worker(jail, code, scratch, out_write, err_write, setup_write)
-    for fd in (out_write, err_write, setup_write):
+        run_worker(jail, scratch, out_write, err_write, theirs.fileno())
+    theirs.close()
+    for fd in (out_write, err_write):
         os.close(fd)
-    for fd in (out_read, err_read, setup_read):
+    for fd in (out_read, err_read):
         os.set_blocking(fd, False)
     stdout, stderr = (Stream(fd, limits.kept_output_bytes) for fd in (out_read, err_read))
-    call = _Call(jail, limits, scratch, worker, host_bytes, deadline=started + limits.wall_s)
+    return Spare(worker, scratch, ours, stdout, stderr)
+
+
+def serve_call(jail: Jail, limits: CallLimits, spare: Spare, conn: socket.socket, host_bytes: int) -> None:
+    """One call on `conn`: hello, code in, reply out. An exception closes the connection; the trainer then repeats."""
+    conn.settimeout(IO_TIMEOUT_S)
+    conn.sendall(wire.HELLO)
+    code = wire.receive_block(conn, wire.MAX_CODE_BYTES)
+    started = time.monotonic()
+    is_sent = _send_code(spare.channel, code)
+    stdout, stderr = spare.stdout, spare.stderr
+    call = _Call(jail, limits, spare.scratch, spare.worker, host_bytes, deadline=started + limits.wall_s)
     verdict = call.watch(conn, stdout, stderr)
-    jail.kill(worker)
+    jail.kill(spare.worker)
     header = call.bury(verdict, stdout, stderr)
-    jail.close_scratch(scratch)
-    setup_error = Stream(setup_read, limits.kept_output_bytes)
-    setup_error.drain()
-    if setup_error.num_bytes:
-        header, stderr = {"status": "sandbox_error"}, setup_error
+    error_text = stderr.text()
+    set_up_error = _set_up_error(spare.channel)
+    if set_up_error:
+        header, error_text = {"status": "sandbox_error"}, set_up_error
+    elif not is_sent:
+        raise ConnectionError("the worker was lost before it had its code")
     header["wall_s"] = round(time.monotonic() - started, 4)
-    conn.settimeout(10.0)
-    wire.send_reply(conn, header, stdout.text(), stderr.text())
+    conn.settimeout(IO_TIMEOUT_S)
+    wire.send_reply(conn, header, stdout.text(), error_text)
+
+
+def _send_code(channel: socket.socket, code: bytes) -> bool:
+    channel.settimeout(IO_TIMEOUT_S)
+    try:
+        channel.sendall(code)
+        channel.shutdown(socket.SHUT_WR)
+    except OSError:  # the worker is not there any more
+        return False
+    return True
+
+
+def _set_up_error(channel: socket.socket) -> bytes:
+    """Empty for a worker that got as far as its code: it has closed its end."""
+    try:
+        return channel.recv(4096, socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
 
 
 @dataclass

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -20,44 +21,47 @@ from typing import NoReturn
 from . import syscalls as kernel
 from .jail import Jail
 
-SETUP_FD = 3
-"""Where a worker says why it could not be confined. Closed before the model's code, which could else pretend that."""
+CHANNEL_FD = 3
+"""Where the code comes from, and where a worker says why it could not be confined. Closed before the code runs, which
+could else pretend that."""
 NICE = 10
 SEED = 0
 
 
-def run_worker(jail: Jail, code: str, scratch: str, stdout_fd: int, stderr_fd: int, setup_fd: int) -> NoReturn:
-    """Confine this process, run the code, exit with its exit code."""
+def run_worker(jail: Jail, scratch: str, stdout_fd: int, stderr_fd: int, channel_fd: int) -> NoReturn:
+    """Confine this process, wait for the code, run it, exit with its exit code."""
     null = os.open("/dev/null", os.O_RDWR)
-    for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2), (setup_fd, SETUP_FD)):
+    for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2), (channel_fd, CHANNEL_FD)):
         os.dup2(source, target)
-    kernel.close_from(SETUP_FD + 1)
+    kernel.close_from(CHANNEL_FD + 1)
     try:
         os.setsid()
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.nice(NICE)  # below the supervisors: they have to stop us
         os.chdir(scratch)
         os.umask(0o077)
         os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
+        tempfile.tempdir = None  # the host has looked already, and may have found another folder
         jail.confine(scratch)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no core dumps, not even through a pipe to a program
     except BaseException as error:
-        os.write(SETUP_FD, repr(error).encode())
+        os.write(CHANNEL_FD, repr(error).encode())
         os._exit(1)
-    os.close(SETUP_FD)
     _prepare_interpreter()
+    code = _receive_code()
+    os.close(CHANNEL_FD)
     exit_code = _run(code)
     os._exit(_finish() or exit_code)
 
 
 def _prepare_interpreter() -> None:
     """As a fresh interpreter would be, but with the same random numbers in every call."""
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8")
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8")
-    stderr = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
-    sys.stderr = io.TextIOWrapper(stderr, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    stdin, stdout, stderr = (io.FileIO(fd, mode, closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+    stdin.name, stdout.name, stderr.name = "<stdin>", "<stdout>", "<stderr>"
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(stdin), encoding="utf-8")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(stdout), encoding="utf-8")
+    buffer = io.BufferedWriter(stderr)
+    sys.stderr = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv, sys.path[:0] = ["-c"], [""]
     random.seed(SEED)
@@ -68,6 +72,13 @@ def _prepare_interpreter() -> None:
         depth, frame = depth + 1, frame.f_back
     sys.setrecursionlimit(sys.getrecursionlimit() + depth)  # our frames are not the code's
     gc.enable()
+
+
+def _receive_code() -> str:
+    received = bytearray()
+    while part := os.read(CHANNEL_FD, 1 << 16):
+        received += part
+    return received.decode()
 
 
 def _run(code: str) -> int:
