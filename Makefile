@@ -1,4 +1,4 @@
-# make demo | test | lint | bench: each sets up what it needs in .venv (CPU wheels; GPU wheels where nvidia-smi works).
+# make demo | test | lint | bench | results: each sets up what it needs in .venv (CPU wheels; GPU wheels where nvidia-smi works).
 #   make demo DEVICE=cpu     the CPU wheels on a machine with a GPU
 #   make demo NPROC=1        another number of ranks (default: 2 on CPU, all GPUs otherwise)
 #   make demo SEED=1         another seed, in folders of its own
@@ -17,7 +17,7 @@ READY    := .venv/ready-$(DEVICE)
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test lint bench results
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -78,3 +78,6 @@ lint: setup
 
 bench: setup
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script --quick; done
+
+results: setup  # all benchmarks in full, into benchmarks/RESULTS.md
+	$(PY) benchmarks/shared/results.py

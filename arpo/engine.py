@@ -166,9 +166,6 @@ class Engine:
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
         """Queue one request; the next `step` starts it. Where max_model_len comes first, it ends there, as "length"."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         assert self.state == "ready", f"submit while the engine is {self.state}"
         assert request_id not in self.running, f"{request_id} is already in flight"
         assert len(token_ids) < self.max_model_len, f"{request_id}: {len(token_ids)} prompt tokens leave no room"
@@ -178,7 +175,20 @@ class Engine:
             f"{request_id} has temperature {spec.temperature}, those in flight {self.temperature}"
         )
         self.temperature = spec.temperature
-        params = SamplingParams(
+        engine = self.llm.llm_engine
+        engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, self.sampling_params(spec))
+        # Stop strings need a tokenizer, and then vLLM would also decode every logprob candidate: half of a step's time.
+        newest = next(reversed(engine.output_processor.request_states.values()))
+        newest.logprobs_processor.tokenizer = None
+        self.running[request_id] = Running(spec, len(token_ids))
+
+    @staticmethod
+    def sampling_params(spec: SamplingSpec):
+        """In vLLM's words."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
             top_p=spec.top_p,
@@ -191,12 +201,6 @@ class Engine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
         )
-        engine = self.llm.llm_engine
-        engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, params)
-        # Stop strings need a tokenizer, and then vLLM would also decode every logprob candidate: half of a step's time.
-        newest = next(reversed(engine.output_processor.request_states.values()))
-        newest.logprobs_processor.tokenizer = None
-        self.running[request_id] = Running(spec, len(token_ids))
 
     def step(self) -> list[Chunk]:
         """One forward pass for all in flight; a chunk for each request that got tokens (half a prefill gives none)."""

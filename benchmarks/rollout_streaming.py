@@ -1,0 +1,257 @@
+"""Our streaming rollout against the lock-step schedule of the released code: same engine, same trajectories.
+
+    python benchmarks/rollout_streaming.py [--quick]          (on the GPU if there is one)
+
+64 trajectories (4 prompts x 16), three tool turns each, tool latencies log-uniform from 0.05 to 2 s. The model is a
+random one; the tokens are prescribed in the sampler, so both schedules generate exactly the same trajectories, ended by
+the same stop strings, and every call takes the same time. Lock-step: all generate until all have stopped, then all
+calls run side by side, then all go on.
+
+Nothing can be faster than the bound: the longest chain of one trajectory's tool calls and its tokens, as fast as the
+engine decodes them alone, or the engine's time for all of them without any tool, whichever is larger.
+
+Also shown: tokens per second of the Engine's submit/step loop against vLLM's own `LLM.generate`, on the same requests
+with the same sampling parameters; and on requests without logprobs, entropies, stop strings and seeds ("bare").
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from arpo.engine import Engine, SamplingSpec
+from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
+from arpo.protocol import Codec, stop_strings
+from arpo.rollout import rollout
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.trajectory import Group, Prompt
+from benchmarks.shared.tiny_model import LETTERS, write_model
+
+TOOL_TURNS = 3
+LATENCY_S = (0.05, 2.0)
+SIZES = {  # tokens of a turn from, to (log-uniform); repeats
+    "quick": (16, 64, 1),
+    "full": (32, 256, 3),
+}
+
+
+class PrescribedTokens:
+    """What each request "samples", by its id "prompt|trajectory|turn": a call, or an answer and the end."""
+
+    def __init__(self, codec: Codec, shortest: int, longest: int):
+        self.codec, self.shortest, self.longest = codec, shortest, longest
+        self.of = functools.cache(self.make)
+
+    def make(self, request_id: str) -> list[int]:
+        rng = random.Random(request_id)
+        count = round(math.exp(rng.uniform(math.log(self.shortest), math.log(self.longest))))
+        text = "".join(rng.choices(LETTERS, k=count))
+        is_last = int(request_id.rsplit("|", 1)[1]) == TOOL_TURNS
+        ids = self.codec.tokenizer.encode(text if is_last else f"<search>{text}</search>", add_special_tokens=False)
+        return [*ids, self.codec.tokenizer.eos_token_id]
+
+    def install(self, worker) -> None:
+        """Wrap the sampler: it computes as ever, and then the prescribed token takes the place of the sampled one."""
+        runner = worker.model_runner
+        sample = runner.sampler.sample
+
+        def prescribed(*args, **kwargs):
+            sampled, logprobs = sample(*args, **kwargs)
+            for row, request_id in enumerate(runner.input_batch.req_ids):
+                done = len(runner.requests[request_id].output_token_ids)
+                sampled[row] = self.of(request_id.rsplit("-", 1)[0])[done]
+            return sampled, logprobs
+
+        runner.sampler.sample = prescribed
+
+
+class SlowTool:
+    """Takes as long as its argument says, whoever asks: log-uniform over LATENCY_S, times `scale`."""
+
+    tag = "search"
+    scale = 1.0
+
+    @staticmethod
+    def latency_s(argument: str) -> float:
+        digest = hashlib.blake2b(argument.encode(), digest_size=8).digest()
+        low, high = map(math.log, LATENCY_S)
+        return math.exp(low + (high - low) * int.from_bytes(digest) / 2**64)
+
+    async def run(self, argument: str) -> ToolResult:
+        await asyncio.sleep(self.scale * self.latency_s(argument))
+        return ToolResult("nothing was found for this query", ok=True)
+
+    async def aclose(self) -> None:
+        """Nothing to release."""
+
+
+class TimedEngine(Engine):
+    """Counts the seconds it spends in `step`."""
+
+    busy_s = 0.0
+
+    def step(self):
+        started = time.perf_counter()
+        chunks = super().step()
+        self.busy_s += time.perf_counter() - started
+        return chunks
+
+
+def lock_step(prompts: list[Prompt], engine: Engine, tools: ToolRunner, codec: Codec) -> None:
+    """Generate, wait for all; call, wait for all."""
+    contexts = {f"{p.prompt_id}|{i}": list(p.token_ids) for p in prompts for i in range(16)}
+    active = list(contexts)
+    for turn in range(TOOL_TURNS + 1):
+        calls = {}
+        for key in active:
+            engine.submit(f"{key}|{turn}", contexts[key], spec_of(prompts[0], tools))
+        while engine.num_running:
+            for chunk in engine.step():
+                key = chunk.request_id.rsplit("|", 1)[0]
+                contexts[key] += chunk.token_ids
+                if chunk.finish == "stop":
+                    text = codec.decode(contexts[key])
+                    calls[key] = text[text.rindex("<search>") + len("<search>") : text.rindex("</search>")]
+        for key, argument in calls.items():
+            tools.start(key, "search", argument)
+        while tools.num_pending:
+            for key, result in tools.collect(block=True):
+                contexts[key] += codec.encode_result(result.text, 1000)[1]
+        active = list(calls)
+    assert not active
+
+
+def spec_of(prompt: Prompt, tools: ToolRunner) -> SamplingSpec:
+    """As the rollout asks."""
+    return SamplingSpec(
+        max_tokens=2000, stop=stop_strings(tuple(t for t in prompt.tools if t in tools.tools)), seed=7,
+        num_entropy_tokens=BranchingConfig().entropy_tokens,
+    )  # fmt: skip
+
+
+def seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec, repeats: int) -> dict[str, float]:
+    """Of our loop, of LLM.generate with the same sampling parameters, and of bare requests; alternating."""
+    requests = [(f"{p.prompt_id}|g{i}|0", list(p.token_ids)) for p in prompts for i in range(16)]
+    rates: dict[str, list[float]] = {"ours": [], "generate": [], "bare": []}
+
+    def ours() -> int:
+        count = 0
+        for request_id, ids in requests:
+            engine.submit(request_id, ids, spec)
+        while engine.num_running:
+            count += sum(len(chunk.token_ids) for chunk in engine.step())
+        return count
+
+    def generate(params) -> int:
+        outputs = engine.llm.generate([{"prompt_token_ids": ids} for _, ids in requests], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    bare = engine.sampling_params(spec)
+    bare.logprobs, bare.seed, bare.stop, bare.detokenize = None, None, [], False
+    actions = {
+        "ours": ours,
+        "generate": lambda: generate(engine.sampling_params(spec)),
+        "bare": lambda: generate(bare),
+    }
+    for _ in range(repeats + 1):
+        for name, action in actions.items():
+            started = time.perf_counter()
+            count = action()
+            rates[name].append(count / (time.perf_counter() - started))
+    return {name: statistics.median(values[1:]) for name, values in rates.items()}
+
+
+def longest_chain_s(groups: list[Group], seconds_per_token: float) -> float:
+    """Of a trajectory whose tokens are decoded as fast as if it were alone, and whose calls start at once."""
+    return max(
+        t.num_sampled_tokens * seconds_per_token + sum(SlowTool.latency_s(c.argument) for c in t.tool_calls)
+        for group in groups
+        for t in group.trajectories
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter turns, one repeat: under a minute")
+    shortest, longest, repeats = SIZES["quick" if parser.parse_args().quick else "full"]
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder)
+        from transformers import AutoTokenizer
+
+        codec = Codec(AutoTokenizer.from_pretrained(folder))
+        cfg = EngineConfig(kv_cache_gib=0.25, max_num_seqs=64, gpu_memory_utilization=0.3)
+        engine = TimedEngine(folder, cfg, max_model_len=4096, seed=0)
+    tool = SlowTool()
+    tools = ToolRunner({"search": tool})
+    rng = random.Random(0)
+    prompts = [
+        Prompt(
+            f"p{i}", [], [""], tools=("search",), token_ids=tuple(codec.encode("".join(rng.choices(LETTERS, k=200))))
+        )
+        for i in range(4)
+    ]
+    length = functools.partial(RolloutConfig, max_response_tokens=2500, max_tool_calls=TOOL_TURNS)
+    none = functools.partial(BranchingConfig, "none")
+
+    def streaming(prompts: list[Prompt], scale: float, group_size: int = 16) -> list[Group]:
+        engine.reset_prefix_cache()
+        tool.scale = scale
+        return rollout(prompts, engine, tools, codec, length(group_size), none(group_size), seed=0)
+
+    def upstream() -> None:
+        engine.reset_prefix_cache()
+        tool.scale = 1.0
+        lock_step(prompts, engine, tools, codec)
+
+    spec = SamplingSpec(128, stop=("</search>",), seed=7, num_entropy_tokens=20)
+    rates = tokens_per_second(engine, prompts, spec, repeats)
+    engine.llm.collective_rpc(PrescribedTokens(codec, shortest, longest).install)
+    groups = streaming(prompts, 0.0)  # warm
+    num_tokens = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
+    num_first = groups[0].trajectories[0].num_sampled_tokens
+    times: dict[str, list[float]] = {name: [] for name in ("token", "engine", "ours", "lockstep", "idle")}
+    for _ in range(repeats):
+        times["token"].append(seconds(lambda: streaming(prompts[:1], 0.0, group_size=1)) / num_first)
+        times["engine"].append(seconds(lambda: streaming(prompts, 0.0)))
+        busy = engine.busy_s
+        times["ours"].append(seconds(lambda: streaming(prompts, 1.0)))
+        times["idle"].append(1 - (engine.busy_s - busy) / times["ours"][-1])
+        times["lockstep"].append(seconds(upstream))
+    tools.close()
+    engine.close()
+    of = {name: statistics.median(values) for name, values in times.items()}
+    chain = longest_chain_s(groups, of["token"])
+    bound = max(chain, of["engine"])
+    print(f"{num_tokens} tokens in 64 trajectories; longest chain {chain:.2f} s, engine alone {of['engine']:.2f} s")
+    print(f"lock-step {of['lockstep']:.2f} s, ours {of['ours']:.2f} s = {of['ours'] / bound:.2f} x bound")
+    print(f"engine idle {of['idle']:.0%} of ours")
+    print("tokens/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
+    result = {"name": "rollout_streaming", "ratio": of["lockstep"] / of["ours"], "ours": of["ours"]}
+    result |= {"baseline": of["lockstep"], "unit": "s", "bound": bound, "ours_over_bound": of["ours"] / bound}
+    result |= {"idle_share": of["idle"], "generate_ratio": rates["ours"] / rates["generate"]}
+    print(json.dumps(result | {"bare_ratio": rates["ours"] / rates["bare"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What fits, and how long is a step: a small model of memory and time, for five model sizes on 1 to 128 nodes.
+
+    python benchmarks/scaling.py [--hardware 8xH100-80GB] [--config configs/arpo_7b.yaml] [--quick]
+
+Every number is an estimate, from the formulas and assumptions of benchmarks/shared/cost_model.py: the assumptions are
+printed, and no GPU was measured for them. What can be checked on a CPU is checked: the bytes of parameters, gradients,
+optimizer state and activations of a tiny model are measured (last line; ratio = predicted / measured).
+
+With --config, the step that the file describes is estimated for its own model, and exit code 1 with a warning says that
+it cannot fit. Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shared.cost_model import (
+    FP32,
+    GIB,
+    HARDWARE,
+    MODELS,
+    Hardware,
+    Shape,
+    Workload,
+    activation_bytes,
+    memory,
+    misfits,
+    seconds,
+    shape_from_json,
+    states_bytes,
+)
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+COLUMNS = ("model", "nodes", "prompts", "train GiB", "rollout GiB", "KV GiB", "rollout s (tail)", "logprobs s")
+COLUMNS += ("update s (comm)", "sync s", "step s")
+
+
+def row(name: str, shape: Shape, work: Workload, hw: Hardware, nodes: int) -> str:
+    num_gpus = nodes * hw.gpus_per_node
+    m, reasons = memory(shape, work, hw), misfits(shape, work, hw, num_gpus)
+    cells = [name, str(nodes), str(work.num_prompts), *(f"{x / GIB:.0f}" for x in (m.training, m.rollout, m.kv_cache))]
+    if reasons:
+        return f"| {' | '.join(cells)} | does not fit: {'; '.join(reasons)} |"
+    s = seconds(shape, work, hw, num_gpus)
+    cells += [f"{s.rollout:.0f} ({s.tail:.0f})", f"{s.old_logprobs:.0f}", f"{s.update:.0f} ({s.collectives:.0f})"]
+    return f"| {' | '.join([*cells, f'{s.sync:.1f}', f'{s.step:.0f}'])} |"
+
+
+def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: list[int]) -> list[str]:
+    """Prompts (and mini-batches with them) grow with the nodes where there would be fewer than one per GPU."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name, shape in models.items():
+        for nodes in all_nodes:
+            num_gpus = nodes * hw.gpus_per_node
+            factor = max(1, math.ceil(num_gpus / work.num_prompts))
+            per_minibatch = factor * work.num_prompts_per_minibatch
+            grown = replace(work, num_prompts=factor * work.num_prompts, num_prompts_per_minibatch=per_minibatch)
+            lines.append(row(name, shape, grown, hw, nodes))
+    return lines
+
+
+def from_config(path: str) -> tuple[str, Workload]:
+    """(model path, what the file says of the step). Raises UserError like train_rl.py."""
+    from arpo.config import load_config
+    from train_rl import RLConfig
+
+    cfg = load_config(RLConfig, [path])
+    work = Workload(
+        num_prompts=cfg.data.num_prompts_per_step,
+        group_size=cfg.rollout.group_size,
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_response_tokens=cfg.rollout.max_response_tokens,
+        num_prompts_per_minibatch=cfg.update.num_prompts_per_minibatch,
+        num_epochs=cfg.update.num_epochs,
+        max_tokens_per_microbatch=cfg.update.max_tokens_per_microbatch,
+        head_chunk_tokens=cfg.model.head_chunk_tokens,
+        activation_checkpointing=cfg.model.activation_checkpointing,
+        reference=cfg.loss.kl_coefficient > 0,
+        critic=cfg.advantage.kind == "gae",
+        max_num_seqs=cfg.engine.max_num_seqs,
+        gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
+        tree_token_ratio=1.0 if cfg.update.layout == "packed" else Workload.tree_token_ratio,
+    )
+    return cfg.model.path, work
+
+
+def shape_of(path: str) -> Shape:
+    """Of a folder with config.json, or of a name that contains one of ours."""
+    from arpo.config import UserError
+
+    if (Path(path) / "config.json").exists():
+        c = json.loads((Path(path) / "config.json").read_text())
+        return shape_from_json(c)
+    known = [name for name in MODELS if name.lower() in path.lower()]
+    if not known:
+        raise UserError(f"model.path={path}: neither a folder with config.json nor one of {', '.join(MODELS)}")
+    return MODELS[known[0]]
+
+
+# --------------------------------------------------------------------------------------- what can be measured here
+
+
+def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
+    """name -> (predicted, measured) bytes of a float32 Qwen3 of this shape, one training step, on one rank."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers}
+    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    config = Qwen3Config(**sizes, **heads, vocab_size=shape.vocab, tie_word_embeddings=shape.tied)
+    config._attn_implementation = "sdpa"
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(num_tokens)[None] % shape.vocab
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden.sum().backward()
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    optimizer.step()
+    states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    predicted = states_bytes(shape, 1)
+    return {
+        "parameters": (predicted[0], sum(p.nbytes for p in model.parameters())),
+        "gradients": (predicted[1], sum(p.grad.nbytes for p in model.parameters())),
+        "optimizer": (predicted[2], sum(t.nbytes for t in states)),
+        "activations": (activation_bytes(shape, num_tokens, FP32, checkpointing=False), sum(saved.values())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", choices=HARDWARE, default="8xH100-80GB")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--config", help="estimate this step only, for its own model")
+    parser.add_argument("--quick", action="store_true", help="measure a smaller model")
+    args = parser.parse_args()
+    hw, work, models = HARDWARE[args.hardware], Workload(), MODELS
+    if args.config:
+        path, work = from_config(args.config)
+        models = {path: shape_of(path)}
+    print(f"{args.hardware}: {hw}\n{work}\n")
+    print("\n".join(table(models, work, hw, args.nodes)))
+    tiny = {"kv_heads": 2, "head_dim": 32, "qk_norm": True}
+    small, large = Shape(128, 512, 4, 4, vocab=2048, **tiny), Shape(256, 1024, 8, 8, vocab=8192, **tiny)
+    found = measure(small, 256) if args.quick else measure(large, 1024)
+    for name, (predicted, measured) in found.items():
+        print(f"{name}: predicted {predicted / 2**20:.2f} MiB, measured {measured / 2**20:.2f} MiB")
+    ours, baseline = (sum(values) / GIB for values in zip(*found.values(), strict=True))
+    print(json.dumps({"name": "scaling", "ratio": ours / baseline, "ours": ours, "baseline": baseline, "unit": "GiB"}))
+    if args.config:
+        shape = models[path]
+        reasons = [misfits(shape, work, hw, nodes * hw.gpus_per_node) for nodes in args.nodes]
+        if all(reasons):
+            where = f"{args.nodes[0]} node(s) of {args.hardware}"
+            sys.exit(f"warning: {args.config} does not fit on {where}: {'; '.join(reasons[0])}")
+
+
+if __name__ == "__main__":
+    main()

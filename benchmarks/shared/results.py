@@ -1,0 +1,98 @@
+"""Runs all benchmarks one after the other and writes their numbers to benchmarks/RESULTS.md.
+
+    python benchmarks/shared/results.py [--quick] [--preliminary] [names ...]          (make results)
+
+With names, only those are run, and their rows replaced. `ratio` is baseline / ours: above 1 we are faster, or smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+RESULTS = BENCHMARKS / "RESULTS.md"
+EXTRAS = {
+    "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
+    "tree_training": ("token_ratio", "gradient_difference"),
+}
+"""Further numbers of a script's last line that the table shows."""
+TIMEOUT_S = 900
+HEAD = """# Benchmarks
+
+`make results` runs every script of this folder and rewrites this table; `make bench` only checks that they run
+(--quick). `ratio` = baseline / ours, both measured in one run: above 1 we are faster (or smaller). What each script
+compares is said at its top. `settings`: full, or quick (small sizes, one repeat). Preliminary: other work shared the
+machine.
+
+| benchmark | ratio | ours | baseline | unit | more | settings | date | hardware |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def hardware() -> str:
+    """CPU or GPU, and the versions that matter."""
+    cpu = next((line.split(":")[1].strip() for line in cpu_info() if line.startswith("model name")), platform.machine())
+    gpu = subprocess.run(
+        "nvidia-smi --query-gpu=name --format=csv,noheader", shell=True, capture_output=True, text=True
+    )
+    device = gpu.stdout.splitlines()[0] if gpu.returncode == 0 and gpu.stdout else f"{cpu}, {os.cpu_count()} cores"
+    return f"{device}; torch {importlib.metadata.version('torch')}"
+
+
+def cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def run(script: Path, settings: str) -> str:
+    """A row of the table; a script that fails has its last line of output in it."""
+    print(f"== {script.name}", flush=True)
+    started = time.perf_counter()
+    command = [sys.executable, str(script), *(["--quick"] if settings.startswith("quick") else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        output = done.stdout.strip().splitlines() if done.returncode == 0 else []
+        failure = (done.stderr.strip() or "no output").splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        output, failure = [], f"not done after {TIMEOUT_S} s"
+    print("\n".join(output or [failure]), f"\n({time.perf_counter() - started:.0f} s)", flush=True)
+    today = datetime.date.today().isoformat()
+    if not output or not output[-1].startswith("{"):
+        failure = output[-1] if output else failure
+        return f"| {script.stem} | failed | | | | {failure} | {settings} | {today} | {hardware()} |"
+    r = json.loads(output[-1])
+    more = ", ".join(f"{name} {r[name]:.3g}" for name in EXTRAS.get(script.stem, ()))
+    numbers = f"{r['ratio']:.2f} | {r['ours']:.4g} | {r['baseline']:.4g} | {r['unit']}"
+    return f"| {script.stem} | {numbers} | {more} | {settings} | {today} | {hardware()} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="scripts without .py; none = all")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--preliminary", action="store_true", help="mark the rows so: the machine is not quiet")
+    args = parser.parse_args()
+    scripts = {path.stem: path for path in sorted(BENCHMARKS.glob("*.py"))}
+    if unknown := [name for name in args.names if name not in scripts]:
+        sys.exit(f"no benchmark {', '.join(unknown)}; there are: {', '.join(scripts)}")
+    settings = ("quick" if args.quick else "full") + (", preliminary" if args.preliminary else "")
+    kept = [line for line in RESULTS.read_text().splitlines() if line.startswith("|")][2:] if RESULTS.exists() else []
+    rows = {line.split("|")[1].strip(): line for line in kept}
+    for name in args.names or scripts:
+        rows[name] = run(scripts[name], settings)
+        table = [rows[name] for name in scripts if name in rows]
+        RESULTS.write_text(HEAD + "\n".join(table) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A random Qwen3 whose tokens are single bytes and tags: for benchmarks in which nobody reads a text."""
+
+from __future__ import annotations
+
+import torch
+
+TAGS = [f"<{slash}{tag}>" for tag in ("think", "python", "search", "result", "answer") for slash in ("", "/")]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def write_model(folder: str, *, hidden: int = 128, layers: int = 4) -> None:
+    """Config, float32 weights, tokenizer and chat template; vocabulary 2048, 4096 positions."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<|im_end|>"])
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "head_dim": 32}
+    config = Qwen3Config(
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        **heads,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
