@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.contradictions import check_algorithm, check_sizes
+from arpo.contradictions import check_algorithm, check_result_room, check_sizes
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -77,6 +77,7 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self.data, self.rollout, self.branching, self.update, attention=self.model.attention)
+        check_result_room(self.tools.search, self.rollout)
         check_algorithm(self.branching, self.advantage, self.critic, self.loss)
 
 

@@ -11,6 +11,10 @@ from arpo.options import (
     RolloutConfig,
     UpdateConfig,
 )
+from arpo.tools.options import SearchConfig
+
+MAX_CHARS_PER_TOKEN = 8
+"""Of text on web pages, with any tokenizer; 4 is usual."""
 
 
 def check_sizes(
@@ -47,6 +51,17 @@ def check_sizes(
         )
     if rollout.temperature <= 0:
         raise ValueError("rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from")
+
+
+def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
+    """Raises ValueError where the pages that a search reads cannot but be cut again, and so were read for nothing."""
+    least_tokens = search.read_pages * search.page_chars // MAX_CHARS_PER_TOKEN
+    if not search.summarizer_url and least_tokens > rollout.max_result_tokens:
+        raise ValueError(
+            f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
+            f"tokens, of which rollout.max_result_tokens={rollout.max_result_tokens} cuts off the end; raise it, or "
+            "lower page_chars"
+        )
 
 
 def check_algorithm(

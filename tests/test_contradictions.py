@@ -31,6 +31,7 @@ GAE = ["--advantage.kind", "gae"]
         (["--update.layout", "tree"], ["layout=tree", "attention=auto", "flex_attention (GPU) or sdpa"]),
         (["--update.layout", "tree", "--model.attention", "flash_attention_2"], ["attention=flash_attention_2"]),
         (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "kl_coefficient is 0"]),
+        (["--tools.search.read_pages", "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_with_its_reason(flags, words):
@@ -48,6 +49,8 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1"],
         ["--update.layout", "tree", "--model.attention", "sdpa"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
+        ["--tools.search.read_pages", "3", "--rollout.max_result_tokens", "2048"],
+        ["--tools.search.read_pages", "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],
 )
 def test_what_belongs_together_is_accepted(flags):
