@@ -2,8 +2,8 @@
 
     python benchmarks/sandbox_latency.py [--quick]
 
-Two snippets: a trivial one, and one that uses NumPy and SymPy (the ratio is of that one). The calls of both ways take
-turns, so that other work on the machine weighs on both.
+Three snippets: a trivial one, one that uses NumPy, and one that uses SymPy too (the ratio is of that one). The calls of
+both ways take turns, so that other work on the machine weighs on both.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from arpo.tools.python import PythonTool
 
 SNIPPETS = {
     "trivial": "print(1 + 1)",
+    "numpy": "import numpy as np\nprint(np.arange(9).sum())",
     "numpy_sympy": "import numpy, sympy\nx = sympy.Symbol('x')\nprint(sympy.diff(x**3, x), numpy.arange(9).sum())",
 }
 CONCURRENCY = 8
@@ -65,9 +66,10 @@ def measure(tool: PythonTool, loop: asyncio.AbstractEventLoop, repeats: int) -> 
     return times
 
 
-def calls_per_second(tool: PythonTool, loop: asyncio.AbstractEventLoop, num_calls: int) -> tuple[float, float]:
-    """Throughput of the NumPy and SymPy snippet at CONCURRENCY: (ours, baseline)."""
-    code = SNIPPETS["numpy_sympy"]
+def calls_per_second(
+    tool: PythonTool, loop: asyncio.AbstractEventLoop, code: str, num_calls: int
+) -> tuple[float, float]:
+    """Throughput at CONCURRENCY: (ours, baseline)."""
 
     async def ours() -> None:
         await asyncio.gather(*(tool.run(code) for _ in range(num_calls)))
@@ -90,7 +92,8 @@ def main() -> None:
     tool = PythonTool(PythonConfig(max_concurrent=CONCURRENCY))
     start_s = time.perf_counter() - started
     times = measure(tool, loop, repeats=20 if args.quick else 200)
-    ours_per_s, baseline_per_s = calls_per_second(tool, loop, num_calls=100 if args.quick else 1000)
+    num_calls = 100 if args.quick else 1000
+    per_s = {name: calls_per_second(tool, loop, SNIPPETS[name], num_calls) for name in ("numpy", "numpy_sympy")}
     tier = tool.sandbox.tier
     loop.run_until_complete(tool.aclose())
     loop.close()
@@ -100,16 +103,18 @@ def main() -> None:
         for way, values in ways.items():
             median, p95 = statistics.median(values), percentile(values, 0.95)
             print(f"{name:12} {way:9} median {median:7.2f} ms   p95 {p95:7.2f} ms   ({len(values)} calls)")
-    print(
-        f"numpy_sympy at {CONCURRENCY} at a time: ours {ours_per_s:.0f} calls/s, baseline {baseline_per_s:.1f} calls/s"
-    )
+    for name, (ours_per_s, baseline_per_s) in per_s.items():
+        rates = f"ours {ours_per_s:.0f} calls/s, baseline {baseline_per_s:.1f} calls/s"
+        print(f"{name:12} {CONCURRENCY} at a time: {rates}; by core {ours_per_s / os.cpu_count():.0f} calls/s")
     medians = {name: {way: statistics.median(values) for way, values in ways.items()} for name, ways in times.items()}
     ours, baseline = medians["numpy_sympy"]["ours"], medians["numpy_sympy"]["baseline"]
     trivial_ratio = medians["trivial"]["baseline"] / medians["trivial"]["ours"]
     ratio = baseline / ours
     print(f"a fresh interpreter takes {ratio:.1f} times as long ({trivial_ratio:.1f} times for the trivial snippet)")
     result = {"name": "sandbox_latency", "ratio": ratio, "ours": ours, "baseline": baseline, "unit": "ms"}
+    ours_per_s, baseline_per_s = per_s["numpy_sympy"]
     more = {"trivial_ratio": trivial_ratio, "ours_per_s": ours_per_s, "baseline_per_s": baseline_per_s, "tier": tier}
+    more |= {"numpy": medians["numpy"]["ours"], "numpy_per_s": per_s["numpy"][0]}
     print(json.dumps(result | more))
 
 

@@ -456,6 +456,7 @@ def test_the_caches_of_two_nodes_can_be_merged(tmp_path):
         (["stats", "nowhere.sqlite"], "nowhere.sqlite: there is no such cache"),
         (["import", "c.sqlite", "nowhere.json"], "nowhere.json: cannot be imported"),
         (["prune", "c.sqlite"], "prune needs --older-than-days, --backend or --no-results"),
+        (["prune", "c.sqlite", "--older-than-days=-1"], "--older-than-days must not be negative, and not -1.0"),
         (["polish", "c.sqlite"], "invalid choice: 'polish'"),
     ],
 )

@@ -171,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.command == "prune" and not (args.older_than_days or args.backend or args.no_results):
         parser.error("prune needs --older-than-days, --backend or --no-results")
+    if args.command == "prune" and not args.older_than_days >= 0:  # nan too
+        parser.error(f"--older-than-days must not be negative, and not {args.older_than_days}")
     changes = args.command in ("import", "prune")
     cache = open_cache(args.file, read_only=not changes)
     if not cache.usable:
