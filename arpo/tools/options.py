@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PythonConfig:
-    """The <python> tool: one jailed host process per rank, one fresh fork of it per call."""
+    """The <python> tool: one jailed host process per rank, a fork of it per call."""
 
     wall_s: float = 20.0
     """Wall-clock limit of one call in seconds."""
