@@ -1,6 +1,6 @@
 """Cold-start supervised fine-tuning on conversations with tool calls; loss only on what the policy itself must write.
 
-    torchrun --nproc_per_node 8 train_sft.py --model.path Qwen/Qwen2.5-7B --data.train sft.jsonl --run.name sft_7b
+    torchrun --nproc_per_node 8 train_sft.py configs/sft_7b.yaml --data.train sft.jsonl
 
 Prompts, tool results (<result> spans) and what the chat template adds are masked. Writes checkpoints with exact resume,
 and a Hugging Face folder at runs/NAME/hf, from which train_rl.py starts.
@@ -11,29 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.options import ModelConfig, OptimConfig, RunConfig
-
-
-@dataclass(frozen=True)
-class SFTDataConfig:
-    """Conversations."""
-
-    train: str = ""
-    """Training conversations: parquet, jsonl or json; ShareGPT `conversations` or OpenAI `messages`."""
-    valid: str = ""
-    """Validation conversations; empty = no validation."""
-    num_conversations_per_step: int = 16
-    """Conversations per optimizer step, over all ranks."""
-    max_tokens: int = 15000
-    """Longer conversations are left out, and counted."""
-    max_tokens_per_microbatch: int = 16384
-    """Token budget of one forward/backward pass on one rank; must hold the longest conversation."""
-    shuffle: bool = True
-    """Draw a new order each epoch (from the seed)."""
-    mask_results: bool = True
-    """False = train on <result> spans too, as the released code does: the model learns to make up results."""
-    system_prompt: str = "keep"
-    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
+from arpo.options import ModelConfig, OptimConfig, RunConfig, SFTDataConfig
 
 
 @dataclass(frozen=True)
@@ -45,7 +23,9 @@ class SFTConfig:
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=7e-6, schedule="cosine", warmup_ratio=0.1))
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(lr=7e-6, schedule="cosine", warmup_ratio=0.1, weight_decay=0.0)
+    )
 
     def __post_init__(self) -> None:
         if not self.data.train:
@@ -62,32 +42,35 @@ CONFIG = load_or_exit(SFTConfig) if __name__ == "__main__" else None  # before t
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from arpo import distributed  # noqa: E402
-from arpo.batch import Row, microbatches  # noqa: E402
+from arpo.batch import MicroBatch, Row, microbatches  # noqa: E402
 from arpo.checkpoint import Checkpoints  # noqa: E402
-from arpo.data import PromptOrder, load_conversations  # noqa: E402
+from arpo.context_parallel import spread  # noqa: E402
+from arpo.data import PromptOrder  # noqa: E402
 from arpo.distributed import Ranks  # noqa: E402
 from arpo.export import export_hf  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.model import Policy, check_model_folder, load_policy, load_tokenizer  # noqa: E402
 from arpo.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
-from arpo.protocol import Codec, with_system_prompt  # noqa: E402
+from arpo.protocol import Codec  # noqa: E402
+from arpo.sft_rows import tokenise  # noqa: E402
 from arpo.trajectory import Metrics  # noqa: E402
 
 
 def main(cfg: SFTConfig) -> None:
-    dist = distributed.init(shard_size=cfg.model.shard_size)
+    dist = distributed.init(shard_size=cfg.model.shard_size, context_parallel=cfg.model.context_parallel)
 
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)
     codec = Codec(load_tokenizer(cfg.model.path), enable_thinking=cfg.model.enable_thinking)
     run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
-    train_rows, num_train_overlong = load_rows(cfg.data.train, cfg.data, codec, dist)
-    valid_rows, num_valid_overlong = load_rows(cfg.data.valid, cfg.data, codec, dist)
+    train_rows = tokenise(cfg.data.train, cfg.data, codec, run_dir / "tokens" / "train", dist)
+    valid_rows = []
+    if cfg.data.valid:
+        valid_rows = list(tokenise(cfg.data.valid, cfg.data, codec, run_dir / "tokens" / "valid", dist))
     if len(train_rows) < cfg.data.num_conversations_per_step:
         raise UserError(
             f"{cfg.data.train}: {len(train_rows)} usable conversations are fewer than "
@@ -103,15 +86,21 @@ def main(cfg: SFTConfig) -> None:
     done_steps = checkpoints.resume(policy, optimizer, allow=cfg.run.resume)
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
     log.line(
-        f"{len(train_rows)} training and {len(valid_rows)} validation conversations "
-        f"({num_train_overlong + num_valid_overlong} longer than {cfg.data.max_tokens} tokens left out), "
-        f"{num_steps} steps, {dist.world_size} ranks, from step {done_steps}"
+        f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
+        f"{dist.world_size} ranks, from step {done_steps}"
     )
     validates = bool(valid_rows and cfg.run.validate_every)
-    if validates and cfg.run.validate_first and done_steps == 0:
-        nll = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
-        log.scalars(0, {"valid/nll": nll})
-        log.line(f"step 0  valid {nll:.4f}")
+    if done_steps == 0:
+        start = {
+            "data/conversations": len(train_rows),
+            "data/tokens": train_rows.num_tokens,
+            "data/dropped": train_rows.num_dropped,
+            "data/truncated": train_rows.num_truncated,
+        }
+        if validates and cfg.run.validate_first:
+            start["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
+            log.line(f"step 0  valid {start['valid/nll']:.4f}")
+        log.scalars(0, start)
 
     loop_started = time.perf_counter()
     for step in range(done_steps + 1, num_steps + 1):
@@ -120,13 +109,12 @@ def main(cfg: SFTConfig) -> None:
         # ---- every rank knows the whole batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        micros = microbatches(rows, dist.rank, dist.world_size, cfg.data.max_tokens_per_microbatch)
+        micros = share(rows, cfg.data.max_tokens_per_microbatch, dist)
 
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
             metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
             for micro in micros:
-                micro = micro.to(dist.device)
                 logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
                 nll = -logprobs.sum()
                 # FSDP2 averages gradients over ranks; times world_size makes that the sum.
@@ -160,49 +148,17 @@ def main(cfg: SFTConfig) -> None:
     dist.close()
 
 
-def load_rows(file: str, cfg: SFTDataConfig, codec: Codec, dist: Ranks) -> tuple[list[Row], int]:
-    """(conversations of at most `max_tokens` as rows, how many were longer), in file order; "" gives none.
-
-    Each rank tokenises its share, and all get all. Raises UserError for a conversation that cannot be masked exactly.
-    """
-    if not file:
-        return [], 0
-    share = []
-    conversations = load_conversations(file)
-    for index in range(dist.rank, len(conversations), dist.world_size):
-        messages = with_system_prompt(conversations[index], cfg.system_prompt)
-        try:
-            share.append(conversation_row(messages, codec, mask_results=cfg.mask_results))
-        except ValueError as error:
-            raise UserError(f"{file}: conversation {index + 1}: {error}") from None
-    shares = dist.all_gather_objects(share)
-    rows = [shares[i % dist.world_size][i // dist.world_size] for i in range(len(conversations))]
-    kept = [row for row in rows if row.num_tokens <= cfg.max_tokens]
-    if not kept:
-        raise UserError(
-            f"{file}: no conversation has at most data.max_tokens={cfg.max_tokens} tokens (the shortest has "
-            f"{min(row.num_tokens for row in rows)}); raise it"
-        )
-    return kept, len(rows) - len(kept)
-
-
-def conversation_row(messages: list[dict[str, str]], codec: Codec, *, mask_results: bool) -> Row:
-    """A conversation as one row; its "response" begins with the first token that counts in the loss."""
-    token_ids, loss_mask = codec.render_conversation(messages, mask_results=mask_results)
-    first = loss_mask.index(1)
-    return Row(
-        prompt_ids=np.asarray(token_ids[:first], dtype=np.int32),
-        response_ids=np.asarray(token_ids[first:], dtype=np.int32),
-        loss_mask=np.asarray(loss_mask[first:], dtype=np.int8),
-    )
+def share(rows: list[Row], max_tokens: int, dist: Ranks) -> list[MicroBatch]:
+    """This rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
+    return spread(microbatches(rows, dist.data_rank, dist.data_size, max_tokens, device=dist.device), dist.group)
 
 
 @torch.no_grad()
 def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: int, dist: Ranks) -> float:
     """Mean negative log-likelihood per loss token (nats) over all rows and ranks."""
     total = 0.0
-    for micro in microbatches(rows, dist.rank, dist.world_size, max_tokens_per_microbatch):
-        logprobs, _ = policy(micro.to(dist.device))
+    for micro in share(rows, max_tokens_per_microbatch, dist):
+        logprobs, _ = policy(micro)
         total -= float(logprobs.sum())
     return dist.all_reduce_sum(total)[0] / sum(int(row.loss_mask.sum()) for row in rows)
 

@@ -1,4 +1,4 @@
-"""Question files -> Prompts, conversation files -> SFT messages, and an order over prompts that survives a restart.
+"""Question files -> Prompts, and an order over them that survives a restart. (Conversations: conversations.py.)
 
 Reads parquet, jsonl and json arrays in every schema that is around: the published RL files, the simple schema
 `prompt, answer, data_source, tools`, and the evaluation files, whose field names differ. Bad input is a UserError that
@@ -118,13 +118,14 @@ def _messages(value: object) -> list[dict[str, str]]:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise BadRow(f"the question must be text or a list of messages, not {type(value).__name__}")
-    messages = [_message(m, "role", "content") for m in value]
+    messages = [parse_message(m, "role", "content") for m in value]
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise BadRow("the question's last message must be a user message with text")
     return messages
 
 
-def _message(value: object, role_key: str, text_key: str) -> dict[str, str]:
+def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]:
+    """One message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
     if not isinstance(value, dict) or role_key not in value:
         raise BadRow(f"a message must be an object with {role_key!r} and {text_key!r}, not {str(value)[:80]!r}")
     role = ROLES.get(value[role_key])
@@ -235,48 +236,3 @@ class PromptOrder:
             return list(range(start, start + self.num_per_step))
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
         return permutation[start : start + self.num_per_step].tolist()
-
-
-# ---- conversations
-
-
-def load_conversations(path: str | Path) -> list[list[dict[str, str]]]:
-    """SFT conversations as [{role: system | user | assistant | tool, content}]; ShareGPT or OpenAI style.
-
-    Raises UserError naming file and line at the first conversation that cannot be used.
-
-    >>> load_conversations("sft.jsonl")[0]   # {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", ...
-    [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}]
-    """
-    conversations = []
-    for place, row in read_rows(path):
-        try:
-            conversations.append(parse_conversation(row))
-        except BadRow as error:
-            raise UserError(f"{place}: {error}; repair or remove it") from None
-    if not conversations:
-        raise UserError(f"{path}: the file has no conversations; was the export interrupted?")
-    return conversations
-
-
-def parse_conversation(row: dict) -> list[dict[str, str]]:
-    """One conversation of either style. Raises BadRow."""
-    turns = row.get("conversations") or row.get("messages")
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("needs a list 'conversations' (ShareGPT) or 'messages' (OpenAI)")
-    sharegpt = isinstance(turns[0], dict) and "from" in turns[0]
-    messages = [_message(turn, *(("from", "value") if sharegpt else ("role", "content"))) for turn in turns]
-    if row.get("system") and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": str(row["system"])})
-    previous = ""
-    for message in messages:
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise BadRow("an assistant message is empty")
-        if message["role"] == "system" and previous:
-            raise BadRow("the system message must come first")
-        if message["role"] == "tool" and previous not in ("assistant", "tool"):
-            raise BadRow("a tool message must follow an assistant message")
-        previous = message["role"]
-    if all(m["role"] != "assistant" for m in messages):
-        raise BadRow("there is no assistant message to learn from")
-    return [{**m, "content": m["content"].replace(DAMAGED_BOX, BOX)} for m in messages]

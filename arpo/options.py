@@ -61,6 +61,9 @@ class ModelConfig:
     shard_size: int = 0
     """Ranks that share one copy of weights and optimizer; between such groups only gradients travel. 0 = the ranks of
     a node."""
+    context_parallel: int = 1
+    """Ranks among which the tokens of each micro-batch are spread (Ulysses), so that rows may be longer than one GPU
+    can hold; the model's key-value heads must divide by it."""
     cpu_offload: bool = False
     """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
     lora_rank: int = 0
@@ -73,6 +76,12 @@ class ModelConfig:
     """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
     enable_thinking: bool = False
     """Passed to the chat template (Qwen3's thinking switch); templates without the switch ignore it."""
+
+    def __post_init__(self) -> None:
+        least = {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least {minimum}")
 
 
 @dataclass(frozen=True)
@@ -322,3 +331,33 @@ class OptimConfig:
     """Final learning rate as a share of lr."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm."""
+
+
+@dataclass(frozen=True)
+class SFTDataConfig:
+    """Conversations."""
+
+    train: str = ""
+    """Training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. Of any size: they
+    are tokenised once, into DIR/NAME/tokens, and read from there step by step."""
+    valid: str = ""
+    """Validation conversations; empty = no validation."""
+    num_conversations_per_step: int = 16
+    """Conversations per optimizer step, over all ranks."""
+    max_tokens: int = 15000
+    """Cut-off: longer conversations are handled as `overlong` says."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """drop = leave longer conversations out; truncate = keep what fits, up to the end of a turn (a tool call or an
+    EOS). Either way they are counted, and listed in DIR/NAME/tokens/*/overlong.jsonl."""
+    max_tokens_per_microbatch: int = 16384
+    """Token budget of one forward/backward pass on one rank; must hold the longest conversation. What does not fit into
+    one pass is accumulated."""
+    shuffle: bool = True
+    """Draw a new order each epoch (from the seed)."""
+    mask_results: bool = True
+    """False = train on <result> spans too, as the released code does: the model learns to make up results."""
+    train_turns: Literal["all", "last"] = "all"
+    """all = every assistant turn; last = only the last one, the turns before it as the chat template shows them: for
+    templates that rewrite earlier turns, as Qwen3's does with thinking. (Calls and results are within one turn.)"""
+    system_prompt: str = "keep"
+    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from arpo.config import UserError
 
@@ -22,7 +23,9 @@ Example: <think> what is needed </think><search> query </search> <result> found 
 
 TAGS = ("think", "search", "python", "result", "answer")
 _TAG = re.compile(rf"<(/?(?:{'|'.join(TAGS)}))>")
-_RESULT_SPAN = re.compile(r" ?<result>.*?</result>", re.DOTALL)
+_RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
+# Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
+DATE_STRING = "26 Jul 2024"
 
 TRUNCATION_MARK = "\n[... result truncated]"
 UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
@@ -86,8 +89,22 @@ def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> li
     return [{"role": "system", "content": text}, *rest] if text else rest
 
 
+class Rendered(NamedTuple):
+    """A conversation as tokens."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    """1 on what the policy must produce; as long as token_ids."""
+    turn_ends: list[int]
+    """Numbers of tokens up to the end of each turn (a call before its result, an EOS): where a row may be cut."""
+
+
 class Codec:
-    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text is."""
+    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text is.
+
+    Raises UserError for a chat template with which prompts or masks cannot be exact: none at all, no generation
+    prompt, assistant turns that do not end with the tokenizer's EOS.
+    """
 
     def __init__(self, tokenizer, *, enable_thinking: bool = False):
         if not tokenizer.chat_template:
@@ -96,6 +113,7 @@ class Codec:
             )
         self.tokenizer = tokenizer
         self.enable_thinking = enable_thinking
+        self._after_eos, self._trims = self._probe_template()
         self.vocab_size = len(tokenizer)
         self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
 
@@ -108,8 +126,36 @@ class Codec:
 
     def _template(self, messages: list[dict[str, str]], *, generation: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation, enable_thinking=self.enable_thinking
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation,
+            enable_thinking=self.enable_thinking,
+            date_string=DATE_STRING,
         )
+
+    def _probe_template(self) -> tuple[str, bool]:
+        """(what the template writes behind the EOS of an assistant turn, does it trim the turn's text)."""
+        name, eos = self.tokenizer.name_or_path, self.tokenizer.eos_token
+        question = [{"role": "user", "content": "question"}]
+        if self._template(question, generation=True) == self._template(question, generation=False):
+            raise UserError(
+                f"{name}: the chat template has no generation prompt: nothing tells the model that its turn begins; "
+                "end the template with {% if add_generation_prompt %} ... {% endif %}"
+            )
+        mark = " an answer "
+        dialogue = self._template([*question, {"role": "assistant", "content": mark}], generation=False)
+        before, found, closing = dialogue.rpartition(mark.strip())
+        if not found:
+            raise UserError(f"{name}: the chat template leaves out what the assistant says; repair chat_template.jinja")
+        trims = not (before.endswith(" ") and closing.startswith(" "))
+        closing = closing if trims else closing[1:]
+        if not eos or not closing.startswith(eos):
+            raise UserError(
+                f"{name}: the chat template ends an assistant turn with {closing.strip()!r}, but the tokenizer's "
+                f"eos_token is {eos!r}, where sampling stops; take the instruct model, or make the former eos_token "
+                "in tokenizer_config.json and the eos_token_id in generation_config.json"
+            )
+        return closing[len(eos) :], trims
 
     def render_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """Chat messages -> token ids up to where the response begins."""
@@ -145,49 +191,54 @@ class Codec:
         return [(self.decode(ids), by_model) for ids, by_model in runs]
 
     def render_conversation(
-        self, messages: list[dict[str, str]], *, mask_results: bool = True
-    ) -> tuple[list[int], list[int]]:
-        """A whole SFT conversation -> (token ids, loss mask); the mask is 1 on what the policy must produce.
+        self,
+        messages: list[dict[str, str]],
+        *,
+        mask_results: bool = True,
+        train_turns: Literal["all", "last"] = "all",
+    ) -> Rendered:
+        """A whole SFT conversation; the mask is 1 on assistant text and its EOS, but not on <result> spans.
 
-        That is: assistant text and its EOS, without the <result> spans (unless `mask_results` is False, as upstream).
-        Results are tokenised apart from the text around them, exactly as the rollout does. Raises ValueError where the
-        template rewrites earlier turns, so that a mask cannot be exact.
+        The template renders what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant
+        says is never put through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands
+        as the file has it, each result tokenised apart from the text around it, as in a rollout.
+
+        `mask_results` False trains on results too, as upstream; `train_turns` "last" only on the last assistant turn.
+        Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all.
         """
         messages = merge_tool_messages(messages)
-        token_ids: list[int] = []
-        loss_mask: list[int] = []
-
-        def add(ids: list[int], trained: bool) -> None:
-            token_ids.extend(ids)
-            loss_mask.extend([int(trained)] * len(ids))
-
+        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        row = Rendered([], [], [])
         done = ""
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for i in assistant if train_turns == "all" else assistant[-1:]:
             prompt = self._template(messages[:i], generation=True)
-            full = self._template(messages[: i + 1], generation=False)
-            if not prompt.startswith(done) or not full.startswith(prompt):
-                raise ValueError("the chat template rewrites earlier turns; keep one assistant turn per conversation")
-            add(self.tokenizer.encode(prompt[len(done) :], add_special_tokens=False), False)
-            self._add_assistant(full[len(prompt) :], add, mask_results)
-            done = full
-        return token_ids, loss_mask
+            if not prompt.startswith(done):
+                raise ValueError(
+                    "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot "
+                    "train them all; set data.train_turns=last"
+                )
+            self._add(row, self.tokenizer.encode(prompt[len(done) :], add_special_tokens=False), False)
+            text = messages[i]["content"].strip() if self._trims else messages[i]["content"]
+            self._add_assistant(row, text, mask_results)
+            done = prompt + text + self.tokenizer.eos_token
+        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
+        return row
 
-    def _add_assistant(self, text: str, add, mask_results: bool) -> None:
-        eos = self.tokenizer.eos_token
-        body, found_eos, tail = text.rpartition(eos)
-        if not found_eos:
-            body, tail = text, ""
+    def _add_assistant(self, row: Rendered, text: str, mask_results: bool) -> None:
         position = 0
-        for span in _RESULT_SPAN.finditer(body):
-            add(self.encode(body[position : span.start()]), True)
-            add(self.encode(span.group()), not mask_results)
+        for span in _RESULT_SPAN.finditer(text):
+            self._add(row, self.encode(text[position : span.start()]), True)
+            row.turn_ends.append(len(row.token_ids))
+            self._add(row, self.encode(span.group()), not mask_results)
             position = span.end()
-        add(self.encode(body[position:]), True)
-        if found_eos:
-            add([self.tokenizer.eos_token_id], True)
-        add(self.tokenizer.encode(tail, add_special_tokens=False), False)  # the newline after EOS is the template's
+        self._add(row, self.encode(text[position:]), True)
+        self._add(row, [self.tokenizer.eos_token_id], True)
+        row.turn_ends.append(len(row.token_ids))
+
+    @staticmethod
+    def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:
+        row.token_ids.extend(token_ids)
+        row.loss_mask.extend([int(trained)] * len(token_ids))
 
 
 def merge_tool_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -99,6 +99,6 @@ def test_a_script_ends_with_code_2_on_rank_0_only():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_config_of_the_repository_loads(path):
     roots = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
-    root = roots.get(path.stem.rpartition("_")[2], RLConfig)
+    root = next((roots[word] for word in path.stem.split("_") if word in roots), RLConfig)
     cfg = load_config(root, [str(path)])
     assert cfg.run.name == path.stem

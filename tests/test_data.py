@@ -1,4 +1,4 @@
-"""Question files, conversation files and the order over prompts."""
+"""Question files and the order over prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arpo.config import UserError
-from arpo.data import PromptOrder, load_conversations, load_prompts, tokenize_prompts
+from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_published_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the published data files are not here")
@@ -201,46 +201,3 @@ def test_incomplete_last_step_of_an_epoch_is_left_out():
 def test_fewer_prompts_than_one_step_needs_is_a_user_error():
     with pytest.raises(UserError, match="3 prompts are fewer than num_prompts_per_step=4"):
         PromptOrder(num_prompts=3, num_per_step=4, seed=0, shuffle=True)
-
-
-# ---- conversations
-
-
-def test_sharegpt_and_openai_conversations_become_the_same_messages(tmp_path):
-    sharegpt = {
-        "system": "be brief",
-        "conversations": [
-            {"from": "human", "value": "q"},
-            {"from": "gpt", "value": "<search>q</search>"},
-            {"from": "observation", "value": "found"},
-            {"from": "gpt", "value": "a"},
-        ],
-    }
-    roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
-    openai = {
-        "messages": [{"role": "system", "content": "be brief"}]
-        + [{"role": roles[m["from"]], "content": m["value"]} for m in sharegpt["conversations"]]
-    }
-    (tmp_path / "array.json").write_text(json.dumps([sharegpt]))
-    expected = [openai["messages"]]
-    assert load_conversations(write_jsonl(tmp_path / "a.jsonl", [sharegpt])) == expected
-    assert load_conversations(write_jsonl(tmp_path / "b.jsonl", [openai])) == expected
-    assert load_conversations(write_parquet(tmp_path / "c.parquet", [openai])) == expected
-    assert load_conversations(tmp_path / "array.json") == expected
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "hi"}, "needs a list 'conversations'"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "no assistant message"),
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}, "must be text"),
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]}, "is empty"),
-        ({"conversations": [{"from": "robot", "value": "q"}]}, "from 'robot' is unknown"),
-        ({"messages": [{"role": "tool", "content": "q"}, {"role": "assistant", "content": "a"}]}, "tool message must"),
-    ],
-)
-def test_bad_conversation_is_named_by_its_line(tmp_path, row, message):
-    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    with pytest.raises(UserError, match=rf"sft\.jsonl:2: .*{message}"):
-        load_conversations(write_jsonl(tmp_path / "sft.jsonl", [good, row]))

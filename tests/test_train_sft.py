@@ -12,9 +12,6 @@ from conftest import build_tiny_model
 from transformers import AutoModelForCausalLM
 
 from arpo.log import read_metrics
-from arpo.model import load_tokenizer
-from arpo.protocol import Codec
-from train_sft import conversation_row
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
@@ -72,6 +69,13 @@ def test_the_run_leaves_a_model_that_loads_and_a_curve(trained):
 
 
 @pytest.mark.slow
+def test_the_first_line_of_the_metrics_says_what_the_data_is(trained):
+    start = read_metrics(trained)[0]
+    assert start["step"] == 0 and start["data/conversations"] == 24 and start["data/tokens"] > 24 * 20
+    assert start["data/dropped"] == start["data/truncated"] == 0
+
+
+@pytest.mark.slow
 def test_one_rank_learns_what_two_ranks_learn(trained, world):
     done = train(world, "--run.name", "alone", "--run.num_steps", "4", "--run.save_every", "0", ranks=1)
     assert done.returncode == 0, done.stderr
@@ -79,6 +83,23 @@ def test_one_rank_learns_what_two_ranks_learn(trained, world):
     for a, b in zip(alone[1:], together[1:], strict=True):
         assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_rows_spread_over_two_ranks_teach_what_whole_rows_teach(trained, world):
+    done = train(world, "--run.name", "spread", "--run.num_steps", "4", "--model.context_parallel", "2")
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(read_metrics(world / "runs" / "spread")[1:], read_metrics(trained)[1:5], strict=True):
+        assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_adapters_learn_too(world):
+    done = train(world, "--run.name", "lora", "--model.lora_rank", "8", "--run.save_every", "0")
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss/nll"] for row in read_metrics(world / "runs" / "lora") if row["step"] > 0]
+    assert losses[-1] < 0.8 * losses[0], losses
 
 
 @pytest.mark.slow
@@ -95,19 +116,6 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
         assert {k: v for k, v in a.items() if k.startswith(("loss", "optim", "valid"))} == {
             k: v for k, v in b.items() if k.startswith(("loss", "optim", "valid"))
         }
-
-
-def test_the_row_of_a_conversation_trains_calls_and_answer_but_not_the_result(world):
-    codec = Codec(load_tokenizer(str(world / "model")))
-    messages = json.loads((world / "train.jsonl").read_text().splitlines()[0])["messages"]
-    for mask_results, trained in (
-        (True, r"<python>print(10 + 1)</python><answer>11</answer><|im_end|>"),
-        (False, None),
-    ):
-        row = conversation_row(messages, codec, mask_results=mask_results)
-        text = codec.tokenizer.decode(row.response_ids[row.loss_mask == 1])
-        assert text == trained if trained else "<result>\n11\n</result>" in text
-        assert row.loss_mask[0] == 1 and codec.tokenizer.decode(row.prompt_ids).endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

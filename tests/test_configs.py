@@ -1,0 +1,140 @@
+"""The configs of the papers' models: their settings; whether the real architectures (on the meta device) fit them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from arpo.config import load_config
+from arpo.loading import check_head
+from arpo.options import BranchingConfig, OptimConfig
+from train_rl import RLConfig
+from train_sft import SFTConfig
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN2 = QWEN | {"model_type": "qwen2", "max_position_embeddings": 32768}
+QWEN3 = QWEN | {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+LLAMA_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:
+    return {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+    }  # fmt: skip
+
+
+MODELS = {  # config.json as published, and the number of parameters
+    "3b": (QWEN2 | shape(2048, 11008, 36, 16, 2) | {"vocab_size": 151936, "tie_word_embeddings": True}, 3_085_938_688),
+    "7b": (QWEN2 | shape(3584, 18944, 28, 28, 4) | {"vocab_size": 152064}, 7_615_616_512),
+    "llama_8b": (
+        {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+         "rope_theta": 5e5, "rope_scaling": LLAMA_ROPE} | shape(4096, 14336, 32, 32, 8),
+        8_030_261_248,
+    ),
+    "qwen3_8b": (QWEN3 | shape(4096, 12288, 36, 32, 8), 8_190_735_360),
+    "qwen3_14b": (QWEN3 | shape(5120, 17408, 40, 40, 8), 14_768_307_200),
+}  # fmt: skip
+REASONING = (128, 16, 16, 8, 1536, 4096, 2, "data/train_10k.parquet")
+SETTINGS = {  # prompts per step and mini-batch, group, initial rollouts, prompt, response, epochs, file: ALGORITHMS 2
+    "3b": REASONING,
+    "7b": REASONING,
+    "llama_8b": REASONING,
+    "qwen3_8b": (128, 16, 16, 8, 2000, 10000, 5, "data/hard_search_1k.parquet"),
+    "qwen3_14b": (64, 8, 12, 6, 2000, 6192, 5, "data/hard_search_1k.parquet"),
+}
+NUM_GPUS, GPU_BYTES = 8, 80e9
+
+
+@cache
+def real(model: str) -> torch.nn.Module:
+    values = dict(MODELS[model][0])
+    config = AutoConfig.for_model(values.pop("model_type"), **{"tie_word_embeddings": False} | values)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def rl(algorithm: str, model: str) -> RLConfig:
+    return load_config(RLConfig, [str(CONFIGS / f"{algorithm}_{model}.yaml")])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_architecture_is_the_published_one(model):
+    hf = real(model)
+    assert sum(p.numel() for p in hf.parameters()) == MODELS[model][1]
+    check_head(hf)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
+def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
+    cfg = rl(algorithm, model)
+    assert SETTINGS[model] == (
+        cfg.data.num_prompts_per_step, cfg.update.num_prompts_per_minibatch, cfg.rollout.group_size,
+        cfg.branching.num_initial_rollouts, cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens,
+        cfg.run.num_epochs, cfg.data.train,
+    )  # fmt: skip
+    assert cfg.optim == OptimConfig() == OptimConfig(lr=1e-6, schedule="constant", warmup_ratio=0.0, weight_decay=0.01)
+    deep_search = model.startswith("qwen3")
+    assert cfg.rollout.max_tool_calls == (6 if deep_search or algorithm == "aepo" else 3)
+    assert cfg.model.enable_thinking == deep_search
+    assert cfg.model.path == f"runs/sft_{model}/hf"
+    assert cfg.loss.entropy_balanced_clipping == cfg.loss.entropy_balanced_advantage == (algorithm == "aepo")
+    selector = {"grpo": "none"}.get(algorithm, algorithm)
+    assert (cfg.branching.selector, cfg.branching.dynamic_budget) == (selector, algorithm == "aepo")
+    default = BranchingConfig()
+    assert (cfg.branching.base, cfg.branching.weight) == (default.base, default.weight) == (0.5, 0.2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sft_settings_are_the_papers(model):
+    cfg = load_config(SFTConfig, [str(CONFIGS / f"sft_{model}.yaml")])
+    assert (cfg.optim.lr, cfg.optim.schedule, cfg.optim.warmup_ratio, cfg.optim.weight_decay) == (
+        7e-6,
+        "cosine",
+        0.1,
+        0,
+    )
+    assert (cfg.run.num_epochs, cfg.data.num_conversations_per_step, cfg.data.max_tokens) == (3, 16, 15000)
+    assert cfg.model.compute_dtype == "bfloat16" and cfg.data.mask_results
+    assert cfg.data.max_tokens <= real(model).config.max_position_embeddings
+    assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking  # else RL would see other prompts
+    default = SFTConfig(data=cfg.data)
+    assert cfg.optim == default.optim and cfg.run.num_epochs == default.run.num_epochs
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
+def test_the_real_model_fits_the_rl_config_on_eight_gpus(algorithm, model):
+    """Positions suffice; sampling weights, a KV cache worth the name, and the shards of a rank fit into 80 GB."""
+    cfg, hf = rl(algorithm, model), real(model)
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    assert longest <= min(hf.config.max_position_embeddings, cfg.update.max_tokens_per_microbatch)
+    num_parameters = MODELS[model][1]
+    engine = cfg.engine.gpu_memory_utilization * GPU_BYTES
+    shards = 12 * num_parameters / NUM_GPUS  # float32 weights and two moments; gradients exist while the engine sleeps
+    head_dim = getattr(hf.config, "head_dim", None) or hf.config.hidden_size // hf.config.num_attention_heads
+    kv_bytes = 2 * 2 * hf.config.num_hidden_layers * hf.config.num_key_value_heads * head_dim  # per token, bfloat16
+    assert engine + shards < GPU_BYTES
+    assert engine - 2 * num_parameters > 8 * longest * kv_bytes  # eight full-length trajectories at the very least
+
+
+def test_each_small_config_says_only_what_is_its_own():
+    for path in CONFIGS.glob("*.yaml"):
+        text = path.read_text()
+        if path.stem.partition("_")[0] in ("grpo", "aepo"):
+            assert "base: " in text and len(text.splitlines()) <= 16, path.name
+
+
+def test_the_smoke_run_is_small_enough_for_one_gpu():
+    cfg = load_config(RLConfig, [str(CONFIGS / "smoke.yaml")])
+    trajectories = cfg.run.num_steps * cfg.data.num_prompts_per_step * cfg.rollout.group_size
+    assert trajectories * cfg.rollout.max_response_tokens < 600 * 2000  # ten minutes at 2,000 tokens per second
