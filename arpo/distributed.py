@@ -23,7 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
+from arpo import peers
 from arpo.config import UserError
 from arpo.trajectory import Metrics
 
@@ -40,6 +42,8 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     """1-D, named "dp"; or ("replicate", "shard"), where a copy of the model is spread over some of the ranks only."""
+    watch: peers.Watch | None = None
+    """Under torchrun: ends the run when a peer is gone."""
 
     @property
     def is_main(self) -> bool:
@@ -85,13 +89,17 @@ class Ranks:
         """Leave together; the group may already be gone where a vLLM engine was shut down."""
         if dist.is_initialized():
             dist.barrier()
+        if self.watch:
+            self.watch.stop()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def init(timeout_minutes: float = 60.0, *, shard_size: int = 0) -> Ranks:
+def init(timeout_minutes: float = 60.0, silence_s: float = 300.0, *, shard_size: int = 0) -> Ranks:
     """Join the process group of torchrun's environment, or make one of a single rank.
 
-    The timeout must exceed the slowest legal rollout: ranks wait for each other there.
+    timeout_minutes: how long ranks wait for each other; it must exceed the slowest legal rollout.
+    silence_s: after how long without a sign of life a peer is given up (under torchrun, see peers.py).
     """
     _die_with_parent()
     _log_on_rank_0()
@@ -108,11 +116,19 @@ def init(timeout_minutes: float = 60.0, *, shard_size: int = 0) -> Ranks:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    watch = None
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        timeout = timedelta(minutes=timeout_minutes)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
+            store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
+            limits = peers.Limits(silence_s, timeout_minutes)
+            observes = os.environ["LOCAL_RANK"] == "0"
+            watch = peers.Watch(store.clone(), rank, world_size, limits, observes=observes)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch)
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
