@@ -38,6 +38,11 @@ class RunConfig:
     """Steps between full trajectory dumps; 0 = never."""
     resume: bool = True
     """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
+    peer_timeout_minutes: float = 60.0
+    """How long a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
+    silence_timeout_s: float = 300.0
+    """A rank whose process gives no sign of life for so long (killed, frozen, its node or network down) ends the run,
+    under torchrun, which with --max-restarts starts it again."""
 
 
 @dataclass(frozen=True)
