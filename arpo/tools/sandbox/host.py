@@ -26,12 +26,15 @@ from .landlock import LandlockJail
 from .limits import CallLimits, private_bytes
 from .namespaces import NamespaceJail
 from .supervisor import prepare_worker, serve_call
+from .worker import SEED
 
 PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
 """A call pays for the fork of what is loaded: pandas or scipy would double its 6 ms; importing sympy takes 250 ms."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "PWD": "/tmp",
     "USER": "nobody",
     "LANG": "C.UTF-8",
     "LC_ALL": "C.UTF-8",
@@ -103,6 +106,8 @@ def _preload() -> list[str]:
             importlib.import_module(name)
         except ImportError:
             missing.append(name)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(SEED)
     if "sympy" in sys.modules:
         _warm_up(sys.modules["sympy"])
     return missing

@@ -12,7 +12,7 @@ from types import TracebackType
 from .host import ENVIRONMENT
 from .wire import Reply
 
-ADDED_BY_WORKER = {"TMPDIR", "PWD", "LC_CTYPE"}
+ADDED_BY_PYTHON = {"LC_CTYPE"}
 PROBE = """
 import glob, json, os, socket
 
@@ -82,4 +82,4 @@ class Canaries:
 
     @staticmethod
     def _foreign(names: list[str]) -> list[str]:
-        return sorted(set(names) - set(ENVIRONMENT) - ADDED_BY_WORKER)
+        return sorted(set(names) - set(ENVIRONMENT) - ADDED_BY_PYTHON)

@@ -83,7 +83,6 @@ class Spare:
 def prepare_worker(jail: Jail, limits: CallLimits) -> Spare:
     """All that does not depend on the code, done before there is a call. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
     scratch = jail.open_scratch()
     out_read, out_write = os.pipe2(os.O_CLOEXEC)
     err_read, err_write = os.pipe2(os.O_CLOEXEC)
@@ -91,6 +90,7 @@ def prepare_worker(jail: Jail, limits: CallLimits) -> Spare:
     worker = os.fork()
     if worker == 0:
         run_worker(jail, scratch, out_write, err_write, theirs.fileno())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
     theirs.close()
     for fd in (out_write, err_write):
         os.close(fd)

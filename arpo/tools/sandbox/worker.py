@@ -10,7 +10,6 @@ import gc
 import io
 import os
 import random
-import signal
 import sys
 import tempfile
 import threading
@@ -36,11 +35,11 @@ def run_worker(jail: Jail, scratch: str, stdout_fd: int, stderr_fd: int, channel
     kernel.close_from(CHANNEL_FD + 1)
     try:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.nice(NICE)  # below the supervisors: they have to stop us
         os.chdir(scratch)
         os.umask(0o077)
-        os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
+        if scratch != os.environ["HOME"]:
+            os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
         tempfile.tempdir = None  # the host has looked already, and may have found another folder
         jail.confine(scratch)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no core dumps, not even through a pipe to a program
@@ -64,9 +63,7 @@ def _prepare_interpreter() -> None:
     sys.stderr = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv, sys.path[:0] = ["-c"], [""]
-    random.seed(SEED)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(SEED)
+    random.seed(SEED)  # a fork seeds it anew; NumPy's generator is as the host has seeded it
     depth, frame = 0, sys._getframe()
     while frame is not None:
         depth, frame = depth + 1, frame.f_back
