@@ -1,0 +1,173 @@
+"""Speed of the update on Qwen2.5's shapes with random weights: what share of the device's own matrix rate it reaches.
+
+    python benchmarks/update_mfu.py [--quick] [--shape 0.5b|1.5b|7b]          (on the GPU if there is one)
+
+One rank, FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), each layer recomputed, chunked head, one
+packed micro-batch. Counted are the operations that the result needs (PaLM's model FLOPs, appendix B): 2 per weight and
+token forward and twice that backward, the head for loss tokens only, causal attention within rows; recomputation is
+not counted. `ratio` = that rate / the rate of one large matrix product in the same dtype, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arpo import distributed
+from arpo.batch import MicroBatch, Row, collate
+from arpo.model import Policy, attention_backend, reshard_all, shard
+from arpo.optim import build_optimizer, clip_grad_norm
+from arpo.options import ModelConfig, OptimConfig
+
+DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+
+
+SHAPES = {
+    "tiny": Shape(128, 512, 2, 4, 2, 4096, True),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936, True),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 151_936, True),
+    "7b": Shape(3584, 18_944, 28, 28, 4, 152_064, False),
+}
+
+
+def build_policy(shape: Shape, cfg: ModelConfig, ranks: distributed.Ranks) -> Policy:
+    """As `load_policy`, but for the weights: small random numbers."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied, max_position_embeddings=32_768,
+    )  # fmt: skip
+    config._attn_implementation = attention_backend(cfg, ranks.device)
+    with torch.device("meta"):
+        hf = Qwen2ForCausalLM(config)
+    policy = Policy(hf, cfg.head_chunk_tokens).train()
+    shard(policy, hf, cfg, ranks.mesh, ranks.device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            local = parameter.to_local()
+            local.normal_(0, 0.02) if parameter.ndim > 1 else local.fill_(1.0)
+    return policy
+
+
+def one_micro(num_rows: int, num_prompt: int, num_response: int, shape: Shape, device: torch.device) -> MicroBatch:
+    rng = np.random.default_rng(0)
+    ids = lambda n: rng.integers(0, shape.vocab, n)  # noqa: E731
+    rows = [Row(ids(num_prompt), ids(num_response), np.ones(num_response, np.int64)) for _ in range(num_rows)]
+    return collate(rows, range(num_rows)).to(device)
+
+
+def flops(shape: Shape, num_rows: int, num_prompt: int, num_response: int) -> float:
+    """Forward and backward of one micro-batch."""
+    kv = shape.hidden * shape.kv_heads // shape.heads
+    per_layer = 2 * shape.hidden * (shape.hidden + kv) + 3 * shape.hidden * shape.intermediate  # weights
+    length = num_prompt + num_response
+    matrices = 2 * shape.layers * per_layer * num_rows * length
+    attention = 2 * 2 * shape.layers * shape.hidden * num_rows * length**2 / 2  # QK and PV, the causal half
+    head = 2 * shape.hidden * shape.vocab * num_rows * num_response
+    return 3 * (matrices + attention + head)
+
+
+def seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median, after two warm-ups."""
+    times = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int) -> float:
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / seconds(lambda: a @ b, device, repeats) / 1e12
+
+
+def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.device, repeats: int) -> float | str:
+    """Clipping and AdamW; its two moments are what may not fit on one GPU."""
+    optimizer = build_optimizer(policy, OptimConfig())
+    step()
+
+    def action() -> None:
+        clip_grad_norm(policy, 1.0)
+        optimizer.step()
+
+    try:
+        return seconds(action, device, repeats)
+    except torch.OutOfMemoryError:
+        return "out of memory"
+
+
+def measure(name: str, ranks: distributed.Ranks, repeats: int) -> dict:
+    shape, device = SHAPES[name], ranks.device
+    sizes = (2, 32, 96) if name == "tiny" else (4, 512, 3584)
+    cfg = ModelConfig(compute_dtype="bfloat16" if device.type == "cuda" else "float32")
+    dtype = getattr(torch, cfg.compute_dtype)
+    peak = matmul_tflops(device, dtype, repeats)
+    policy = build_policy(shape, cfg, ranks)
+    micro = one_micro(*sizes, shape, device)
+
+    def step() -> None:
+        policy.zero_grad()
+        logprobs, _ = policy(micro)
+        logprobs.sum().backward()
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step_s = seconds(step, device, repeats)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    rate = flops(shape, *sizes) / step_s / 1e12
+    result = {"name": "update_mfu", "ratio": rate / peak, "ours": rate, "baseline": peak, "unit": "TFLOP/s"}
+    result |= {"shape": name, "step_s": step_s, "tokens_per_s": micro.input_ids.numel() / step_s}
+    result |= {"attention": policy.hf.config._attn_implementation, "peak_gib": memory}
+    if device.type == "cuda":
+        result["gpu"] = torch.cuda.get_device_name()
+        if known := [tflops for part, tflops in DATASHEET_TFLOPS.items() if part in result["gpu"]]:
+            result["datasheet_mfu"] = rate / known[0]
+    reshard_all(policy)
+    return result | {"optimizer_s": optimizer_seconds(policy, step, device, repeats)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; few repeats")
+    parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else tiny")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    ranks = distributed.init()
+    shape = args.shape or (("0.5b" if args.quick else "1.5b") if on_gpu else "tiny")
+    result = measure(shape, ranks, repeats=3 if args.quick else 7)
+    ranks.close()
+    print(f"{shape} with {result['attention']}: {result['tokens_per_s']:.0f} tokens/s, {result['peak_gib']:.1f} GiB")
+    print(f"{result['ours']:.3g} of {result['baseline']:.3g} TFLOP/s that a matrix product reaches")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

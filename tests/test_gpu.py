@@ -1,0 +1,283 @@
+"""What only a GPU can show: `pytest -m gpu tests/test_gpu.py`, or, with the timings, `make gpu`.
+
+benchmarks/gpu_report.py runs each test in a process of its own. Its --device cpu mode (ARPO_GPU_KIT=cpu) runs the same
+lines on the CPU, so that they are known to work where there is no GPU; what it leaves out, a test says.
+"""
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from arpo import distributed
+from arpo.batch import MicroBatch, Row, collate
+from arpo.checkpoint import Checkpoints
+from arpo.config import UserError
+from arpo.head import token_logprobs
+from arpo.model import Policy, attention_backend, load_policy
+from arpo.optim import build_optimizer
+from arpo.options import EngineConfig, ModelConfig, OptimConfig
+from arpo.process_state import RandomState
+from arpo.tree import tree_microbatches
+
+ON_GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_GPU and os.environ.get("ARPO_GPU_KIT") != "cpu", reason="needs an NVIDIA GPU"),
+]
+VOCAB = 384
+FLASH = ON_GPU and attention_backend(ModelConfig(), torch.device("cuda")) == "flash_attention_2"
+# float32 products on a GPU are sums in another order, so are its attention kernels
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = distributed.init()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def load(ranks, tiny_model_dir):
+    """load(dtype, attention) -> the tiny policy on the device."""
+
+    def load(dtype: str = "float32", attention: str = "sdpa", **options) -> Policy:
+        cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype, head_chunk_tokens=64)
+        policy = load_policy(cfg, ranks.mesh, device=ranks.device, **options)
+        policy.hf.set_attn_implementation(attention)
+        return policy
+
+    return load
+
+
+def some_rows(num_rows: int, num_prompt: int, num_response: int, *, shared: int = 0) -> list[Row]:
+    """Random tokens; the first `shared` response tokens are the same in all rows, and so is the prompt."""
+    rng = np.random.default_rng(0)
+    prompt, start = rng.integers(0, VOCAB, num_prompt), rng.integers(0, VOCAB, shared)
+    rows = []
+    for i in range(num_rows):
+        own = rng.integers(0, VOCAB, num_response - shared + 7 * i)
+        response = np.concatenate([start, own])
+        rows.append(Row(prompt, response, (rng.random(len(response)) < 0.8).astype(np.int64), np.zeros(len(response))))
+    return rows
+
+
+def scores(policy: Policy, micro: MicroBatch, *, backward: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(logprobs on the CPU, gradients of their weighted sum on the CPU)"""
+    policy.zero_grad()
+    with torch.set_grad_enabled(backward):
+        logprobs, entropies = policy(micro)
+    if backward:
+        weights = 1 + torch.arange(logprobs.numel(), device=logprobs.device).view_as(logprobs) % 3
+        ((logprobs * weights).sum() + 0.1 * entropies.sum()).backward()
+    parameters = policy.hf_parameters() if backward else ()
+    return logprobs.detach().cpu(), {name: p.grad.full_tensor().float().cpu() for name, p in parameters}
+
+
+def assert_close(ours, expected, tolerance: float) -> None:
+    scale = expected.abs().max().clamp(min=1e-6)
+    assert float((ours - expected).abs().max() / scale) < tolerance
+    assert float((ours - expected).norm() / expected.norm()) < tolerance / 3
+
+
+def used_bytes() -> int:
+    """Of the whole GPU, vLLM's own allocator and NCCL included; on the CPU of this process."""
+    if not ON_GPU:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+# ------------------------------------------------------------------------------------------------------- the trainer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fsdp2_on_the_device_computes_what_the_plain_model_does(load, ranks, tiny_model_dir, dtype):
+    from transformers import AutoModelForCausalLM
+
+    rows = some_rows(3, 20, 40)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="eager")
+    ours, gradients = scores(load(dtype), collate(rows, range(3)).to(ranks.device))
+    expected, plain_gradients = scores_of_plain_model(plain, rows)
+    assert_close(ours, expected, TOLERANCE[dtype])
+    for name, gradient in plain_gradients.items():
+        assert_close(gradients[name], gradient, TOLERANCE[dtype] * 2)
+
+
+def scores_of_plain_model(plain, rows: list[Row]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Row by row, all logits, autograd."""
+    longest = max(len(row.response_ids) for row in rows)
+    logprobs, entropies = torch.zeros(2, len(rows), longest).unbind(0)
+    logprobs, entropies = logprobs.clone(), entropies.clone()
+    for b, row in enumerate(rows):
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]))
+        log_p = plain(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+        mask = torch.from_numpy(row.loss_mask).bool()
+        targets = torch.from_numpy(row.response_ids)[:, None]
+        logprobs[b, : len(mask)] = log_p.gather(1, targets)[:, 0] * mask
+        entropies[b, : len(mask)] = -(log_p.exp() * log_p).sum(-1) * mask
+    weights = 1 + torch.arange(logprobs.numel()).view_as(logprobs) % 3
+    ((logprobs * weights).sum() + 0.1 * entropies.sum()).backward()
+    return logprobs.detach(), {name: p.grad for name, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "flash_attention_2"])
+def test_packed_rows_do_not_see_each_other(load, ranks, attention):
+    if attention == "flash_attention_2" and not FLASH:
+        pytest.skip("flash-attn is not installed, or there is no GPU")
+    dtype = "bfloat16" if attention == "flash_attention_2" else "float32"
+    policy, rows = load(dtype, attention), some_rows(3, 20, 150)
+    packed, _ = scores(policy, collate(rows, range(3)).to(ranks.device), backward=False)
+    for b, row in enumerate(rows):
+        alone, _ = scores(policy, collate([row]).to(ranks.device), backward=False)
+        assert_close(packed[b, : len(row.response_ids)], alone[0], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_rows", [2, 5])
+def test_a_tree_under_flex_attention_equals_sdpa_and_packed_rows(load, ranks, num_rows):
+    """Of 2 and 5 rows the tree's tokens are no multiple of FlexAttention's blocks of 128. (CPU: no backward there.)"""
+    rows = some_rows(num_rows, 100, 120, shared=60)
+    [tree] = tree_microbatches(rows, 0, 1, 4096, device=ranks.device)
+    packed = collate([rows[i] for i in tree.row_ids], tree.row_ids).to(ranks.device)
+    assert tree.input_ids.numel() < packed.input_ids.numel()
+    expected, expected_gradients = scores(load(), packed)
+    for attention in ("sdpa", "flex_attention"):
+        backward = ON_GPU or attention == "sdpa"
+        ours, gradients = scores(load(attention=attention), tree, backward=backward)
+        assert_close(ours, expected, TOLERANCE["float32"])
+        for name, gradient in gradients.items():
+            assert_close(gradient, expected_gradients[name], TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_chunked_head_equals_full_logits(ranks, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, 64, generator=generator) for n in (300, 1000)]
+    targets = torch.randint(0, 1000, (300,), generator=generator).to(ranks.device)
+    hidden, weight = (t.to(ranks.device, getattr(torch, dtype)).requires_grad_() for t in tensors)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_tokens=128)
+    log_p = torch.log_softmax(exact[0] @ exact[1].T / 0.7, dim=-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (logprobs.mean() + entropy.mean()).backward()
+    (expected[0].mean() + expected[1].mean()).backward()
+    # float32 accumulators: in bfloat16 the values are as exact, and only gradients are rounded
+    assert_close(logprobs.double(), expected[0], 1e-4 if ON_GPU or dtype == "float32" else 0.05)
+    assert_close(entropy.double(), expected[1], 1e-4 if ON_GPU or dtype == "float32" else 0.05)
+    for ours, double in zip((hidden, weight), exact, strict=True):
+        assert_close(ours.grad.double(), double.grad, 1e-3 if dtype == "float32" else 0.05)
+
+
+def test_attention_is_the_best_that_is_installed_and_an_impossible_wish_is_named(ranks):
+    assert attention_backend(ModelConfig(), ranks.device) == ("flash_attention_2" if FLASH else "sdpa")
+    if not FLASH:
+        with pytest.raises(UserError, match=r"model\.attention=flash_attention_2 needs .*; use auto or sdpa"):
+            attention_backend(ModelConfig(attention="flash_attention_2"), ranks.device)
+
+
+def test_a_model_offloaded_to_the_cpu_computes_the_same(load, ranks):
+    micro = collate(some_rows(2, 20, 40), range(2)).to(ranks.device)
+    expected, _ = scores(load(), micro, backward=False)
+    offloaded = load(offload=True).requires_grad_(False)
+    assert all(p.device.type == "cpu" for p in offloaded.parameters())
+    ours, _ = scores(offloaded, micro, backward=False)
+    assert_close(ours, expected, 1e-5)
+
+
+def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path):
+    """Parameters, AdamW's moments and the GPU's own random state."""
+    micro = collate(some_rows(2, 20, 40), range(2)).to(ranks.device)
+    policy = load()
+    optimizer = build_optimizer(policy, OptimConfig(lr=1e-3))
+    checkpoints = Checkpoints(tmp_path)
+
+    def step(policy, optimizer) -> dict[str, torch.Tensor]:
+        scores(policy, micro)
+        optimizer.step()
+        return {name: p.full_tensor().cpu() for name, p in policy.hf_parameters()}
+
+    step(policy, optimizer)
+    checkpoints.save(1, policy, optimizer)
+    drawn, whole = torch.rand(4, device=ranks.device), step(policy, optimizer)
+    again = load()
+    again_optimizer = build_optimizer(again, OptimConfig(lr=1e-3))
+    RandomState.current()
+    assert checkpoints.resume(again, again_optimizer) == 1
+    assert torch.equal(torch.rand(4, device=ranks.device), drawn)
+    for name, parameter in step(again, again_optimizer).items():
+        torch.testing.assert_close(parameter, whole[name], rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- the engine
+
+
+@pytest.fixture
+def engine(ranks, tiny_model_dir):
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    from arpo.engine import Engine
+
+    cfg = EngineConfig(dtype=engine_dtype(), gpu_memory_utilization=0.2, kv_cache_gib=0.03, max_num_seqs=8)
+    engine = Engine(str(tiny_model_dir), cfg, max_model_len=256, seed=0, load_weights=False)
+    yield engine
+    engine.close()
+
+
+def engine_dtype() -> str:
+    return "bfloat16" if ON_GPU else "float32"
+
+
+def mismatch(engine, policy: Policy, device: torch.device) -> float:
+    """Mean absolute difference of vLLM's logprobs of a sampled response from the policy's."""
+    from arpo.engine import SamplingSpec
+
+    prompt = list(range(20, 60))
+    engine.submit("a", prompt, SamplingSpec(max_tokens=64, seed=0))
+    ids, logprobs = [], []
+    while engine.num_running:
+        for chunk in engine.step():
+            ids += chunk.token_ids
+            logprobs += chunk.logprobs
+    row = Row(np.array(prompt), np.array(ids), np.ones(len(ids), np.int64))
+    ours, _ = scores(policy, collate([row]).to(device), backward=False)
+    return float((ours[0] - torch.tensor(logprobs)).abs().mean())
+
+
+def test_vllm_samples_from_the_weights_that_were_synced(engine, load, ranks):
+    limit = 0.1 if ON_GPU else 1e-4
+    policy = load(engine_dtype())
+    engine.sync_weights(policy.hf_parameters())
+    assert mismatch(engine, policy, ranks.device) < limit
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.to_local().add_(torch.randn_like(parameter.to_local()) * 0.1)
+    assert mismatch(engine, policy, ranks.device) > 2 * limit, "the new weights must differ for this test to see them"
+    engine.sync_weights(policy.hf_parameters())
+    assert mismatch(engine, policy, ranks.device) < limit
+
+
+def test_fifty_cycles_of_sleep_training_and_waking_do_not_grow_memory(engine, load, ranks):
+    """On the CPU, where sleep does nothing, five."""
+    policy = load(engine_dtype())
+    micro = collate(some_rows(4, 20, 100), range(4)).to(ranks.device)
+    engine.sync_weights(policy.hf_parameters())
+    awake, asleep = [], []
+    for cycle in range(50 if ON_GPU else 5):
+        micro_of_cycle = collate(some_rows(2 + cycle % 3, 20, 60 + cycle), range(2 + cycle % 3)).to(ranks.device)
+        mismatch(engine, policy, ranks.device)
+        awake.append(used_bytes())
+        engine.sleep()
+        asleep.append(used_bytes())
+        scores(policy, micro if cycle % 2 else micro_of_cycle)
+        engine.wake_up()
+        engine.sync_weights(policy.hf_parameters())
+    warm, grown = min(5, len(awake) - 2), 64 << 20
+    assert awake[-1] - awake[warm] < grown and asleep[-1] - asleep[warm] < grown, (awake, asleep)
+    if ON_GPU:
+        assert asleep[-1] < awake[-1] - (1 << 30), "asleep, the engine must give its KV cache back"
+    assert mismatch(engine, policy, ranks.device) < (0.1 if ON_GPU else 1e-4)
