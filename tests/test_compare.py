@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,14 @@ def test_only_common_questions_count_and_the_others_are_told(tmp_path):
     assert result["benchmarks"]["gaia"]["questions"] == 10
     assert set(result["benchmarks"]["gaia"]["accuracy"].values()) == {0.0}
     assert "gaia: 31 questions are only in one of the two" in text
+
+
+def test_one_number_in_two_versions_of_a_test_set_is_two_questions(tmp_path):
+    grades = grades_of(HALF, 1, seed=0)
+    changed = [replace(grade, question_digest="other") if i < 5 else grade for i, grade in enumerate(grades)]
+    a, b = write_run(tmp_path / "a", gaia=grades), write_run(tmp_path / "b", gaia=changed)
+    text, result = compared(a, b)
+    assert result["benchmarks"]["gaia"]["questions"] == 35 and "gaia: 10 questions are only in one of the two" in text
 
 
 def test_other_numbers_of_samples_are_compared_up_to_the_smaller(tmp_path):

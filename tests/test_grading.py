@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 from test_judge import reply
+from test_viewer import sample_groups
 from web_service import WebService, says
 
 from arpo.config import UserError
 from arpo.evals.grading import Grade, exact_match, extract_prediction, grade_records, read_grades, write_grades
-from arpo.evals.records import Record
+from arpo.evals.records import Record, group_records
+from arpo.evals.scores import benchmark_scores
+from arpo.evals.summary import summarize
 from arpo.options import RewardConfig
-from arpo.rewards import load_custom, score
+from arpo.rewards import load_custom, score, score_groups
 from arpo.rewards.judge import Judge
 from arpo.rewards.options import JudgeConfig
 
@@ -154,6 +157,15 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     made = record("12345", answers=["a", "b"], data_source="src", meta={"extra_info": {"k": 1}})
     [grade] = grade_records([made], metric="reward", custom=load_custom(str(file), "compute_score"))
     assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
+
+
+def test_the_scores_of_own_files_are_those_of_training_to_the_digit():
+    groups = sample_groups()
+    score_groups(groups, RewardConfig())
+    records = [r for group in groups for r in group_records(group, "own", "reward", [0.5] * len(group.trajectories))]
+    scores = benchmark_scores(records, grade_records(records, metric="reward"), seed=3)
+    expected = summarize(groups, seed=3)
+    assert 0 < expected["accuracy"] < 1 and {name: scores[name] for name in expected} == expected
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------

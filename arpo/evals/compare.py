@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +71,13 @@ def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
         raise UserError(f"{folder}: no evaluation there (scores.json: {error.strerror}); pass runs/NAME") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
-    grades = {b: read_grades(folder / GRADES_FOLDER / f"{b}.jsonl") for b in scores}
-    return EvaluatedRun(name, {b: correct_by_question(g) for b, g in grades.items()}, graders)
+    benchmarks = {}
+    for benchmark in scores:
+        grades = read_grades(folder / GRADES_FOLDER / f"{benchmark}.jsonl")
+        # one number in two versions of a test set is two questions
+        grades = [replace(g, question_id=f"{g.question_id} {g.question_digest}") for g in grades]
+        benchmarks[benchmark] = correct_by_question(grades)
+    return EvaluatedRun(name, benchmarks, graders)
 
 
 def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:

@@ -11,6 +11,7 @@ block, else the block's text, else the last box after the thoughts. `reward` has
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -54,6 +55,8 @@ class Grade:
     """The answer that was graded; "" = none."""
     judge_reply: str = ""
     """All that the judge said, or why it said nothing."""
+    question_digest: str = ""
+    """Of question and answers: runs are compared on equal questions only."""
 
 
 def grade_records(
@@ -119,10 +122,8 @@ def exact_match(prediction: str, answers: Sequence[str]) -> float:
 def _math_grade(record: Record) -> Grade:
     prediction = extract_prediction(segments_of(record))
     equal = math_accuracy(prediction, record.answers) if prediction else 0.0
-    return Grade(
-        record.question_id, record.sample, {"math_equal": equal}, equal, "math_equal",
-        "" if prediction else "no_answer", prediction,
-    )  # fmt: skip
+    reason = "" if prediction else "no_answer"
+    return _grade(record, equal, "math_equal", {"math_equal": equal}, reason=reason, prediction=prediction)
 
 
 def _qa_grade(record: Record, prediction: str, verdict: Verdict | None, *, has_judge: bool) -> Grade:
@@ -137,10 +138,9 @@ def _qa_grade(record: Record, prediction: str, verdict: Verdict | None, *, has_j
             reason = f"judge_{verdict.status}"
         else:
             scores["judge"] = correct
-    return Grade(
-        record.question_id, record.sample, scores, correct, "judge" if has_judge else "f1", reason, prediction,
-        verdict.reply if verdict is not None else "",
-    )  # fmt: skip
+    reply = "" if verdict is None else verdict.reply
+    metric = "judge" if has_judge else "f1"
+    return _grade(record, correct, metric, scores, reason=reason, prediction=prediction, judge_reply=reply)
 
 
 def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomReward | None) -> list[Grade]:
@@ -158,8 +158,13 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
         correct = t.reward_parts.get("accuracy", t.reward)
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
         prediction = extract_prediction(segments_of(record))
-        grades.append(Grade(record.question_id, record.sample, scores, correct, "reward", t.reward_reason, prediction))
+        grades.append(_grade(record, correct, "reward", scores, reason=t.reward_reason, prediction=prediction))
     return grades
+
+
+def _grade(record: Record, correct: float, metric: str, scores: dict[str, float], **words: str) -> Grade:
+    digest = hashlib.sha256(json.dumps([record.question, record.answers]).encode()).hexdigest()[:16]
+    return Grade(record.question_id, record.sample, scores, correct, metric, **words, question_digest=digest)
 
 
 def well_formed(record: Record) -> bool:
