@@ -126,7 +126,10 @@ class Bm25Index:
         try:
             self.path = self._ready_index()
         except OSError as error:
-            raise UserError(f"{self.corpus}: cannot read or index the corpus ({error.strerror or error})") from None
+            reason = error.strerror or error
+            raise UserError(
+                f"{self.corpus}: cannot read or index the corpus ({reason}); set tools.search.corpus to a jsonl file"
+            ) from None
         # Opened here, all of them: they keep reading this index, even if another run replaces it.
         self._connections = [_connect(self.path) for _ in range(NUM_CONNECTIONS)]
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
