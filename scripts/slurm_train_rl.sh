@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# RL on several nodes of 8 GPUs under Slurm. Fit the #SBATCH lines to your cluster; all arguments go to train_rl.py:
+#
+#   mkdir -p runs
+#   sbatch --nodes 4 scripts/slurm_train_rl.sh configs/arpo_7b.yaml --model.path /shared/sft_7b/hf --run.dir /shared/runs
+#
+# On a disk that all nodes see: this folder with its .venv, the model, the data, and run.dir (checkpoints).
+#
+# Environment, all optional:
+#   ARPO_INTERFACE=ib0      network interface between the nodes, where gloo or NCCL choose a wrong one (see `ip -br addr`)
+#   ARPO_REDIS=1            a Redis server on the first node for the life of the job: one search cache for all nodes;
+#                           it is kept in runs/redis and read again by the next job
+#   ARPO_MAX_RESTARTS=3     how often the ranks are started again after a failure, from the newest checkpoint
+#   ARPO_SCRIPT=train_sft.py   another script with the same launch line
+
+#SBATCH --job-name=arpo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --output=runs/slurm-%j.log
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
+# shellcheck source=/dev/null
+[ ! -e .venv/bin/activate ] || source .venv/bin/activate
+
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+script=${ARPO_SCRIPT:-train_rl.py}
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from the job
+if [ -n "${ARPO_INTERFACE:-}" ]; then
+  export GLOO_SOCKET_IFNAME=$ARPO_INTERFACE NCCL_SOCKET_IFNAME=$ARPO_INTERFACE
+fi
+
+cache=()
+if [ "${ARPO_REDIS:-0}" = 1 ]; then
+  mkdir -p runs/redis
+  redis_port=$((40000 + SLURM_JOB_ID % 20000))
+  ARPO_REDIS_PASSWORD=${ARPO_REDIS_PASSWORD:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+  export ARPO_REDIS_PASSWORD # the cache reads it there; on a command line everybody could
+  # --overlap: beside the training step, on the same CPUs. appendonly: what is cached survives the job.
+  printf '%s\n' "port $redis_port" "requirepass $ARPO_REDIS_PASSWORD" "dir $PWD/runs/redis" "appendonly yes" |
+    srun --overlap --nodes=1 --ntasks=1 --gpus=0 --nodelist="$first_node" redis-server - &
+  cache=(--tools.search.cache "redis://$first_node:$redis_port/0")
+fi
+
+# One torchrun per node. The first one keeps the store at which all meet: it is told so, because torchrun would find out
+# by comparing host names, which fails where the node's own name differs from Slurm's. A node whose torchrun gives up
+# ends the job step on all nodes.
+# shellcheck disable=SC2016 # SLURM_NODEID is each node's own
+exec srun --kill-on-bad-exit=1 bash -c '
+  exec torchrun --rdzv_conf "is_host=$((SLURM_NODEID == 0))" "$@"' node \
+  --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-gpu}" \
+  --rdzv_backend c10d --rdzv_endpoint "$first_node:$((20000 + SLURM_JOB_ID % 20000))" --rdzv_id "$SLURM_JOB_ID" \
+  --max_restarts "${ARPO_MAX_RESTARTS:-3}" \
+  "$script" "$@" ${cache[@]+"${cache[@]}"}
