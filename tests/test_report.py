@@ -15,7 +15,7 @@ from test_viewer import HOSTILE, dom, needs_browser, section, words
 
 from arpo.evals.grading import Grade, grade_records, read_grades
 from arpo.evals.page import BLOCK, MAX_TRANSCRIPT_BYTES
-from arpo.evals.published import PUBLISHED
+from arpo.evals.published import PUBLISHED, TEN
 from arpo.evals.records import Record
 from arpo.evals.report import RunMeta, write_report
 from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
@@ -84,6 +84,9 @@ def test_the_scores_are_those_of_a_naive_computation(report):
         assert s["tool_errors"] == {"search: timeout": len(failed)}
         assert s["stop_reasons"]["length"] == round(s["truncated"] * len(flat))
         assert s["grade_reasons"] == {"no_answer": sum(r.text == "hm" for r in records[name])}
+        cut = sum(r.stop_reason == "length" and g.correct < 1 for r, g in zip(records[name], grades[name], strict=True))
+        assert s["failures"]["stop_length"] == cut and {"no_answer", "wrong_answer"} <= set(s["failures"])
+        assert sum(s["failures"].values()) == sum(correct < 1 for correct in flat)
         assert s["response_tokens"] == pytest.approx(np.mean([r.num_tokens for r in records[name]]))
         assert s["seconds"] == pytest.approx(np.mean([r.wall_s for r in records[name]]))
 
@@ -160,8 +163,19 @@ def test_the_report_says_that_there_was_no_judge_and_puts_the_papers_beside_ours
     level = f"{100 * scores['gaia']['splits']['level 1']['accuracy']:.1f}"
     assert f"| gaia: level 1 | pass@1 | {level} |" in text
     assert "| gaia | search |" in text and "| gaia | tool error | search: timeout |" in text
+    assert "| gaia | not right | stop_length |" in text
     assert "| mean of 2 (all) |" in text and "mean of ten" not in text
     assert "<img" not in text and "<script" not in text
+
+
+def test_the_mean_of_ten_stands_beside_the_papers_when_all_ten_are_there(tmp_path):
+    grades = {name: [Grade("q", 0, {}, float(i < 4), "f1", "")] for i, name in enumerate(TEN)}
+    records = {name: [boxed("1")] for name in TEN}
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    assert "| mean of ten | pass@1 | 40.0 |" in (tmp_path / "report.md").read_text()
+    del records["math"]
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    assert "mean of ten" not in (tmp_path / "report.md").read_text()
 
 
 def test_judges_failures_are_told(tmp_path):

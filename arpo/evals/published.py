@@ -1,7 +1,7 @@
 """What the papers report, to stand beside ours. Their claims, in percent; users could not reproduce several of them.
 
-Collected from secondary sources of ARPO (arXiv 2507.19849, tables 1 and 2) and AEPO (arXiv 2510.14545): check with the
-paper before citing. Numbers that we know only from memory or from a single unsure source are left out.
+AEPO's (arXiv 2510.14545) are those of its abstract. ARPO's (arXiv 2507.19849, tables 1 and 2) were collected from
+secondary sources: check with the paper before citing. Numbers known from memory or one unsure source are left out.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SOURCES = (
-    "Claims of ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545), collected from secondary sources; users could not "
-    "reproduce several of them. They compare with ours only where model, grader and questions are the same."
+    "Claims of ARPO (arXiv 2507.19849; from secondary sources) and AEPO (arXiv 2510.14545; its abstract); users could "
+    "not reproduce several of them. They compare with ours only where model, grader and questions are the same."
 )
 F1, JUDGE = "token F1", "72B judge"
 """How they graded: knowledge questions by F1; math and deep search by Qwen2.5-72B-Instruct."""

@@ -188,11 +188,13 @@ def _tools_table(scores: Mapping[str, Scores]) -> Table:
 
 
 def _failures_table(scores: Mapping[str, Scores]) -> Table:
+    kinds = {"failures": "not right", "stop_reasons": "stop", "grade_reasons": "grade", "tool_errors": "tool error"}
     rows = [
-        [name, kind.replace("_", " ").removesuffix("s"), reason, str(count), f"{count / s['trajectories']:.3f}"]
+        [name, words, reason, str(count), f"{count / s['trajectories']:.3f}"]
         for name, s in scores.items()
-        for kind in ("stop_reasons", "grade_reasons", "tool_errors")
+        for kind, words in kinds.items()
         for reason, count in s[kind].items()
     ]
     head = ["benchmark", "what", "reason", "count", "per trajectory"]
-    return Table("Stops and failures", head, rows)
+    note = "not right: the first thing that kept a trajectory from being right. The others are of all trajectories."
+    return Table("Stops and failures", head, rows, note)
