@@ -42,8 +42,8 @@ def memory_kib(pids: list[int]) -> int:
 
 
 def mine(folder: str) -> set[str]:
-    """Names in a shared folder of what looks like ours: other programs may come and go there meanwhile."""
-    return {name for name in os.listdir(folder) if name.startswith(("arpo-python", "call-", "left", "psm_", "sem."))}
+    """Names in a shared folder of what a call may have left: other programs, hosts too, come and go there meanwhile."""
+    return {name for name in os.listdir(folder) if name.startswith(("call-", "left", "psm_", "sem."))}
 
 
 def state(tool) -> dict[str, object]:
