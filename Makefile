@@ -1,4 +1,5 @@
-# make demo | test | lint | bench | results: each sets up what it needs in .venv (CPU wheels; GPU wheels where nvidia-smi works).
+# make demo | test | lint | bench | results | gpu: each sets up what it needs in .venv (CPU wheels; GPU wheels where
+# nvidia-smi works).
 #   make demo DEVICE=cpu     the CPU wheels on a machine with a GPU
 #   make demo NPROC=1        another number of ranks (default: 2 on CPU, all GPUs otherwise)
 #   make demo SEED=1         another seed, in folders of its own
@@ -17,7 +18,7 @@ READY    := .venv/ready-$(DEVICE)
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint bench results
+.PHONY: setup demo test lint bench results gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -77,7 +78,10 @@ lint: setup
 	$(PY) -m ruff format --check .
 
 bench: setup
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script --quick; done
+	set -e; for script in $(filter-out benchmarks/gpu_report.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(PY) $$script --quick; done
 
 results: setup  # all benchmarks in full, into benchmarks/RESULTS.md
 	$(PY) benchmarks/shared/results.py
+
+gpu: setup  # what only a GPU can show, correctness and speed, into runs/gpu_report
+	$(PY) benchmarks/gpu_report.py --device $(if $(filter gpu,$(DEVICE)),cuda,cpu --quick)
