@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.contradictions import check_algorithm, check_result_room, check_sizes
+from arpo.contradictions import check_algorithm, check_parallel, check_result_room, check_sizes
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -79,6 +79,7 @@ class RLConfig:
         check_sizes(self.data, self.rollout, self.branching, self.update, attention=self.model.attention)
         check_result_room(self.tools.search, self.rollout)
         check_algorithm(self.branching, self.advantage, self.critic, self.loss)
+        check_parallel(self.model, self.advantage, self.loss)
 
 
 CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
@@ -114,7 +115,7 @@ from arpo.update import (  # noqa: E402
 
 
 def main(cfg: RLConfig) -> None:
-    dist = distributed.init(shard_size=cfg.model.shard_size)
+    dist = distributed.init(shard_size=cfg.model.shard_size, context_parallel=cfg.model.context_parallel)
 
     # ---- everything that can be wrong is found before a model is loaded
     if cfg.data.num_prompts_per_step % dist.world_size:

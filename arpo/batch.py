@@ -103,6 +103,10 @@ class MicroBatch:
         """What the model of this Hugging Face config gets as its mask: none, position ids alone keep rows apart."""
         return None
 
+    def attention_options(self) -> dict[str, Any]:
+        """What the attention layers get beyond that."""
+        return {}
+
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> torch.Tensor:
         """(B, T) float32 of `values`, one array per row of the global mini-batch; 0 where the loss mask is 0."""
         out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)

@@ -8,6 +8,7 @@ from arpo.options import (
     CriticConfig,
     DataConfig,
     LossConfig,
+    ModelConfig,
     RolloutConfig,
     UpdateConfig,
 )
@@ -75,6 +76,20 @@ def check_algorithm(
     ):
         if wrong:
             raise ValueError(reason)
+
+
+def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
+    """Raises ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
+    if model.context_parallel == 1:
+        return
+    for wrong, option in (
+        (advantage.kind == "gae", "advantage.kind=gae"),
+        (loss.kind == "gspo", "loss.kind=gspo"),
+        (loss.aggregation != "token_mean", f"loss.aggregation={loss.aggregation}"),
+        (bool(loss.kl_coefficient) and loss.kl_in == "reward", "loss.kl_in=reward"),
+    ):
+        if wrong:
+            raise ValueError(f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1")
 
 
 def _of_the_branching(branching: BranchingConfig, advantage: AdvantageConfig) -> list[tuple[bool, str]]:

@@ -44,6 +44,18 @@ class Ranks:
     """1-D, named "dp"; or ("replicate", "shard"), where a copy of the model is spread over some of the ranks only."""
     watch: peers.Watch | None = None
     """Under torchrun: ends the run when a peer is gone."""
+    group: dist.ProcessGroup | None = None
+    """The neighbours that share this rank's micro-batches (context_parallel.py), where there are any."""
+
+    @property
+    def data_size(self) -> int:
+        """How many different shares of a batch there are."""
+        return self.world_size // (dist.get_world_size(self.group) if self.group else 1)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank // (self.world_size // self.data_size)
 
     @property
     def is_main(self) -> bool:
@@ -95,11 +107,14 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def init(timeout_minutes: float = 60.0, silence_s: float = 300.0, *, shard_size: int = 0) -> Ranks:
+def init(
+    timeout_minutes: float = 60.0, silence_s: float = 300.0, *, shard_size: int = 0, context_parallel: int = 1
+) -> Ranks:
     """Join the process group of torchrun's environment, or make one of a single rank.
 
     timeout_minutes: how long ranks wait for each other; it must exceed the slowest legal rollout.
     silence_s: after how long without a sign of life a peer is given up (under torchrun, see peers.py).
+    shard_size: see `make_mesh`. context_parallel: ranks that share their micro-batches.
     """
     _die_with_parent()
     _log_on_rank_0()
@@ -128,7 +143,8 @@ def init(timeout_minutes: float = 60.0, silence_s: float = 300.0, *, shard_size:
             watch = peers.Watch(store.clone(), rank, world_size, limits, observes=observes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch)
+    group = make_group(context_parallel) if context_parallel > 1 else None
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group)
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
@@ -140,6 +156,15 @@ def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
     shape = (world_size // shard_size, shard_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def make_group(num_ranks: int) -> dist.ProcessGroup:
+    """This rank's group of neighbours, on one node where that can be. Raises UserError where ranks are left over."""
+    if dist.get_world_size() % num_ranks:
+        raise UserError(
+            f"model.context_parallel={num_ranks} does not divide the {dist.get_world_size()} ranks; choose another"
+        )
+    return dist.new_subgroups(num_ranks)[0]
 
 
 def _log_on_rank_0() -> None:

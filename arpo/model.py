@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from arpo import lora
 from arpo.batch import MicroBatch
 from arpo.config import UserError
+from arpo.context_parallel import check_model, ulysses
 from arpo.head import token_logprobs
 from arpo.loading import build_on_meta, materialize, read_weights
 from arpo.options import ModelConfig
@@ -68,6 +69,7 @@ def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
         position_ids=micro.position_ids,
         attention_mask=micro.attention_mask(backbone.config),
         use_cache=False,
+        **micro.attention_options(),
     ).last_hidden_state[0]
 
 
@@ -83,6 +85,8 @@ def load_policy(
     """
     check_model_folder(cfg.path)
     hf = build_on_meta(cfg.path, attention_backend(cfg, device))
+    if cfg.context_parallel > 1:
+        check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
     policy = Policy(hf, cfg.head_chunk_tokens).train()
@@ -132,16 +136,18 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
+    """The name by which transformers knows it. Raises UserError for one that is not there."""
     from transformers.utils import is_flash_attn_2_available
 
     flash = device.type == "cuda" and is_flash_attn_2_available()
-    if cfg.attention == "auto":
-        return "flash_attention_2" if flash else "sdpa"
-    if cfg.attention == "flex_attention" and device.type != "cuda":
+    attention = cfg.attention
+    if attention == "auto":
+        attention = "flash_attention_2" if flash else "sdpa"
+    if attention == "flex_attention" and device.type != "cuda":
         raise UserError("model.attention=flex_attention needs a GPU; use sdpa")
-    if cfg.attention == "flash_attention_2" and not flash:
+    if attention == "flash_attention_2" and not flash:
         raise UserError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; use auto or sdpa")
-    return cfg.attention
+    return ulysses(attention) if cfg.context_parallel > 1 else attention
 
 
 def load_tokenizer(path: str):

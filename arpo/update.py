@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from arpo.advantages import assign_advantages, gae_advantages, token_advantages
 from arpo.batch import MicroBatch, microbatches, training_rows, training_trajectories
 from arpo.config import UserError
+from arpo.context_parallel import spread
 from arpo.distributed import Ranks
 from arpo.kl import token_kl
 from arpo.losses import policy_loss, statistics_of, token_moments
@@ -66,7 +67,9 @@ def make_minibatches(
         Minibatch(
             some,
             training_trajectories(some, advantage),
-            cut(rows, dist.rank, dist.world_size, cfg.max_tokens_per_microbatch, device=dist.device),
+            spread(
+                cut(rows, dist.data_rank, dist.data_size, cfg.max_tokens_per_microbatch, device=dist.device), dist.group
+            ),
         )
         for some in (groups[start : start + size] for start in range(0, len(groups), size))
         if (rows := training_rows(some, advantage))

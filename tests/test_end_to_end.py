@@ -124,6 +124,15 @@ def test_the_export_is_evaluated_by_the_same_rollout(trained, world):
 
 
 @pytest.mark.slow
+def test_adapters_learn_too_and_sampler_and_trainer_agree_on_them(world):
+    run("train_rl.py", str(world / "config.yaml"), "--run.name", "lora", "--model.lora_rank", "8")
+    rows = [row for row in read_metrics(world / "runs" / "lora") if row["step"] > 0]
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-3:]) / 3 > 1.3 * sum(rewards[:3]) / 3, rewards
+    assert all(row["mismatch/abs"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
 def test_a_killed_run_continues_exactly_where_it_was(trained, world):
     """Killed (-9, all processes) after a checkpoint; the resumed steps equal those of the undisturbed run."""
     process = launch("train_rl.py", str(world / "config.yaml"), "--run.name", "killed", start_new_session=True)

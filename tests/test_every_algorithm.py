@@ -24,6 +24,7 @@ ALGORITHMS = {
                   "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
+    "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
 

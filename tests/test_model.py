@@ -128,6 +128,36 @@ def test_activation_checkpointing_gives_the_same_gradients(folder, mesh):
         assert torch.equal(gradient, results[1][name]), name
 
 
+def test_selective_checkpointing_computes_every_nth_layer_twice(tiny_model_dir, mesh):
+    for n, expected in ((1, [2, 2]), (2, [2, 1])):
+        cfg = cfg_of(tiny_model_dir, activation_checkpointing=True, checkpoint_every_n_layers=n)
+        policy = load_policy(cfg, mesh, device=CPU)
+        counts = [0, 0]
+        for index, layer in enumerate(policy.hf.model.layers):
+            layer.mlp.register_forward_hook(lambda *_, i=index, c=counts: c.__setitem__(i, c[i] + 1))
+        some_loss(*policy(collate(random_rows()))).backward()
+        assert counts == expected
+
+
+def test_layers_that_stay_gathered_for_the_backward_pass_give_the_same_gradients(tiny_model_dir, mesh):
+    from torch.distributed.tensor import DTensor
+
+    results = []
+    for reshard in (True, False):
+        policy = load_policy(cfg_of(tiny_model_dir, reshard_after_forward=reshard), mesh, device=CPU)
+        loss = some_loss(*policy(collate(random_rows())))
+        assert isinstance(policy.hf.model.layers[0].mlp.up_proj.weight, DTensor) == reshard
+        loss.backward()
+        results.append(gradients(policy))
+    assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
+
+
+@pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
+def test_a_size_below_its_least_is_refused(option):
+    with pytest.raises(ValueError, match=f"model.{option}=-1"):
+        ModelConfig(**{option: -1})
+
+
 def test_an_empty_microbatch_gives_every_parameter_a_gradient_of_zero(folder, mesh):
     policy = load_policy(cfg_of(folder, activation_checkpointing=True), mesh, device=CPU)
     logprobs, entropies = policy(collate([]))

@@ -110,8 +110,11 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     folder = world / "runs" / "again" / "checkpoints"
     newest = folder / "step_000012" / "manifest.json"
     newest.write_text(newest.read_text()[:50])  # as if killed while writing
+    curve = world / "runs" / "again" / "curve.png"
+    curve.unlink()
     done = train(world, "--run.name", "again")
     assert done.returncode == 0 and "from step 8" in done.stdout, done.stdout + done.stderr
+    assert "tokenising" not in done.stdout and curve.stat().st_size > 1000
     for a, b in zip(read_metrics(trained), read_metrics(world / "runs" / "again"), strict=True):
         assert {k: v for k, v in a.items() if k.startswith(("loss", "optim", "valid"))} == {
             k: v for k, v in b.items() if k.startswith(("loss", "optim", "valid"))
