@@ -53,7 +53,7 @@ def write_world(folder: Path, hidden: int) -> None:
     write_model(str(folder / "model"), hidden=hidden)
     rng = random.Random(0)
     texts = ["".join(rng.choices(LETTERS, k=NUM_PROMPT_LETTERS)) for _ in range(64)]
-    rows = [{"prompt": text, "answer": "", "data_source": "toy", "tools": []} for text in texts]
+    rows = [{"prompt": text, "answer": "e", "data_source": "toy", "tools": []} for text in texts]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "corpus.jsonl").write_text('{"title": "e", "text": "e"}\n')
     (folder / "reward.py").write_text(

@@ -30,12 +30,12 @@ from arpo.tree import pack_trees
 
 VOCAB = {"quick": 4096, "full": 32_768}
 MODELS = {  # hidden, intermediate, layers
-    "cpu": {"quick": (128, 512, 4), "full": (512, 1536, 8)},
+    "cpu": {"quick": (128, 512, 4), "full": (256, 1024, 4)},
     "cuda": {"quick": (1024, 3072, 8), "full": (1536, 8960, 28)},  # full: the layers of Qwen2.5-1.5B
 }
 TOKENS = {  # prompt, sampled per turn, tool result, budget of a micro-batch
-    "quick": (150, 25, 64, 2048),
-    "full": (1200, 200, 512, 16_384),
+    "cpu": {"quick": (150, 25, 64, 2048), "full": (400, 66, 170, 4096)},  # full: a third of the GPU's
+    "cuda": {"quick": (150, 25, 64, 2048), "full": (1200, 200, 512, 16_384)},
 }
 
 
@@ -133,11 +133,11 @@ def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], dev
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one group of an eighth of the length, under a minute")
+    parser.add_argument("--quick", action="store_true", help="shorter trajectories, a smaller model: under a minute")
     size = "quick" if parser.parse_args().quick else "full"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
-    *lengths, budget = TOKENS[size]
+    *lengths, budget = TOKENS[device.type][size]
     rng = np.random.default_rng(0)
     groups = [arpo_group(rng, *lengths, VOCAB[size])]
     rows = training_rows(groups, AdvantageConfig())

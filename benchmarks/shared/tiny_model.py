@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "python", "search", "result", "answer") for slash in ("", "/")]
+VOCAB_SIZE = 2048
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def write_model(folder: str, *, hidden: int = 128, layers: int = 4) -> None:
-    """Config, float32 weights, tokenizer and chat template; vocabulary 2048, 4096 positions."""
+    """Config, float32 weights, tokenizer and chat template; 4096 positions."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -19,12 +20,13 @@ def write_model(folder: str, *, hidden: int = 128, layers: int = 4) -> None:
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(["<|im_end|>"])
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    bpe.add_tokens([f"<|{i}|>" for i in range(bpe.get_vocab_size(), VOCAB_SIZE)])  # what is sampled can be decoded
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
     tokenizer.save_pretrained(folder)
     heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "head_dim": 32}
     config = Qwen3Config(
-        vocab_size=2048,
+        vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
