@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 from python_tools import HANG_S, TIERS, jail_of, processes_of, run, start, text_of, wait_until
 
 from arpo.tools.base import ToolResult
+from arpo.tools.sandbox.host import NUM_SPARES
 from arpo.tools.sandbox.host_process import HostProcess
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.selftest import Canaries
@@ -235,6 +237,24 @@ def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
         command = [f"{folder}/bin/python", "-c", textwrap.dedent(script), str(REPO)]
         said = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
     assert said.split() == ["True", "1"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_caller_that_is_gone_before_its_call_began_leaves_nothing(tier):
+    tool = start(tier=tier)
+    host = tool.sandbox._host
+    try:
+        for _ in range(2 * NUM_SPARES):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                socket.send_fds(host._control, [b"call"], [theirs.fileno()])
+        assert text_of(tool, "1") == "1"
+        jail_of(tool)  # waits until there are spares and nothing else
+        folder = tool.sandbox.folder
+        assert folder is None or wait_until(lambda: len(os.listdir(folder)) == NUM_SPARES)
+        assert tool.sandbox.num_restarts == 0
+    finally:
+        asyncio.run(tool.aclose())
 
 
 def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):

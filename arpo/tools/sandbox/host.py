@@ -162,17 +162,19 @@ def _supervise(jail: Jail, limits: CallLimits, control: socket.socket, taken: in
         time.sleep(RETRY_FORK_S)
         os.write(taken, b"1")
         os._exit(1)
+    exit_code = 0
     try:
         conn = _wait_for_call(control, taken)
         if conn is not None:
             with conn:
                 serve_call(jail, limits, spare, conn, host_bytes)
     except BaseException:  # the caller sees the end of its connection, and tries again
-        os._exit(1)
-    finally:
-        jail.kill(spare.worker)
-        jail.close_scratch(spare.scratch)
-    os._exit(0)
+        exit_code = 1
+    with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
+        if os.waitpid(spare.worker, os.WNOHANG) == (0, 0):
+            jail.kill(spare.worker)
+    jail.close_scratch(spare.scratch)
+    os._exit(exit_code)
 
 
 def _wait_for_call(control: socket.socket, taken: int) -> socket.socket | None:
