@@ -144,7 +144,7 @@ def _table(title: str, result: dict) -> Table:
         rows_of[f"mean of {len(rows_of)}"] = result["overall"]
     columns = {k: None for numbers in rows_of.values() for k in numbers if k.startswith("pass@")}
     columns = sorted(columns, key=lambda k: int(k[len("pass@") :]))
-    head = ["benchmark", "questions", "reference", "run", "difference [95 %]", *(f"{k} [95 %]" for k in columns)]
+    head = ["benchmark", "questions", "reference", "run", "difference [95 %]", *(f"{k} difference" for k in columns)]
     rows = [
         [
             name,
