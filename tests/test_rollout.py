@@ -319,3 +319,60 @@ def test_entropy_modes_read_the_top_logprobs(mode):
     branching = BranchingConfig(entropy_mode=mode, num_initial_rollouts=4)
     [group] = play(call_then_answer, branching=branching)
     assert all(t.turns[0].entropy > 0 for t in group.trajectories)
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tool_has_a_limit_of_its_own_and_the_model_is_told():
+    turns = ["<search>a</search>", "<search>b</search>", "<search>c</search>", "<python>1</python>", ANSWER]
+    search, python = EchoTool("search", "found"), EchoTool("python", "2")
+    cfg = RolloutConfig(group_size=1, max_tool_calls=4, max_calls_per_tool=("search=2",), answer_reserve_tokens=60)
+    [group] = play(lambda _p, _t, turn: turns[turn], tools=[search, python], cfg=cfg)
+    [t] = group.trajectories
+    assert search.arguments == ["a", "b"] and python.arguments == ["1"]
+    refused = t.tool_calls[2]
+    assert (refused.result, refused.error_kind, refused.executed) == (
+        "The limit of 2 search calls is reached. Go on without search.", "limit", False,
+    )  # fmt: skip
+    assert t.stop_reason == StopReason.EOS
+
+
+def test_a_refused_call_counts_among_all_calls():
+    cfg = RolloutConfig(group_size=1, max_tool_calls=2, max_calls_per_tool=("search=0",), answer_reserve_tokens=60)
+    [group] = play(lambda _p, _t, _turn: CALL, cfg=cfg)
+    [t] = group.trajectories
+    assert ["2 tool calls" in call.result for call in t.tool_calls] == [False, False, True]
+    assert t.stop_reason == StopReason.TOOL_LIMIT
+
+
+@pytest.mark.parametrize("entry", ["search", "search=", "=3", "search=-1", "search=many"])
+def test_a_limit_that_cannot_be_read_is_an_error_of_the_config(entry):
+    with pytest.raises(ValueError, match="is not of the form NAME=N, like python=5"):
+        RolloutConfig(max_calls_per_tool=(entry,))
+
+
+@pytest.mark.parametrize("max_at_once", [0, 1, 6])
+def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
+    """With a limit, a group is whole before the last ones have begun; what is sampled does not depend on it."""
+    prompts = [prompt(f"p{i}") for i in range(6)]
+    engine, handed_out = ScriptedEngine(TOKENIZER, call_then_answer), []
+
+    def on_group(group, wall_s):
+        assert len(wall_s) == 4 and all(seconds >= 0 for seconds in wall_s)
+        assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
+        handed_out.append((group.prompt.prompt_id, len({key.split("|")[0] for key, *_ in engine.submitted})))
+
+    runner = ToolRunner({"search": EchoTool("search", "found", jitter_s=0.002)})
+    try:
+        groups = rollout(
+            prompts, engine, runner, CODEC, SHORT, NO_BRANCHES, seed=0, on_group=on_group, max_at_once=max_at_once
+        )
+    finally:
+        runner.close()
+    assert [group.prompt for group in groups] == prompts and sorted(p for p, _ in handed_out) == [
+        f"p{i}" for i in range(6)
+    ]
+    begun_at_first = handed_out[0][1]
+    assert begun_at_first == {0: 6, 1: 1, 6: 2}[max_at_once] or (max_at_once == 6 and begun_at_first == 3)
+    assert {t.text for g in groups for t in g.trajectories} == {CALL + " <result>\nfound\n</result>" + ANSWER}

@@ -10,6 +10,7 @@ each request; logprobs are not asked for (NaN), entropies neither, so there is n
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import os
@@ -124,8 +125,8 @@ class ServerEngine:
 
     def close(self) -> None:
         """Give up what is in flight, and close the connections."""
-        self.abort(list(self._specs))
-        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(timeout=30)
+        self._specs.clear()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)
         self._loop.close()
@@ -133,6 +134,13 @@ class ServerEngine:
     async def _begin(self, request_id: str, payload: dict) -> None:
         task = self._tasks[request_id] = asyncio.create_task(self._complete(request_id, payload))
         task.add_done_callback(lambda _: self._tasks.pop(request_id))
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
 
     def _cancel(self, request_id: str) -> None:
         if task := self._tasks.get(request_id):
@@ -263,6 +271,6 @@ def _get_json(url: str, headers: dict[str, str]) -> Any:
     except urllib.error.HTTPError as error:
         fix = f"set {KEY_VARIABLE} to a key that it takes" if error.code in (401, 403) else "is it the base URL?"
         raise UserError(f"eval.server: {url} answers HTTP {error.code}; {fix}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"eval.server: cannot reach {url} ({reason}); start the server, or correct the URL") from None
