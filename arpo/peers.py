@@ -185,7 +185,7 @@ def where() -> str:
     script = getattr(sys.modules["__main__"], "__file__", None)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == script or file.startswith(PACKAGE):
+        if file == script or (file.startswith(PACKAGE) and file != __file__):
             return f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "no code of ours"
