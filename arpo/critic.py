@@ -15,7 +15,7 @@ from arpo.batch import MicroBatch
 from arpo.distributed import Ranks
 from arpo.loading import build_on_meta, read_weights
 from arpo.losses import value_loss
-from arpo.model import attention_backend, check_model_folder, hidden_states, shard
+from arpo.model import attention_backend, check_model_folder, hidden_states, residence, shard
 from arpo.optim import clip_grad_norm
 from arpo.options import CriticConfig, ModelConfig
 from arpo.trajectory import Metrics
@@ -44,7 +44,8 @@ def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> 
     critic = Critic(hf.base_model).train()
     # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
-    fully_shard(critic.value_head.to(device), mesh=mesh, mp_policy=exact)
+    placement, home = residence(cfg, device)
+    fully_shard(critic.value_head.to(home), mesh=mesh, mp_policy=exact, offload_policy=placement)
     shard(critic, critic.backbone, cfg, mesh, device)
     read_weights({f"{hf.base_model_prefix}.{name}": p for name, p in critic.backbone.named_parameters()}, cfg.path)
     return critic

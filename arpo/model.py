@@ -109,8 +109,6 @@ def shard(
 
     Afterwards `hf` has memory for its shards, and in them anything. Raises UserError for what the device cannot.
     """
-    if cfg.cpu_offload and device.type != "cuda":
-        raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
     if cfg.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
         for index, layer in enumerate(hf.base_model.layers):
@@ -118,14 +116,22 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    offloads = (offload or cfg.cpu_offload) and device.type == "cuda"
-    placement = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    placement, home = residence(cfg, device, offload=offload)
     options = {"mesh": mesh, "mp_policy": precision, "offload_policy": placement}
     for layer in hf.base_model.layers:
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
     fully_shard(model, reshard_after_forward=True, **options)
-    materialize(hf, device, parameter_device=torch.device("cpu") if offloads else device)
+    materialize(hf, device, parameter_device=home)
+
+
+def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) -> tuple[OffloadPolicy, torch.device]:
+    """(FSDP2's policy, the device) for the shards: the GPU, or the CPU's memory. Raises UserError without a GPU."""
+    if cfg.cpu_offload and device.type != "cuda":
+        raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
+    if (offload or cfg.cpu_offload) and device.type == "cuda":
+        return CPUOffloadPolicy(), torch.device("cpu")
+    return OffloadPolicy(), device
 
 
 def reshard_all(model: nn.Module) -> None:
