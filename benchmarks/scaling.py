@@ -89,6 +89,8 @@ def from_config(path: str) -> tuple[str, Workload]:
         critic=cfg.advantage.kind == "gae",
         max_num_seqs=cfg.engine.max_num_seqs,
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
+        shard_gpus=cfg.model.shard_size,
+        lora=cfg.model.lora_rank > 0,
         tree_token_ratio=1.0 if cfg.update.layout == "packed" else Workload.tree_token_ratio,
     )
     return cfg.model.path, work

@@ -146,6 +146,8 @@ class Workload:
     gpu_memory_utilization: float = 0.6
     shard_gpus: int = 0
     """GPUs that share one copy of weights and optimizer state; 0 = those of a node."""
+    lora: bool = False
+    """Adapters only: their gradients and optimizer state are taken as nothing."""
 
     prompt_tokens: float = 400.0
     sampled_tokens: float = 900.0
@@ -220,7 +222,9 @@ def num_shards(work: Workload, hw: Hardware) -> int:
 def memory(shape: Shape, work: Workload, hw: Hardware) -> Memory:
     shards = num_shards(work, hw)
     parameters, gradients, optimizer = states_bytes(shape, shards)
-    everything = parameters + gradients + optimizer
+    everything = parameters + gradients + optimizer  # of the critic, which is always trained whole
+    if work.lora:
+        gradients = optimizer = 0.0
     return Memory(
         parameters=parameters,
         gradients=gradients,

@@ -54,7 +54,7 @@ def cpu_info() -> list[str]:
 
 
 def run(script: Path, settings: str) -> str:
-    """A row of the table; a script that fails has its last line of output in it."""
+    """Its row of the table."""
     print(f"== {script.name}", flush=True)
     started = time.perf_counter()
     command = [sys.executable, str(script), *(["--quick"] if settings.startswith("quick") else [])]
@@ -66,14 +66,18 @@ def run(script: Path, settings: str) -> str:
     except subprocess.TimeoutExpired:
         output, failure = [], f"not done after {TIMEOUT_S} s"
     print("\n".join(output or [failure]), f"\n({time.perf_counter() - started:.0f} s)", flush=True)
+    return row(script.stem, output[-1] if output else failure, settings)
+
+
+def row(name: str, last_line: str, settings: str) -> str:
+    """Of the table; a last line that is not the promised JSON object says why there is none."""
     today = datetime.date.today().isoformat()
-    if not output or not output[-1].startswith("{"):
-        failure = output[-1] if output else failure
-        return f"| {script.stem} | failed | | | | {failure} | {settings} | {today} | {hardware()} |"
-    r = json.loads(output[-1])
-    more = ", ".join(f"{name} {r[name]:.3g}" for name in EXTRAS.get(script.stem, ()))
+    if not last_line.startswith("{"):
+        return f"| {name} | none | | | | {last_line} | {settings} | {today} | {hardware()} |"
+    r = json.loads(last_line)
+    more = ", ".join(f"{extra} {r[extra]:.3g}" for extra in EXTRAS.get(name, ()))
     numbers = f"{r['ratio']:.2f} | {r['ours']:.4g} | {r['baseline']:.4g} | {r['unit']}"
-    return f"| {script.stem} | {numbers} | {more} | {settings} | {today} | {hardware()} |"
+    return f"| {name} | {numbers} | {more} | {settings} | {today} | {hardware()} |"
 
 
 def main() -> None:
