@@ -22,7 +22,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_tb
+from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
@@ -79,6 +80,7 @@ class Watch:
         self.store, self.rank, self.world_size, self.limits = store, rank, world_size, limits
         self.observes = observes
         self.num_signs = 0
+        self.failed_at = ""
         self.stopped = threading.Event()
         self.give_sign()
         sys.excepthook = self.explain
@@ -93,7 +95,8 @@ class Watch:
 
     def give_sign(self) -> None:
         self.num_signs += 1
-        sign = {"count": self.num_signs, "host": socket.gethostname(), "pid": os.getpid(), "where": where()}
+        sign = {"count": self.num_signs, "host": socket.gethostname(), "pid": os.getpid()}
+        sign["where"] = self.failed_at or where(sys._current_frames().get(threading.main_thread().ident))
         self.store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def signs(self) -> dict[int, dict]:
@@ -132,6 +135,7 @@ class Watch:
             sys.__excepthook__(kind, error, traceback)
             return
         sys.stderr = sys.__stderr__  # torch calls this hook with a buffer in its place, which `end` would never empty
+        self.failed_at = where([frame for frame, _ in walk_tb(traceback)][-1])  # the stack itself is gone by now
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to stop this process; it waits 30 s for it
         try:
             if missing := self.missing():
@@ -179,9 +183,8 @@ def describe(signs: Mapping[int, dict]) -> str:
     )
 
 
-def where() -> str:
-    """The innermost line of ours in the main thread: "rollout.py:120 step"."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+def where(frame: FrameType | None) -> str:
+    """The innermost line of ours, from `frame` outwards: "rollout.py:120 step"."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     while frame is not None:
         file = frame.f_code.co_filename
