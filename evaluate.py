@@ -86,7 +86,8 @@ def main(cfg: EvalConfig) -> None:
         print(compare_runs(cfg.eval.compare))
         return
     if cfg.eval.regrade:
-        report(cfg, Path(cfg.eval.regrade), open_judge(cfg.judge, Path(cfg.eval.regrade)))
+        run = Path(cfg.eval.regrade)
+        report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
         return
     dist = distributed.init()
 
@@ -107,7 +108,7 @@ def main(cfg: EvalConfig) -> None:
     if dist.is_main:
         settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools)
         claim_run(folder, settings, resume=cfg.run.resume)
-        judge = open_judge(cfg.judge, folder)
+        judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
     todo = {name: unfinished(folder, name, prompts, cfg.eval.num_samples) for name, prompts in sets.items()}
     dist.barrier()  # nobody writes before all have read
@@ -188,12 +189,13 @@ def make_engine(cfg: EvalConfig, codec: Codec, rank: int) -> Engine | ServerEngi
     )
 
 
-def open_judge(cfg: JudgeConfig, folder: Path) -> Judge | None:
-    """None without a judge; one that cannot be reached ends the run here, before anything is generated."""
+def open_judge(cfg: JudgeConfig, folder: Path, *, probe: bool) -> Judge | None:
+    """None without a judge. With `probe`, one that cannot be reached ends the run here, before anything is generated."""
     if not cfg.url:
         return None
     judge = Judge(cfg, folder / "judge.sqlite")
-    judge.probe()
+    if probe:
+        judge.probe()
     return judge
 
 
