@@ -204,7 +204,7 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """One forward pass for all in flight; a chunk for each request that got tokens (half a prefill gives none)."""
-        with self.own_randomness():
+        with self.own_randomness(with_numpy=False):  # a step draws nothing from NumPy
             outputs = self.llm.llm_engine.step()
         return [self.chunk(output) for output in outputs if output.outputs[0].token_ids or output.finished]
 
@@ -319,14 +319,14 @@ class Engine:
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def own_randomness(self) -> Iterator[None]:
+    def own_randomness(self, *, with_numpy: bool = True) -> Iterator[None]:
         """vLLM seeds and draws from the global generators; how often depends on timing. Keep that from the trainer."""
-        callers = RandomState.current()
+        callers = RandomState.current(with_numpy=with_numpy)
         self.random_state.restore()
         try:
             yield
         finally:
-            self.random_state = RandomState.current()
+            self.random_state = RandomState.current(with_numpy=with_numpy)
             callers.restore()
 
 

@@ -23,18 +23,22 @@ class RandomState:
     """The state of every global random generator: Python, NumPy, torch, and torch on the current GPU."""
 
     python: tuple[Any, ...]
-    numpy: dict[str, Any]
+    numpy: dict[str, Any] | None
+    """None: left as it is."""
     cpu: torch.Tensor
     cuda: torch.Tensor | None
 
     @classmethod
-    def current(cls) -> RandomState:
+    def current(cls, *, with_numpy: bool = True) -> RandomState:
+        """Taking NumPy's state and setting it again are 0.12 ms, ten times all others on a CPU."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
+        numpy = np.random.get_state(legacy=False) if with_numpy else None
+        return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
