@@ -190,7 +190,7 @@ def make_engine(cfg: EvalConfig, codec: Codec, rank: int) -> Engine | ServerEngi
 
 
 def open_judge(cfg: JudgeConfig, folder: Path, *, probe: bool) -> Judge | None:
-    """None without a judge. With `probe`, one that cannot be reached ends the run here, before anything is generated."""
+    """None without a judge. With `probe`, one that cannot be reached ends the run here, before any generation."""
     if not cfg.url:
         return None
     judge = Judge(cfg, folder / "judge.sqlite")
