@@ -27,6 +27,8 @@ from arpo.engine import Engine, SamplingSpec
 from arpo.evals.server import ServerEngine, left_open
 from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
 from arpo.protocol import Codec
+from arpo.rewards.judge import Judge, JudgeTask
+from arpo.rewards.options import JudgeConfig
 from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
@@ -51,7 +53,7 @@ class ScriptedServer(WebService):
         return web.json_response({"choices": [self.choice(body)]})
 
     def choice(self, body: dict) -> dict:
-        turn = CODEC.decode(body["prompt"]).count("<result>")
+        turn = CODEC.decode(body["prompt"]).count("<result>\n")  # the system prompt speaks of <result> too
         engine = ScriptedEngine(TOKENIZER, lambda *_: self.script("", "", turn), tokens_per_step=10**6)
         engine.submit("p|0|0", body["prompt"], SamplingSpec(body["max_tokens"], stop=tuple(body.get("stop", ()))))
         [chunk] = engine.step()
@@ -237,9 +239,10 @@ def vllm_serve(tiny_model_dir, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("serve")
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny_model_dir), "--host", "127.0.0.1",
-               "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
-               "--max-model-len", "500", "--max-num-seqs", "16"]  # fmt: skip
+    flags = {"model": tiny_model_dir, "host": "127.0.0.1", "port": port, "served-model-name": "tiny", "dtype": "float32",
+             "max-model-len": 500, "max-num-seqs": 16}  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -297,6 +300,23 @@ def test_vllm_serve_refuses_what_it_does_not_serve(vllm_serve):
         connect(vllm_serve, model="big")
     with pytest.raises(UserError, match="has room for 500 tokens"):
         connect(vllm_serve, max_model_len=501)
+
+
+@pytest.mark.slow
+def test_vllm_serve_as_judge(vllm_serve, tmp_path, monkeypatch):
+    """A random model gives no verdict; what it said is kept, and read again without it."""
+    cfg = JudgeConfig(url=f"{vllm_serve}/v1/chat/completions", model="tiny", max_tokens=8, retries=0, timeout_s=300)
+    judge = Judge(cfg, tmp_path / "judge.sqlite")
+    with pytest.raises(UserError, match=r"^judge\.url: judge: HTTP 400 "):
+        judge.probe()  # the prompt does not fit into a context of 500 tokens
+    monkeypatch.setattr("arpo.rewards.judge.PROMPT", "{question} {references} {prediction}")
+    tasks = [JudgeTask(f"who wrote book {i}?", ("42",), str(i)) for i in range(8)]
+    verdicts = judge.judge(tasks)
+    judge.close()
+    assert {verdict.status for verdict in verdicts} == {"unparsable"} and all(verdict.reply for verdict in verdicts)
+    gone = Judge(replace(cfg, url="http://127.0.0.1:9/v1"), tmp_path / "judge.sqlite")
+    assert gone.judge(tasks) == verdicts
+    gone.close()
 
 
 def test_closing_ends_what_is_in_flight():

@@ -1,0 +1,302 @@
+"""evaluate.py from end to end: benchmarks, kill -9 and resume, regrade, replay, judge, compare, bad input.
+
+Generation is by real vLLM of a random tiny model, in processes of their own; what a random model never does (call tools
+on purpose, answer right) is played by test_server.py's scripted server, in this process.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from conftest import build_tiny_model
+from eval_sets import write_sets
+from fakes import byte_tokenizer
+from test_server import ScriptedServer
+from web_service import WebService, says
+
+import evaluate
+from arpo.config import UserError, load_config
+from arpo.evals.benchmarks import BENCHMARKS
+from arpo.evals.records import read_records
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = {
+    "eval.benchmarks": "all", "eval.num_samples": "2", "eval.max_prompt_tokens": "2500", "tools.names": "python",
+    "rollout.max_response_tokens": "48", "rollout.answer_reserve_tokens": "8", "engine.dtype": "float32",
+    "engine.kv_cache_gib": "0.2", "engine.max_num_seqs": "16", "rollout.temperature": "1.0",
+}  # fmt: skip
+
+
+def flags_of(**changes: str) -> list[str]:
+    flags = FLAGS | {name.replace("__", "."): value for name, value in changes.items()}
+    return [part for name, value in flags.items() for part in (f"--{name}", *value.split())]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A random model with room for the benchmarks' prompts, a tokenizer for the scripted server, the test sets."""
+    folder = tmp_path_factory.mktemp("world")
+    build_tiny_model(folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    byte_tokenizer().save_pretrained(folder / "scripted")
+    write_sets(folder / "sets")
+    (folder / "corpus.jsonl").write_text('{"title": "otter", "text": "otters swim"}\n')
+    rows = [{"question": f"q{i}?", "answer": "42", "data_source": "gsm8k"} for i in range(3)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(world: Path, name: str, *flags: str, ranks: int = 0) -> subprocess.Popen:
+    """evaluate.py in a process of its own; with `ranks`, under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, "evaluate.py", "--model.path", str(world / "model"), "--run.dir", str(world),
+               "--run.name", name, "--eval.data_dir", str(world / "sets"), *flags]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def run(world: Path, name: str, *flags: str, ranks: int = 0) -> str:
+    process = start(world, name, *flags, ranks=ranks)
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def whole(world) -> Path:
+    """One run over two questions of each benchmark, one engine for all."""
+    run(world, "whole", *flags_of())
+    return world / "whole"
+
+
+@pytest.fixture
+def evaluate_here(monkeypatch):
+    """evaluate.main in this process, for runs without an engine; it leaves no process group and no log behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    logger = logging.getLogger("arpo")
+    handlers, level = list(logger.handlers), logger.level
+    yield lambda *flags: evaluate.main(load_config(evaluate.EvalConfig, list(flags)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    logger.handlers[:], logger.level = handlers, level
+
+
+# ---- generation by vLLM
+
+
+@pytest.mark.slow
+def test_every_benchmark_is_generated_graded_and_reported(whole):
+    scores = json.loads((whole / "scores.json").read_text())
+    assert list(scores) == list(BENCHMARKS)
+    for name, s in scores.items():
+        assert (s["questions"], s["samples"], s["trajectories"]) == (2, 2, 4)
+        assert s["metric"] == {"math": "math_equal", "qa": "f1"}[BENCHMARKS[name].grader]
+    assert set(scores["gaia"]["splits"]) == {"level 2"} and set(scores["hle"]["splits"]) == {"Math"}
+    assert "No judge" in (whole / "report.md").read_text()
+    records = read_records(whole / "records")
+    assert len(records) == 14 * 2 * 2 and len({r.text for r in records}) > 50
+    assert all(0 < r.num_tokens <= 48 and r.wall_s >= 0 for r in records)
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(whole, world):
+    """Each trajectory has its own random stream, so the result is that of the run that was left alone."""
+    process = start(world, "killed", *flags_of(engine__max_num_seqs="2"))
+    records, deadline = world / "killed" / "records", time.monotonic() + 600
+    while sum(path.read_text().count("\n") for path in records.glob("*.jsonl")) < 10:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finished = {path: path.read_bytes().rpartition(b"\n")[0] for path in records.glob("*.jsonl")}
+    assert 10 <= len(read_records(records)) < 56 and not (world / "killed" / "scores.json").exists()
+    with (records / "xbench.jsonl").open("ab") as torn:
+        torn.write(b'{"benchmark": "xbe')
+
+    output = run(world, "killed", *flags_of(), ranks=2)
+    assert "2 of them finished before" in output and (records / "xbench.rank1.jsonl").exists()
+    lines = [line for path in records.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(lines) == 56  # a line twice would be a trajectory generated twice
+    assert all(path.read_bytes().startswith(before) for path, before in finished.items())
+    texts = {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(records)}
+    assert texts == {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(whole / "records")}
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world):
+    before = (whole / "scores.json").read_bytes()
+    shutil.rmtree(whole / "grades")
+    output = run(world, "whole", *flags_of(engine__kv_cache_gib="0.000001"))  # an engine could not start
+    assert output.count("2 questions, 2 of them finished before") == 14
+    assert (whole / "scores.json").read_bytes() == before and (whole / "grades" / "gaia.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_regrading_needs_no_model_and_gives_the_same_to_the_digit(whole, evaluate_here):
+    before = {name: (whole / name).read_bytes() for name in ("scores.json", "report.md", "report.html")}
+    for name in before:
+        (whole / name).unlink()
+    evaluate_here(str(whole / "config.yaml"), "--model.path", "/nonexistent", "--eval.regrade", str(whole))
+    assert {name: (whole / name).read_bytes() for name in before} == before
+
+
+# ---- generation by a scripted server: calls and right answers
+
+
+def script(_prompt, _trajectory, turn: int) -> str:
+    return [
+        "<think>t</think><search>otter</search>",
+        "<think>t</think><python>import random; print(random.random())</python>",
+        "<think>t</think><answer>\\boxed{42}</answer>",
+    ][turn]
+
+
+@pytest.fixture
+def server():
+    with ScriptedServer(script, max_model_len=10**6) as running:
+        yield running
+
+
+def server_flags(world: Path, server: WebService, name: str, **changes: str) -> list[str]:
+    changes = {
+        "eval__server": server.url.removesuffix("/retrieve"), "model__path": str(world / "scripted"),
+        "run__dir": str(world), "run__name": name, "eval__data_dir": str(world / "sets"),
+        "tools__names": "python search", "tools__search__backend": "local",
+        "tools__search__corpus": str(world / "corpus.jsonl"),
+        "rollout__max_response_tokens": "900",
+    } | changes  # fmt: skip
+    return flags_of(**changes)
+
+
+def without_times(scores: dict) -> dict:
+    """What a replay must give to the digit: everything but seconds, and whether a cache answered."""
+    for s in scores.values():
+        s.pop("seconds")
+        for tool in s["tools"].values():
+            tool.pop("seconds"), tool.pop("cached_share")
+    return scores
+
+
+def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_here, tmp_path):
+    own = {"eval__benchmarks": "gsm8k gaia", "eval__files": str(world / "own.jsonl")}
+    caches = {"tools__search__cache": str(tmp_path / "s.sqlite"), "tools__python__cache": str(tmp_path / "p.sqlite")}
+    evaluate_here(*server_flags(world, server, "live", **own, **caches))
+    first = read_records(world / "live" / "records")
+    assert len(first) == 7 * 2 and {r.metric for r in first} == {"math", "qa", "reward"}
+    for record in first:
+        assert [(call["tag"], call["ok"]) for call in record.tool_calls] == [("search", True), ("python", True)]
+        assert record.text.endswith("\\boxed{42}</answer>") and "otters swim" in record.text
+
+    corpus = world / "corpus.jsonl"
+    corpus.rename(world / "gone")
+    try:
+        evaluate_here(*server_flags(world, server, "replayed", **own, **caches, eval__replay="True"))
+    finally:
+        (world / "gone").rename(corpus)
+    second = read_records(world / "replayed" / "records")
+    assert [r.text for r in second] == [r.text for r in first]  # random.random() and all
+    assert all(call["cached"] for r in second for call in r.tool_calls)
+    old, new = (json.loads((world / name / "scores.json").read_text()) for name in ("live", "replayed"))
+    assert old["own"]["accuracy"] == 1.0 and old["own"]["reward"] == pytest.approx(1.1)
+    assert without_times(new) == without_times(old)
+
+    evaluate_here("--eval.compare", str(world / "live"), str(world / "replayed"))
+    assert "own" in (world / "replayed" / "compare.md").read_text()
+
+
+def test_a_judge_is_asked_once_for_each_answer_and_never_again(world, server, evaluate_here):
+    reply = {"choices": [{"message": {"content": "The same. <judgment>Correct</judgment>"}}]}
+    with WebService([says(reply)]) as judge:
+        asked = {"judge__url": judge.url, "judge__model": "j", "eval__benchmarks": "gsm8k gaia"}
+        evaluate_here(*server_flags(world, server, "judged", **asked))
+        scores = json.loads((world / "judged" / "scores.json").read_text())
+        assert (scores["gaia"]["metric"], scores["gaia"]["accuracy"]) == ("judge", 1.0)
+        assert scores["gsm8k"]["metric"] == "math_equal"
+        num_asked = sum(b"zip code" in r.body for r in judge.requests)
+        assert num_asked == 2  # one for each question, whose samples say the same
+        evaluate_here(str(world / "judged" / "config.yaml"), "--eval.regrade", str(world / "judged"))
+        assert sum(b"zip code" in r.body for r in judge.requests) == num_asked
+        assert json.loads((world / "judged" / "scores.json").read_text()) == scores
+
+
+def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_here):
+    with ScriptedServer(script, max_model_len=10**6) as first:
+
+        async def dies_after_ten(request):
+            if len(first.requests) > 30:
+                first.plan = [says({"error": "out of memory"}, 400)]
+                return await first.plan[0](request)
+            return await first.answer(request)
+
+        first.plan = [dies_after_ten]
+        flags = {"eval__benchmarks": "qa", "engine__max_num_seqs": "2", "tools__names": "search"}
+        with pytest.raises(UserError, match="what is finished is saved"):
+            evaluate_here(*server_flags(world, first, "left", **flags))
+    done = read_records(world / "left" / "records")
+    assert 0 < len(done) < 20
+    with ScriptedServer(script, max_model_len=10**6) as second:
+        evaluate_here(*server_flags(world, second, "left", **flags))
+        assert len(second.requests) - 2 <= 3 * (20 - len(done))
+    assert len(read_records(world / "left" / "records")) == 20
+
+
+# ---- bad input: one line, before anything is generated
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"eval__benchmarks": "gaai"}, "did you mean 'gaia'"),
+        ({"eval__data_dir": "/nowhere", "eval__benchmarks": "gaia"}, "/nowhere/gaia/test.jsonl, which is not there"),
+        ({"eval__server": "http://127.0.0.1:9"}, r"eval\.server: cannot reach http://127\.0\.0\.1:9/v1"),
+        ({"eval__server_model": "big"}, "does not serve 'big'"),
+        ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
+        ({"eval__replay": "True"}, r"set tools\.\w+\.cache"),
+        ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
+        ({"model__path": "/nonexistent"}, "cannot load the tokenizer"),
+    ],
+)
+def test_bad_input_is_found_before_anything_is_generated(world, server, evaluate_here, changes, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        evaluate_here(*server_flags(world, server, "bad", **{"run__dir": str(tmp_path)} | changes))
+    assert not list(tmp_path.rglob("records/*.jsonl"))
+    assert not any(b'"seed"' in r.body for r in server.requests)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "nothing to evaluate; pass eval.benchmarks"),
+        (["--eval.files", "x", "--eval.num_samples", "0"], "must be at least 1"),
+        (["--eval.files", "x", "--rollout.max_calls_per_tool", "python"], "not of the form NAME=N"),
+        (["--eval.regrade", "/nowhere"], "is /nowhere the folder of an evaluation"),
+        (["--eval.compare", "/nowhere"], "at least two run folders"),
+    ],
+)
+def test_bad_flags_are_one_line(flags, words, evaluate_here):
+    with pytest.raises(UserError, match=words):
+        evaluate_here(*flags)
+
+
+def test_two_sets_of_one_name_are_refused(world, server, evaluate_here, tmp_path):
+    (tmp_path / "gaia.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    flags = {"eval__benchmarks": "gaia", "eval__files": str(tmp_path / "gaia.jsonl"), "run__dir": str(tmp_path)}
+    with pytest.raises(UserError, match=r"gaia\.jsonl has the name of another set"):
+        evaluate_here(*server_flags(world, server, "bad", **flags))
