@@ -49,10 +49,10 @@ def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int
             config = AutoConfig.from_pretrained(model.path)
             config._attn_implementation = attention_backend(model, device)
             check_attention(config)
-    except UserError:
-        if cfg.layout == "tree":
+    except (UserError, OSError, ValueError) as error:  # OSError, ValueError: no config that transformers can read
+        if cfg.layout == "tree" and isinstance(error, UserError):
             raise
-        return replace(cfg, layout="packed")
+        return replace(cfg, layout="packed")  # what is wrong with the config is the loader's to say
     return replace(cfg, layout="tree")
 
 
