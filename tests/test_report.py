@@ -178,6 +178,14 @@ def test_the_mean_of_ten_stands_beside_the_papers_when_all_ten_are_there(tmp_pat
     assert "mean of ten" not in (tmp_path / "report.md").read_text()
 
 
+def test_their_f1_stands_beside_our_f1_even_where_a_judge_graded_ours(tmp_path):
+    grades = [Grade("q", 0, {"em": 0.0, "f1": 0.25}, 1.0, "judge", "")]
+    write_report(tmp_path, {"webwalker": [boxed("1")]}, {"webwalker": grades}, RunMeta("m", judge="J"))
+    text = (tmp_path / "report.md").read_text()
+    assert "| webwalker | pass@1 | 25.0 | f1 | token F1 | Qwen2.5-3B ARPO 24.5;" in text
+    assert "| webwalker | pass@1 | 100.0 | judge | 72B judge | Qwen3-8B GRPO 29.0;" in text
+
+
 def test_judges_failures_are_told(tmp_path):
     grades = [
         Grade(f"q{i}", 0, {"em": 0.0, "f1": 0.5}, 0.0, "judge", reason)

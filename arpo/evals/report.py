@@ -12,7 +12,7 @@ from pathlib import Path
 
 from arpo.evals.grading import Grade, write_grades
 from arpo.evals.page import write_page
-from arpo.evals.published import SOURCES, TEN, TEN_AVERAGES, published_for
+from arpo.evals.published import F1, SOURCES, TEN, TEN_AVERAGES, published_for
 from arpo.evals.records import Record
 from arpo.evals.scores import Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown, replace_text
@@ -161,9 +161,12 @@ def _papers_table(scores: Mapping[str, Scores]) -> Table:
     for name, whole in scores.items():
         for theirs in published_for(name):
             split = theirs.benchmark.partition(": ")[2]
-            ours = whole.get("splits", {}).get(split) if split else whole
-            value = None if ours is None else ours.get("accuracy" if theirs.score == "pass@1" else theirs.score)
-            cells = (theirs.benchmark, theirs.score, "" if value is None else f"{100 * value:.1f}", whole["metric"])
+            ours = whole.get("splits", {}).get(split, {}) if split else whole
+            # their F1 stands beside our F1 even where a judge has graded ours
+            by_f1 = theirs.metric == F1 and "f1" in ours
+            value = ours.get("f1" if by_f1 else "accuracy" if theirs.score == "pass@1" else theirs.score)
+            ours_percent = "" if value is None else f"{100 * value:.1f}"
+            cells = (theirs.benchmark, theirs.score, ours_percent, "f1" if by_f1 else whole["metric"])
             rows.setdefault((*cells, theirs.metric), []).append(f"{theirs.model} {theirs.method} {theirs.percent:.1f}")
     if set(TEN) <= set(scores):
         ours = sum(scores[name]["accuracy"] for name in TEN) / len(TEN)
