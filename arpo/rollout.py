@@ -16,14 +16,15 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from arpo import branching as br
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import LIMIT_REACHED, TOOL_LIMIT_REACHED, Codec, parse_call, stop_strings
+from arpo.rollout_state import Decision, GroupState, Live
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.trajectory import BranchDecision, Group, Prompt, StopReason, ToolCall, Trajectory, Turn
+from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 
 def rollout(
@@ -66,84 +67,6 @@ def rollout(
     return [group.finish() for group in groups]
 
 
-@dataclass
-class _Decision:
-    """A taken branch decision, until its budget is settled."""
-
-    entropy: float
-    root_entropy: float
-    probability: float
-    draw: float | None
-    consecutive: int
-    wants: bool
-
-
-@dataclass
-class _Live:
-    """Working state of one trajectory while it grows."""
-
-    trajectory: Trajectory
-    group: _GroupState
-    path: br.Path
-    consecutive: int = 0
-    """Branching decisions in a row on this chain (AEPO's l)."""
-    entropies: list[float] = field(default_factory=list)
-    """Of the current turn's first tokens, nats."""
-    top_logprobs: list[list[float]] = field(default_factory=list)
-    began_at_s: float | None = None
-    """When its first token was there."""
-
-    @property
-    def turn_index(self) -> int:
-        return len(self.trajectory.turns) - 1
-
-    @property
-    def root_entropy(self) -> float:
-        return self.trajectory.turns[0].entropy or 0.0
-
-    @property
-    def key(self) -> str:
-        return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
-
-
-@dataclass
-class _GroupState:
-    """One prompt's tree while it grows."""
-
-    prompt: Prompt
-    size: int
-    budget: br.BranchBudget
-    trajectories: dict[br.Path, Trajectory] = field(default_factory=dict)
-    decisions: dict[tuple[int, br.Path], _Decision] = field(default_factory=dict)
-    wall_s: dict[br.Path, float] = field(default_factory=dict)
-    """Of finished trajectories: from the first own token to the end."""
-
-    @property
-    def num_roots(self) -> int:
-        return sum(len(path) == 1 for path in self.trajectories)
-
-    def finish(self) -> Group:
-        """Write the decision records, check the invariants."""
-        for (turn, path), d in self.decisions.items():
-            children = self.budget.granted.get((turn, path), 0)
-            outcome = "declined" if not d.wants else "branched" if children else "no_budget"
-            self.trajectories[path].turns[turn].decision = BranchDecision(
-                d.entropy,
-                d.root_entropy,
-                d.probability,
-                d.draw,
-                d.consecutive,
-                budget_left=self.budget.budget_before(turn, path),
-                num_children=children,
-                outcome=outcome,
-            )
-        trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
-        assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))
-        for trajectory in trajectories:
-            trajectory.check()
-        return Group(self.prompt, trajectories)
-
-
 class _Loop:
     """The handlers of the event loop: what happens when tokens arrive, and when a tool result arrives."""
 
@@ -152,14 +75,14 @@ class _Loop:
     ):
         self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching, self.seed = cfg, branching, seed
-        self.decoding: dict[str, _Live] = {}
-        self.calling: dict[str, tuple[_Live, str, str]] = {}  # call id -> (live, tag, argument)
+        self.decoding: dict[str, Live] = {}
+        self.calling: dict[str, tuple[Live, str, str]] = {}  # call id -> (live, tag, argument)
         self.num_unfinished = 0
-        self.whole: list[_GroupState] = []  # groups that became so since `rollout` last looked
+        self.whole: list[GroupState] = []  # groups that became so since `rollout` last looked
 
     # -- how trajectories come to be ---------------------------------------------------------------------------------
 
-    def start_group(self, prompt: Prompt) -> _GroupState:
+    def start_group(self, prompt: Prompt) -> GroupState:
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
         size = self.cfg.group_size
         roots = 1 if self.branching.dynamic_budget else min(self.branching.num_initial_rollouts, size)
@@ -168,22 +91,22 @@ class _Loop:
             max_children=self.branching.max_branches_per_turn,
             last_turn=0 if self.branching.selector == "none" else self.cfg.max_tool_calls,
         )
-        group = _GroupState(prompt, size, budget)
+        group = GroupState(prompt, size, budget)
         self.num_unfinished += size
         self.start_roots(group, roots, may_branch=True)
         self.grow(group)
         return group
 
-    def start_roots(self, group: _GroupState, count: int, *, may_branch: bool) -> None:
+    def start_roots(self, group: GroupState, count: int, *, may_branch: bool) -> None:
         for _ in range(count):
             path = (group.num_roots,)
             trajectory = Trajectory(group.prompt.prompt_id, _name(path))
             group.trajectories[path] = trajectory
             if may_branch:
                 group.budget.expect(path, turn=1)
-            self.start_turn(_Live(trajectory, group, path))
+            self.start_turn(Live(trajectory, group, path))
 
-    def fork(self, group: _GroupState, parent_path: br.Path, turn: int, path: br.Path) -> None:
+    def fork(self, group: GroupState, parent_path: br.Path, turn: int, path: br.Path) -> None:
         """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
         parent = group.trajectories[parent_path]
         at = parent.turns[turn].start
@@ -198,9 +121,9 @@ class _Loop:
             fork_at=at,
         )
         group.trajectories[path] = child
-        self.start_turn(_Live(child, group, path, consecutive=group.decisions[turn, parent_path].consecutive + 1))
+        self.start_turn(Live(child, group, path, consecutive=group.decisions[turn, parent_path].consecutive + 1))
 
-    def grow(self, group: _GroupState) -> None:
+    def grow(self, group: GroupState) -> None:
         """Start what the budget allows now: children; and, once nothing can branch any more, the missing roots."""
         for turn, parent, children in group.budget.settle():
             for child in children:
@@ -208,7 +131,7 @@ class _Loop:
         if group.budget.budget is not None and group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
 
-    def split_budget(self, group: _GroupState, pilot: Trajectory) -> None:
+    def split_budget(self, group: GroupState, pilot: Trajectory) -> None:
         """AEPO: the finished pre-monitoring trajectory (kept as root 0) decides how many roots there are."""
         root_entropy = pilot.turns[0].entropy or 0.0
         after_tools = [t.entropy for t in pilot.turns[1:] if t.entropy is not None]
@@ -220,7 +143,7 @@ class _Loop:
 
     # -- how a trajectory grows --------------------------------------------------------------------------------------
 
-    def start_turn(self, live: _Live) -> None:
+    def start_turn(self, live: Live) -> None:
         trajectory = live.trajectory
         start = len(trajectory.token_ids)
         trajectory.turns.append(Turn(start=start, end=start, result_end=start))
@@ -261,21 +184,21 @@ class _Loop:
             del self.decoding[chunk.request_id]
             self.end_turn(live, chunk)
 
-    def measure(self, live: _Live) -> float:
+    def measure(self, live: Live) -> float:
         if self.branching.entropy_mode == "exact":
             return br.exact_turn_entropy(live.entropies, self.branching.entropy_tokens, self.codec.vocab_size)
         if self.branching.entropy_mode == "topk":
             return br.topk_turn_entropy(live.top_logprobs, self.branching.entropy_tokens, self.codec.vocab_size)
         return br.upstream_turn_entropy(live.top_logprobs, self.codec.vocab_size)
 
-    def decide(self, live: _Live, turn: int, entropy: float) -> None:
+    def decide(self, live: Live, turn: int, entropy: float) -> None:
         """Take the branch decision of the tool result before `turn`, if it is this trajectory's to take."""
         group = live.group
         if group.budget.open.get(live.path) != turn:
             return
         rng = random.Random(f"{self.seed}|{live.trajectory.prompt_id}|{live.trajectory.trajectory_id}|{turn}")
         wants, probability, draw = br.wants_to_branch(entropy, live.root_entropy, live.consecutive, self.branching, rng)
-        group.decisions[turn, live.path] = _Decision(
+        group.decisions[turn, live.path] = Decision(
             entropy, live.root_entropy, probability, draw, live.consecutive, wants
         )
         live.consecutive = live.consecutive + 1 if wants else 0
@@ -283,7 +206,7 @@ class _Loop:
         if self.branching.timing == "post_result":
             self.grow(group)
 
-    def end_turn(self, live: _Live, chunk: Chunk) -> None:
+    def end_turn(self, live: Live, chunk: Chunk) -> None:
         if chunk.finish != "stop":
             self.end(live, StopReason.EOS if chunk.finish == "eos" else StopReason.LENGTH)
             return
@@ -318,7 +241,7 @@ class _Loop:
         else:
             self.append_result(live, call)
 
-    def append_result(self, live: _Live, call: ToolCall) -> None:
+    def append_result(self, live: Live, call: ToolCall) -> None:
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
         left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
         rendered = self.codec.encode_result(call.result, min(self.cfg.max_result_tokens, left))
@@ -338,7 +261,7 @@ class _Loop:
         if self.branching.timing == "upstream":
             self.grow(live.group)  # only now: a child forks where the turn that has just begun starts
 
-    def end(self, live: _Live, reason: StopReason) -> None:
+    def end(self, live: Live, reason: StopReason) -> None:
         trajectory, group = live.trajectory, live.group
         trajectory.stop_reason = reason
         trajectory.segments = self.codec.segments(trajectory.token_ids, trajectory.loss_mask)

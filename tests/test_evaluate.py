@@ -204,12 +204,7 @@ def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_
         assert [(call["tag"], call["ok"]) for call in record.tool_calls] == [("search", True), ("python", True)]
         assert record.text.endswith("\\boxed{42}</answer>") and "otters swim" in record.text
 
-    corpus = world / "corpus.jsonl"
-    corpus.rename(world / "gone")
-    try:
-        evaluate_here(*server_flags(world, server, "replayed", **own, **caches, eval__replay="True"))
-    finally:
-        (world / "gone").rename(corpus)
+    evaluate_here(*server_flags(world, server, "replayed", **own, **caches, eval__replay="True"))
     second = read_records(world / "replayed" / "records")
     assert [r.text for r in second] == [r.text for r in first]  # random.random() and all
     assert all(call["cached"] for r in second for call in r.tool_calls)

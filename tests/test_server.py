@@ -239,8 +239,8 @@ def vllm_serve(tiny_model_dir, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("serve")
-    flags = {"model": tiny_model_dir, "host": "127.0.0.1", "port": port, "served-model-name": "tiny", "dtype": "float32",
-             "max-model-len": 500, "max-num-seqs": 16}  # fmt: skip
+    flags = {"model": tiny_model_dir, "host": "127.0.0.1", "port": port, "served-model-name": "tiny",
+             "dtype": "float32", "max-model-len": 500, "max-num-seqs": 16}  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
