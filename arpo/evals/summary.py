@@ -1,4 +1,4 @@
-"""From scored groups to the numbers of a report."""
+"""The numbers of a validation in training, from scored groups; evaluate.py reports from records (scores.py)."""
 
 from __future__ import annotations
 
@@ -39,22 +39,3 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
 def accuracy(trajectory: Trajectory) -> float:
     """The reward's accuracy part; a custom reward without such a part is its own measure. Errors of ours count as 0."""
     return trajectory.reward_parts.get("accuracy", trajectory.reward or 0.0)
-
-
-def score_table(scores: dict[str, dict[str, float]], title: str) -> str:
-    """Markdown: a row per file."""
-    lines = [
-        f"# {title}",
-        "",
-        "| file | questions | n | accuracy [95 %] | pass@n | well-formed | calls | tokens | truncated |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, s in scores.items():
-        best = s[f"pass@{s['samples']}"]
-        lines.append(
-            f"| {name} | {s['questions']} | {s['samples']} | "
-            f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}] | "
-            f"{best:.3f} | {s['well_formed']:.3f} | {s['tool_calls']:.2f} | "
-            f"{s['response_tokens']:.0f} | {s['truncated']:.3f} |"
-        )
-    return "\n".join(lines) + "\n"
