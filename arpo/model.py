@@ -6,6 +6,7 @@ Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V v
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from arpo.context_parallel import check_model, ulysses
 from arpo.head import token_logprobs
 from arpo.loading import build_on_meta, materialize, read_weights
 from arpo.options import ModelConfig
+
+logger = logging.getLogger("arpo")
 
 
 class Policy(nn.Module):
@@ -84,7 +87,9 @@ def load_policy(
     is not a plain matrix.
     """
     check_model_folder(cfg.path)
-    hf = build_on_meta(cfg.path, attention_backend(cfg, device))
+    attention = attention_backend(cfg, device)
+    logger.info("attention: %s (model.attention=%s)", attention, cfg.attention)
+    hf = build_on_meta(cfg.path, attention)
     if cfg.context_parallel > 1:
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
@@ -142,10 +147,14 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
-    """The name by which transformers knows it. Raises UserError for one that is not there."""
+    """The name by which transformers knows it. Raises UserError for one that cannot work here."""
     from transformers.utils import is_flash_attn_2_available
 
     flash = device.type == "cuda" and is_flash_attn_2_available()
+    if cfg.compute_dtype == "float32":  # for which flash-attn has no kernels
+        if flash and cfg.attention == "flash_attention_2":
+            raise UserError("model.attention=flash_attention_2 needs model.compute_dtype=bfloat16; set it, or use sdpa")
+        flash = False
     attention = cfg.attention
     if attention == "auto":
         attention = "flash_attention_2" if flash else "sdpa"

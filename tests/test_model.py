@@ -12,7 +12,7 @@ from ranks import mesh_of_one
 from arpo.batch import Row, collate
 from arpo.config import UserError
 from arpo.head import token_logprobs
-from arpo.model import check_model_folder, load_policy, load_tokenizer
+from arpo.model import attention_backend, check_model_folder, load_policy, load_tokenizer
 from arpo.options import ModelConfig
 
 CPU = torch.device("cpu")
@@ -351,3 +351,21 @@ def test_flash_attention_without_a_gpu_is_refused(folder, mesh):
         pytest.skip("this machine has a GPU")
     with pytest.raises(UserError, match="use auto or sdpa"):
         load_policy(cfg_of(folder, attention="flash_attention_2"), mesh, device=CPU)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_auto_takes_flash_attention_where_it_is_installed_and_can_compute(installed, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
+    gpu = torch.device("cuda")  # only its name is asked
+    assert attention_backend(ModelConfig(), gpu) == ("flash_attention_2" if installed else "sdpa")
+    assert attention_backend(ModelConfig(compute_dtype="float32"), gpu) == "sdpa"
+    assert attention_backend(ModelConfig(), CPU) == "sdpa"
+    fix = "needs model.compute_dtype=bfloat16" if installed else "the flash-attn package; use auto or sdpa"
+    with pytest.raises(UserError, match=fix):
+        attention_backend(ModelConfig(attention="flash_attention_2", compute_dtype="float32"), gpu)
+
+
+def test_the_choice_of_attention_is_logged(folder, mesh, caplog):
+    with caplog.at_level("INFO", logger="arpo"):
+        load_policy(cfg_of(folder), mesh, device=CPU)
+    assert "attention: sdpa (model.attention=auto)" in caplog.messages

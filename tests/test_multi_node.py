@@ -1,5 +1,6 @@
 """Two nodes with a rank each: what happens when one is gone, and that a run continues as if nothing had been."""
 
+import json
 import os
 import re
 import signal
@@ -8,7 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import build_tiny_model
 from nodes import two_nodes
+from redis_server import redis_server
+from test_end_to_end import CONFIG, REWARD
+
+from arpo.log import read_metrics
 
 HANG_S = 300
 
@@ -147,3 +153,103 @@ def test_restarted_ranks_meet_though_one_of_them_is_seconds_late(work, tmp_path)
         assert process.returncode == 0, output[-3000:]
     assert all((tmp_path / f"done{rank}").exists() for rank in (0, 1))
     assert not list(tmp_path.glob("started*.2")), "more than one restart"
+
+
+# ------------------------------------------------------------------------------------------------ a real training run
+
+
+def searching_model(folder: Path) -> Path:
+    """The tiny model, whose tied rows of the search tags are large: it opens and closes searches all the time."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    build_tiny_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    tags = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<search>", "</search>"])
+    weights["model.embed_tokens.weight"][tags] *= 3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared_redis(cluster, tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis"), address=cluster.head) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def world(cluster, shared_redis, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    searching_model(folder / "model")
+    rows = [{"prompt": f"say e {i}", "answer": "e", "data_source": "toy"} for i in range(16)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "corpus.jsonl").write_text('{"title": "e", "text": "eeee"}\n{"title": "a", "text": "aaaa"}\n')
+    (folder / "reward.py").write_text(REWARD)
+    config = CONFIG.replace("mode: live}", f"mode: record, cache: '{shared_redis.url}'}}")
+    assert config != CONFIG
+    (folder / "config.yaml").write_text(config.replace("@DIR@", str(folder)))
+    return folder
+
+
+def train(cluster, world: Path, name: str, **kwargs) -> list[subprocess.Popen]:
+    flags = ["--run.name", name, "--run.num_steps", "4", "--run.save_every", "2", "--run.dump_every", "1"]
+    return cluster.launch("train_rl.py", str(world / "config.yaml"), "--data.valid", "", *flags, **kwargs)
+
+
+def finish(processes: list[subprocess.Popen]) -> list[str]:
+    outputs = [process.communicate(timeout=3 * HANG_S)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(output[-3000:] for output in outputs)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def trained(cluster, world) -> Path:
+    finish(train(cluster, world, "whole"))
+    return world / "runs" / "whole"
+
+
+@pytest.mark.slow
+def test_two_nodes_train_with_one_copy_of_the_model_each(trained):
+    """A rank per node: hybrid sharding makes two copies. They must stay one model, which the next rollouts show."""
+    rows = read_metrics(trained)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["mismatch/abs"] < 1e-4 and row["optim/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_both_nodes_write_their_searches_to_one_redis(trained, shared_redis):
+    import redis
+
+    asked: dict[int, set[str]] = {0: set(), 1: set()}
+    for file in sorted((trained / "trajectories").glob("step_*.jsonl")):
+        for number, line in enumerate(file.read_text().splitlines()):
+            record = json.loads(line)
+            for turn in record["turns"]:
+                if (call := turn.get("tool_call")) and call["tag"] == "search" and call["ok"]:
+                    asked[number // 8 % 2].add(call["argument"].strip())
+    kept = redis.Redis(host=shared_redis.address, port=shared_redis.port).dbsize()
+    assert asked[0] - asked[1] and asked[1] - asked[0] and kept >= len(asked[0] | asked[1]) > 4
+
+
+@pytest.mark.slow
+def test_after_a_kill_on_the_other_node_torchrun_continues_with_the_same_numbers(cluster, world, trained):
+    """Both nodes come back; steps 3 and 4, from the checkpoint of step 2, equal those of the undisturbed run."""
+    processes = train(cluster, world, "killed", max_restarts=1)
+    metrics = world / "runs" / "killed" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), processes)
+    os.kill(rank_1_of(processes[1]), signal.SIGKILL)
+    here, _ = finish(processes)
+    assert "from step 0" in here and "from step 2" in here
+    names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "response/tokens")
+    whole, resumed = read_metrics(trained), read_metrics(world / "runs" / "killed")
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4]
+    for a, b in zip(whole, resumed, strict=True):
+        assert {name: a[name] for name in names} == {name: b[name] for name in names}, a["step"]
+
+
+def rank_1_of(torchrun: subprocess.Popen) -> int:
+    """`ip netns exec` becomes torchrun, whose only Python child that runs the script is the rank."""
+    for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
+        if b"train_rl.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise AssertionError("torchrun has no child that runs train_rl.py")
