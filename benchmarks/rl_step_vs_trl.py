@@ -79,6 +79,8 @@ def our_steps(folder: Path, size: str, round_: int) -> list[tuple[float, int]]:
     run([sys.executable, ROOT / "train_rl.py", *argv])
     lines = (folder / "runs" / f"ours{round_}" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row]
+    phases = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0] if name.startswith("time/")}
+    print("ours: " + ", ".join(f"{name.removeprefix('time/')} {s:.2f} s" for name, s in phases.items()), flush=True)
     return [(row["time/step"], int(row["tokens/sampled"])) for row in rows]
 
 
@@ -166,7 +168,7 @@ def main() -> None:
         print(f"{name:5} {seconds:6.2f} s and {tokens:6.0f} tokens per step: {cost[name]:.3f} s per 1000 tokens")
     result = {"name": "rl_step_vs_trl", "ratio": cost["trl"] / cost["ours"], "ours": cost["ours"]}
     result |= {"baseline": cost["trl"], "unit": "s per 1000 generated tokens", "generation": "transformers"}
-    print(json.dumps(result | {name: [round(s, 3) for s, _ in values] for name, values in steps.items()}))
+    print(json.dumps(result | {f"{name}_steps_s": [round(s, 3) for s, _ in v] for name, v in steps.items()}))
 
 
 if __name__ == "__main__":
