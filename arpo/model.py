@@ -203,7 +203,7 @@ def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "mode
     positions = config.get("max_position_embeddings")
     if positions and max_model_len > positions:
         raise UserError(
-            f"{option}={path}: data.max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
+            f"{option}={path}: max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
             f"model's max_position_embeddings = {positions}; lower one of them"
         )
 
