@@ -80,17 +80,20 @@ class Watch:
         self.store, self.rank, self.world_size, self.limits = store, rank, world_size, limits
         self.observes = observes
         self.num_signs = 0
+        self.num_rounds = 0
         self.failed_at = ""
         self.stopped = threading.Event()
         self.give_sign()
         sys.excepthook = self.explain
-        self.thread = threading.Thread(target=self.run, name="arpo-watch", daemon=True)
-        self.thread.start()
+        self.threads = [threading.Thread(target=body, daemon=True) for body in (self.run, self.guard)]
+        for thread in self.threads:
+            thread.start()
 
     def stop(self) -> None:
         """All ranks at about the same time: one that goes on would miss the others."""
         self.stopped.set()
-        self.thread.join()
+        for thread in self.threads:
+            thread.join()
         sys.excepthook = sys.__excepthook__
 
     def give_sign(self) -> None:
@@ -109,6 +112,7 @@ class Watch:
         last, num_beats_silent = {}, dict.fromkeys(range(self.world_size), 0)
         try:
             while not self.stopped.wait(BEAT_S):
+                self.num_rounds += 1
                 self.give_sign()
                 if not self.observes:
                     continue
@@ -122,6 +126,16 @@ class Watch:
         except dist.DistError as error:
             if not self.stopped.is_set():
                 self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) is gone ({first_words(error)})")
+
+    def guard(self) -> None:
+        """`run` itself hangs where the way to the store is cut: nothing comes back, and no connection breaks."""
+        num_rounds, num_beats_stuck = 0, 0
+        while not self.stopped.wait(BEAT_S):
+            num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
+            num_rounds = self.num_rounds
+            if num_beats_stuck * BEAT_S > self.limits.silence_s:
+                silence = f"has not answered for {self.limits.silence_s:g} s"
+                self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) {silence}", alone=True)
 
     def missing(self) -> dict[int, dict]:
         """The last signs of ranks that give no new one."""
@@ -146,10 +160,10 @@ class Watch:
         except dist.DistError as lost:
             self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) is gone ({first_words(lost)})")
 
-    def end(self, what: str) -> None:
-        """Print the line, and leave without asking a thread that may hang in a collective."""
+    def end(self, what: str, *, alone: bool = False) -> None:
+        """Print the line, and leave without asking a thread that may hang in a collective. alone: without the store."""
         try:
-            told = self.store.add("told", 1) > 1  # one line, not one from each survivor
+            told = not alone and self.store.add("told", 1) > 1  # one line, not one from each survivor
         except dist.DistError:
             told = False
         if not told:

@@ -155,6 +155,18 @@ def test_a_tree_under_flex_attention_equals_sdpa_and_packed_rows(load, ranks, nu
             assert_close(gradient, expected_gradients[name], TOLERANCE["float32"])
 
 
+def test_flex_attention_takes_trees_of_many_sizes_without_compiling_for_each(load, ranks):
+    """Beyond torch's limit of recompilations it would silently compute all scores at once."""
+    import torch._dynamo.config as dynamo
+
+    policy = load("bfloat16" if ON_GPU else "float32", "flex_attention")
+    with dynamo.patch(fail_on_recompile_limit_hit=True):
+        for num_response in range(70, 70 + 11 * 12, 11):
+            [tree] = tree_microbatches(some_rows(3, 60, num_response, shared=30), 0, 1, 4096, device=ranks.device)
+            logprobs, _ = scores(policy, tree, backward=ON_GPU)
+            assert logprobs.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_chunked_head_equals_full_logits(ranks, dtype):
     generator = torch.Generator().manual_seed(0)
