@@ -110,7 +110,8 @@ def main(cfg: EvalConfig) -> None:
         claim_run(folder, settings, resume=cfg.run.resume)
         judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
-    todo = {name: unfinished(folder, name, prompts, cfg.eval.num_samples) for name, prompts in sets.items()}
+    records = read_records(folder / "records")
+    todo = {name: unfinished(name, prompts, cfg.eval.num_samples, records) for name, prompts in sets.items()}
     dist.barrier()  # nobody writes before all have read
     log = RunLog(folder, cfg, is_main=dist.is_main)
     for name in absent:

@@ -171,18 +171,14 @@ def test_other_weights_in_the_same_folder_are_another_model_and_a_copy_is_not(tm
     assert model_identity("Qwen/Qwen2.5-7B-Instruct") == "Qwen/Qwen2.5-7B-Instruct"
 
 
-def test_only_questions_without_all_their_samples_are_asked_again(tmp_path):
+def test_only_questions_without_all_their_samples_are_asked_again():
     asked = [replace(prompt(), prompt_id=f"gaia-{i:06d}") for i in range(4)]
-    (tmp_path / "records").mkdir()
-    append_records(tmp_path / "records" / "gaia.jsonl", question(0))
-    append_records(tmp_path / "records" / "gaia.rank1.jsonl", question(2)[:3])  # killed between two lines
-    append_records(tmp_path / "records" / "other.jsonl", [replace(r, benchmark="other") for r in question(1)])
-    assert [p.prompt_id[-1] for p in unfinished(tmp_path, "gaia", asked, 4)] == ["1", "2", "3"]
+    others = [replace(r, benchmark="other", question="?") for r in question(1)]
+    records = [*question(0), *others, *question(2)[:3]]  # killed between two lines
+    assert [p.prompt_id[-1] for p in unfinished("gaia", asked, 4, records)] == ["1", "2", "3"]
 
 
-def test_a_test_set_that_has_changed_is_refused(tmp_path):
-    (tmp_path / "records").mkdir()
-    append_records(tmp_path / "records" / "gaia.jsonl", question(0))
+def test_a_test_set_that_has_changed_is_refused():
     changed = replace(prompt(), prompt_id="gaia-000000", answers=["2"])
     with pytest.raises(UserError, match="gaia has changed: gaia-000000 is another question"):
-        unfinished(tmp_path, "gaia", [changed], 4)
+        unfinished("gaia", [changed], 4, question(0))

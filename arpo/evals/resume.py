@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from arpo.config import UserError
 from arpo.evals.options import EvalSection
-from arpo.evals.records import Record, read_records
+from arpo.evals.records import Record
 from arpo.log import flat
 from arpo.options import ModelConfig, RolloutConfig
 from arpo.tools.options import ToolsConfig
@@ -88,20 +89,21 @@ def read_settings(folder: Path) -> dict:
         raise UserError(f"{path}: cannot be read ({error}); is {folder} the folder of an evaluation?") from None
 
 
-def unfinished(folder: Path, name: str, prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
-    """The questions of a benchmark without all their samples in RUN/records.
+def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: Sequence[Record]) -> list[Prompt]:
+    """The questions of a benchmark that lack samples in the records of a run.
 
     Raises UserError where a recorded question is another one now.
     """
-    recorded: dict[str, list[Record]] = {}
-    for record in read_records(folder / "records"):
-        if record.benchmark == name:
-            recorded.setdefault(record.question_id, []).append(record)
-    for prompt in prompts:
-        for record in recorded.get(prompt.prompt_id, ()):
-            if record.question != prompt.messages[-1]["content"] or record.answers != prompt.answers:
-                raise UserError(
-                    f"{folder}: {name} has changed: {prompt.prompt_id} is another question than when the run was "
-                    "begun; choose another run.name"
-                )
-    return [prompt for prompt in prompts if len(recorded.get(prompt.prompt_id, ())) < num_samples]
+    prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    num_recorded: Counter[str] = Counter()
+    for record in records:
+        prompt = prompts_by_id.get(record.question_id) if record.benchmark == name else None
+        if prompt is None:
+            continue
+        num_recorded[record.question_id] += 1
+        if record.question != prompt.messages[-1]["content"] or record.answers != prompt.answers:
+            raise UserError(
+                f"{name} has changed: {prompt.prompt_id} is another question than when the run was begun; "
+                "choose another run.name"
+            )
+    return [prompt for prompt in prompts if num_recorded[prompt.prompt_id] < num_samples]
