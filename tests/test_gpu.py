@@ -184,7 +184,7 @@ def test_the_chunked_head_equals_full_logits(ranks, dtype):
     assert_close(logprobs.detach().double(), expected[0].detach(), exactness)
     assert_close(entropy.detach().double(), expected[1].detach(), exactness)
     for ours, double in zip((hidden, weight), exact, strict=True):
-        assert_close(ours.grad.double(), double.grad, 1e-3 if dtype == "float32" else 0.05)
+        assert_close(ours.grad.double(), double.grad, 1e-3 if dtype == "float32" else 0.1)
 
 
 def test_attention_is_the_best_that_is_installed_and_an_impossible_wish_is_named(ranks):
