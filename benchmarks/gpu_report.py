@@ -147,12 +147,14 @@ def last_json(text: str) -> dict | None:
 def judge_tests(junit: Path, text: str) -> tuple[str, str]:
     """(status, reason) of a test, which may be several cases: failed before skipped before passed."""
     cases = list(ElementTree.parse(junit).iter("testcase"))
-    if any(case.find(kind) is not None for case in cases for kind in ("failure", "error")):
-        return "failed", why(text)
+    broken = [found for case in cases for kind in ("failure", "error") if (found := case.find(kind)) is not None]
+    if broken:
+        message = why(text) if "out of memory" in text else broken[0].get("message", "")
+        return "failed", " ".join(message.split())[:300]
     skipped = [case.find("skipped").get("message", "") for case in cases if case.find("skipped") is not None]
     if not cases or len(skipped) == len(cases):
         return "skipped", "; ".join(dict.fromkeys(skipped)) or "no such test"
-    return "passed", "".join(f"not {case.get('name')}" for case in cases if case.find("skipped") is not None)
+    return "passed", ", ".join(f"not {case.get('name')}" for case in cases if case.find("skipped") is not None)
 
 
 # -------------------------------------------------------------------------------------------------------- the report
