@@ -12,6 +12,7 @@ import pytest
 from conftest import build_tiny_model
 from nodes import two_nodes
 from redis_server import redis_server
+from test_distributed import is_running
 from test_end_to_end import CONFIG, REWARD
 
 from arpo.log import read_metrics
@@ -139,7 +140,7 @@ def test_a_cut_cable_ends_both_sides(work, cluster, tmp_path):
         [line] = lines_of(here.communicate(timeout=HANG_S)[0])
         assert line.startswith("error (rank 0): rank 1 (") and "no sign of life for 5 s" in line, line
         # torchrun itself may hang there, in its own store (Slurm ends it); the rank, which holds the GPU, must not.
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), [there])
+        wait_until(lambda: not is_running(pid), [there])
         os.killpg(there.pid, signal.SIGKILL)
         [line] = lines_of(there.communicate()[0])
         assert line.startswith("error (rank 1): the store on the first node (") and "not answered for 5 s" in line, line
