@@ -19,7 +19,6 @@ from arpo.head import token_logprobs
 from arpo.model import Policy, attention_backend, load_policy
 from arpo.optim import build_optimizer
 from arpo.options import EngineConfig, ModelConfig, OptimConfig
-from arpo.process_state import RandomState
 from arpo.tree import tree_microbatches
 
 ON_GPU = torch.cuda.is_available()
@@ -220,7 +219,6 @@ def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path):
     drawn, whole = torch.rand(4, device=ranks.device), step(policy, optimizer)
     again = load()
     again_optimizer = build_optimizer(again, OptimConfig(lr=1e-3))
-    RandomState.current()
     assert checkpoints.resume(again, again_optimizer) == 1
     assert torch.equal(torch.rand(4, device=ranks.device), drawn)
     for name, parameter in step(again, again_optimizer).items():
