@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import importlib.util
 import logging
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from arpo.config import UserError
@@ -50,6 +52,28 @@ class Backend(Protocol):
     async def aclose(self) -> None: ...
 
 
+class Index(Protocol):
+    """What local search needs of an index; `Bm25Index` says what is to be expected of it."""
+
+    corpus_sha256: str
+
+    def search(self, query: str, top_k: int, *, deadline_s: float) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+def _tantivy(corpus: str | Path) -> Index:
+    if importlib.util.find_spec("tantivy") is None:
+        raise UserError("tools.search.index tantivy needs the tantivy package; pip install 'arpo-torch[tantivy]'")
+    from arpo.tools.tantivy_index import TantivyIndex
+
+    return TantivyIndex(corpus)
+
+
+INDEXES: dict[str, Callable[[str | Path], Index]] = {"sqlite": Bm25Index, "tantivy": _tantivy}
+"""By name, of a corpus."""
+
+
 class LocalBackend:
     """BM25 over the user's own corpus."""
 
@@ -61,12 +85,16 @@ class LocalBackend:
             if getattr(cfg, name) < 1:
                 raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
         self.top_k, self.max_passage_chars, self.deadline_s = cfg.top_k, cfg.max_passage_chars, cfg.deadline_s
-        self.index = Bm25Index(cfg.corpus)
+        if cfg.index not in INDEXES:
+            raise UserError(f"tools.search.index: no index {cfg.index!r}; use {' or '.join(INDEXES)}")
+        self.index = INDEXES[cfg.index](cfg.corpus)
         self.params = {
             "corpus_sha256": self.index.corpus_sha256,
             "top_k": cfg.top_k,
             "max_passage_chars": cfg.max_passage_chars,
         }
+        if cfg.index != "sqlite":  # which is what the keys of caches without this entry mean
+            self.params["index"] = cfg.index
 
     async def search(self, query: str) -> str:
         passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)

@@ -1,4 +1,4 @@
-"""Where the search tool's SQLite files may live, and a lock for building them."""
+"""Where the search tool's files may live, SQLite's above all, and a lock for building them."""
 
 from __future__ import annotations
 
