@@ -89,7 +89,7 @@ def main(cfg: EvalConfig) -> None:
         run = Path(cfg.eval.regrade)
         report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
         return
-    dist = distributed.init()
+    dist = distributed.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
 
     # ---- everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:

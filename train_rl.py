@@ -115,7 +115,12 @@ from arpo.update import (  # noqa: E402
 
 
 def main(cfg: RLConfig) -> None:
-    dist = distributed.init(shard_size=cfg.model.shard_size, context_parallel=cfg.model.context_parallel)
+    dist = distributed.init(
+        cfg.run.peer_timeout_minutes,
+        cfg.run.silence_timeout_s,
+        shard_size=cfg.model.shard_size,
+        context_parallel=cfg.model.context_parallel,
+    )
 
     # ---- everything that can be wrong is found before a model is loaded
     if cfg.data.num_prompts_per_step % dist.world_size:

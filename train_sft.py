@@ -60,7 +60,12 @@ from arpo.trajectory import Metrics  # noqa: E402
 
 
 def main(cfg: SFTConfig) -> None:
-    dist = distributed.init(shard_size=cfg.model.shard_size, context_parallel=cfg.model.context_parallel)
+    dist = distributed.init(
+        cfg.run.peer_timeout_minutes,
+        cfg.run.silence_timeout_s,
+        shard_size=cfg.model.shard_size,
+        context_parallel=cfg.model.context_parallel,
+    )
 
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)

@@ -278,6 +278,7 @@ class Engine:
         assert not missing, f"never synced: {', '.join(missing)}"
         self.llm.apply_model(repack_tied_head)
         if self.kv_asleep:  # only now, so that gathered weights and KV cache are never there together
+            torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
             self.kv_asleep = False
         self.state = "ready"
