@@ -134,7 +134,7 @@ def test_selective_checkpointing_computes_every_nth_layer_twice(tiny_model_dir, 
         policy = load_policy(cfg, mesh, device=CPU)
         counts = [0, 0]
         for index, layer in enumerate(policy.hf.model.layers):
-            layer.mlp.register_forward_hook(lambda *_, i=index, c=counts: c.__setitem__(i, c[i] + 1))
+            layer.mlp.register_forward_pre_hook(lambda *_, i=index, c=counts: c.__setitem__(i, c[i] + 1))
         some_loss(*policy(collate(random_rows()))).backward()
         assert counts == expected
 
