@@ -1,10 +1,10 @@
-"""Local search with tantivy against SQLite FTS5, on corpora of up to a million passages; and what stop words would cost.
+"""Local search with tantivy against SQLite FTS5, on up to a million passages; and what stop words would cost.
 
     python benchmarks/search_local.py [--quick]
 
-Passages of 80 words, drawn from a Zipf vocabulary among stop words as frequent as in English prose. A query is six words
-of one passage among five stop words; `hit` is the share of queries whose ten best passages include that passage. The
-last line is of the largest corpus; `ratio` is the median of SQLite over that of tantivy.
+Passages of 80 words, drawn from a Zipf vocabulary among stop words as frequent as in English prose. A query is six
+words of one passage among five stop words; `hit` is the share of queries whose ten best passages include that passage.
+The last line is of the largest corpus; `ratio` is the median of SQLite over that of tantivy.
 """
 
 import argparse

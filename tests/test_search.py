@@ -1,4 +1,4 @@
-"""The search tool and its local index: real SQLite, real processes."""
+"""The search tool and its local indexes: real SQLite, real tantivy, real processes."""
 
 import asyncio
 import json
@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,13 @@ from forked import in_processes
 
 from arpo.config import UserError
 from arpo.demo_world import World
+from arpo.tools import tantivy_index
 from arpo.tools.base import ToolRunner
-from arpo.tools.bm25 import MAX_TERMS, Bm25Index, fts_query
+from arpo.tools.bm25 import Bm25Index, fts_query
+from arpo.tools.corpus import MAX_TERMS
 from arpo.tools.options import SearchConfig
-from arpo.tools.search import BACKENDS, NO_RESULTS, SearchTool
+from arpo.tools.search import BACKENDS, INDEXES, NO_RESULTS, SearchTool
+from arpo.tools.tantivy_index import TantivyIndex
 
 ROOT = Path(__file__).resolve().parent.parent
 OTTERS = [
@@ -38,6 +43,17 @@ def corpus(tmp_path) -> Path:
     return write_corpus(tmp_path / "corpus.jsonl", OTTERS)
 
 
+@pytest.fixture(params=INDEXES)
+def index(request) -> str:
+    """Each of them."""
+    return request.param
+
+
+def remains(folder: Path) -> list[str]:
+    """What an index leaves beside its corpus, but for lock files."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith((".jsonl", ".lock")))
+
+
 def ask(tool: SearchTool, *queries: str):
     """One result, or a list of those that were asked at the same time."""
 
@@ -50,45 +66,46 @@ def ask(tool: SearchTool, *queries: str):
     return results[0] if len(queries) == 1 else results
 
 
-def search(corpus: Path, query: str, **options) -> str:
-    return ask(SearchTool(SearchConfig(backend="local", corpus=str(corpus), mode="live", **options)), query).text
+def search(corpus: Path, index: str, query: str, **options) -> str:
+    cfg = SearchConfig(backend="local", corpus=str(corpus), index=index, mode="live", **options)
+    return ask(SearchTool(cfg), query).text
 
 
 # ---- what comes back
 
 
-def test_the_best_passages_come_first_numbered(corpus):
-    assert search(corpus, "height of Silver Otter", top_k=2) == (
+def test_the_best_passages_come_first_numbered(corpus, index):
+    assert search(corpus, index, "height of Silver Otter", top_k=2) == (
         "Page 1: height of Silver Otter is 482\nPage 2: height of Red Fox is 77"
     )
 
 
-def test_only_the_key_of_a_row_is_searched_and_only_its_text_is_shown(corpus):
-    assert search(corpus, "owner of Silver Otter", top_k=1) == "Page 1: height of Silver Otter is 482"
-    assert search(corpus, "482") == NO_RESULTS
+def test_only_the_key_of_a_row_is_searched_and_only_its_text_is_shown(corpus, index):
+    assert search(corpus, index, "owner of Silver Otter", top_k=1) == "Page 1: height of Silver Otter is 482"
+    assert search(corpus, index, "482") == NO_RESULTS
 
 
-def test_every_fact_of_the_demo_is_found_by_its_own_key(tmp_path):
+def test_every_fact_of_the_demo_is_found_by_its_own_key(tmp_path, index):
     documents = World(0).documents()[:500]
-    index = Bm25Index(write_corpus(tmp_path / "demo.jsonl", documents))
-    assert [index.search(d["key"], 1) for d in documents] == [[d["text"]] for d in documents]
+    built = INDEXES[index](write_corpus(tmp_path / "demo.jsonl", documents))
+    assert [built.search(d["key"], 1) for d in documents] == [[d["text"]] for d in documents]
 
 
-def test_titles_are_searched_and_shown_where_the_text_does_not_begin_with_them(tmp_path):
+def test_titles_are_searched_and_shown_where_the_text_does_not_begin_with_them(tmp_path, index):
     rows = [
         {"title": "Ada Lovelace", "text": "She wrote the first program."},
         {"title": "Alan Turing", "text": "Alan Turing broke\n\nEnigma."},
         {"contents": '"Grace Hopper"\nShe wrote a compiler.'},
     ]
     corpus = write_corpus(tmp_path / "people.jsonl", rows)
-    assert search(corpus, "Lovelace", top_k=1) == "Page 1: Ada Lovelace: She wrote the first program."
-    assert search(corpus, "turing", top_k=1) == "Page 1: Alan Turing broke Enigma."
-    assert search(corpus, "compiler", top_k=1) == 'Page 1: "Grace Hopper" She wrote a compiler.'
+    assert search(corpus, index, "Lovelace", top_k=1) == "Page 1: Ada Lovelace: She wrote the first program."
+    assert search(corpus, index, "turing", top_k=1) == "Page 1: Alan Turing broke Enigma."
+    assert search(corpus, index, "compiler", top_k=1) == 'Page 1: "Grace Hopper" She wrote a compiler.'
 
 
-def test_long_passages_are_cut_with_a_mark(tmp_path):
+def test_long_passages_are_cut_with_a_mark(tmp_path, index):
     corpus = write_corpus(tmp_path / "long.jsonl", [{"text": "word " * 1000}])
-    text = search(corpus, "word", max_passage_chars=20)
+    text = search(corpus, index, "word", max_passage_chars=20)
     assert text == "Page 1: word word word word…"
 
 
@@ -98,15 +115,41 @@ def test_no_hit_is_a_proper_answer(corpus):
     assert (result.text, result.ok, result.cached) == ("No search results found.", True, False)
 
 
-def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path):
+def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path, index):
     rows = [{"key": "same words", "text": f"number {i}"} for i in range(50)]
-    index = Bm25Index(write_corpus(tmp_path / "ties.jsonl", rows))
-    assert index.search("words", 50) == [f"number {i}" for i in range(50)]
+    built = INDEXES[index](write_corpus(tmp_path / "ties.jsonl", rows))
+    assert built.search("words", 50) == [f"number {i}" for i in range(50)]
 
 
-def test_two_indexes_of_one_corpus_answer_alike(tmp_path):
+def test_an_index_of_several_segments_keeps_the_order_of_the_corpus(tmp_path, monkeypatch):
+    rows = [{"key": f"same unique{i}", "text": f"number {i}"} for i in range(60_000)]
+    corpus = write_corpus(tmp_path / "segments.jsonl", rows)
+    monkeypatch.setattr(tantivy_index, "BUILD_MEMORY_BYTES", 15_000_000)  # the least that tantivy takes
+    built = TantivyIndex(corpus)
+    assert len(list(built.path.glob("*.store"))) > 1
+    assert built.search("same", 20) == [f"number {i}" for i in range(20)]
+    assert built.search("same unique54321", 2) == ["number 54321", "number 0"]
+
+
+def test_words_are_found_whatever_their_case_and_accents(tmp_path, index):
+    rows = [{"text": "Café Zürich"}, {"text": "Cafe\u0301 Zu\u0308rich, decomposed"}, {"text": "ÅNGSTRÖM foo_bar"}]
+    built = INDEXES[index](write_corpus(tmp_path / "accents.jsonl", rows))
+    for query in ("cafe zurich", "CAFÉ ZÜRICH", "Cafe\u0301 Zu\u0308rich"):
+        assert built.search(query, 3) == ["Café Zürich", "Cafe\u0301 Zu\u0308rich, decomposed"]
+    assert built.search("angstrom", 3) == built.search("foo_bar", 3) == ["ÅNGSTRÖM foo_bar"]
+
+
+def test_threads_search_at_the_same_time(tmp_path, index):
+    documents = World(0).documents()[:200]
+    built = INDEXES[index](write_corpus(tmp_path / "demo.jsonl", documents))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda d: built.search(d["key"], 1), documents * 3))
+    assert found == [[d["text"]] for d in documents * 3]
+
+
+def test_two_indexes_of_one_corpus_answer_alike(tmp_path, index):
     documents = World(1).documents()
-    one, two = (Bm25Index(write_corpus(tmp_path / name, documents)) for name in ("one.jsonl", "two.jsonl"))
+    one, two = (INDEXES[index](write_corpus(tmp_path / name, documents)) for name in ("one.jsonl", "two.jsonl"))
     queries = [f"info on {d['key'].split(' of ')[1]}" for d in documents[:100]]
     assert [one.search(q, 5) for q in queries] == [two.search(q, 5) for q in queries]
     assert one.corpus_sha256 == two.corpus_sha256
@@ -126,26 +169,26 @@ HOSTILE = ['"', "*", "NEAR(", "-a", "OR", "AND NOT", ":", "^", "{indexed}:", "("
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=ascii)
-def test_search_syntax_in_a_query_is_only_text(corpus, hostile):
-    assert search(corpus, f"{hostile} silver height", top_k=1) == "Page 1: height of Silver Otter is 482"
+def test_search_syntax_in_a_query_is_only_text(corpus, hostile, index):
+    assert search(corpus, index, f"{hostile} silver height", top_k=1) == "Page 1: height of Silver Otter is 482"
 
 
-def test_a_query_of_ten_thousand_words_is_cut(corpus):
-    assert search(corpus, "otter " + "the fox " * 5000, top_k=3).count("Page") == 3
+def test_a_query_of_ten_thousand_words_is_cut(corpus, index):
+    assert search(corpus, index, "otter " + "the fox " * 5000, top_k=3).count("Page") == 3
     assert len(fts_query(" ".join(f"w{i}" for i in range(500))).split(" OR ")) == MAX_TERMS
 
 
-def test_stop_words_are_left_out_unless_there_is_nothing_else(tmp_path):
+def test_stop_words_are_left_out_unless_there_is_nothing_else(tmp_path, index):
     assert fts_query("What is the height of an otter?") == '"height" OR "otter"'
     corpus = write_corpus(tmp_path / "bands.jsonl", [{"text": "Queen are a band"}, {"text": "The Who"}])
-    assert search(corpus, "the who", top_k=1) == "Page 1: The Who"
+    assert search(corpus, index, "the who", top_k=1) == "Page 1: The Who"
 
 
-def test_a_search_past_its_deadline_stops(tmp_path):
-    index = Bm25Index(write_corpus(tmp_path / "big.jsonl", [{"text": f"word {i}"} for i in range(20_000)]))
+def test_a_search_past_its_deadline_stops(tmp_path, index):
+    built = INDEXES[index](write_corpus(tmp_path / "big.jsonl", [{"text": f"word {i}"} for i in range(20_000)]))
     with pytest.raises(TimeoutError):
-        index.search("word", 3, deadline_s=-1.0)
-    assert len(index.search("word", 3)) == 3
+        built.search("word", 3, deadline_s=-1.0)
+    assert len(built.search("word", 3)) == 3
 
 
 # ---- the index file
@@ -164,28 +207,28 @@ def test_a_search_past_its_deadline_stops(tmp_path):
         ("\udcff", "not UTF-8"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path, line, complaint):
+def test_a_malformed_row_is_named(tmp_path, line, complaint, index):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b'{"text": "fine"}\n\n' + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(UserError) as error:
-        Bm25Index(corpus)
+        INDEXES[index](corpus)
     assert str(error.value).startswith(f"{corpus}:3: ") and complaint in str(error.value)
-    assert not list(tmp_path.glob("*.sqlite")) and not list(tmp_path.glob("*.tmp"))
+    assert remains(tmp_path) == []
 
 
-def test_an_empty_or_missing_corpus_is_refused(tmp_path):
+def test_an_empty_or_missing_corpus_is_refused(tmp_path, index):
     with pytest.raises(UserError, match=r"nowhere.jsonl: cannot read"):
-        Bm25Index(tmp_path / "nowhere.jsonl")
+        INDEXES[index](tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match=r"empty.jsonl: the corpus is empty"):
-        Bm25Index(write_corpus(tmp_path / "empty.jsonl", []))
+        INDEXES[index](write_corpus(tmp_path / "empty.jsonl", []))
 
 
-def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus):
-    first = Bm25Index(corpus)
-    built = first.path.stat()
-    assert Bm25Index(corpus).path.stat() == built
+def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus, index):
+    first = INDEXES[index](corpus)
+    built = first.path.stat().st_ino
+    assert INDEXES[index](corpus).path.stat().st_ino == built
     write_corpus(corpus, [{"text": "new otter"}])
-    assert Bm25Index(corpus).search("otter", 5) == ["new otter"]
+    assert INDEXES[index](corpus).search("otter", 5) == ["new otter"]
     assert first.search("otter", 5) == ["height of Silver Otter is 482"]  # a running search keeps what it opened
 
 
@@ -202,7 +245,22 @@ def test_a_truncated_index_is_built_anew(corpus):
     assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
 
 
-def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypatch):
+@pytest.mark.parametrize("part", ["*.store", "*.term", "*.idx", "*.fast", "meta.json", tantivy_index.ABOUT])
+@pytest.mark.parametrize("kept_share", [0, 0.5])
+def test_a_tantivy_index_with_a_truncated_part_is_built_anew(corpus, part, kept_share):
+    [file] = TantivyIndex(corpus).path.glob(part)
+    os.truncate(file, int(file.stat().st_size * kept_share))
+    assert TantivyIndex(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
+    assert not list(corpus.parent.glob("*.tmp"))
+
+
+def test_a_tantivy_index_of_another_version_is_built_anew(corpus, monkeypatch):
+    built = TantivyIndex(corpus).path.stat().st_ino
+    monkeypatch.setattr(tantivy_index, "FORMAT", tantivy_index.FORMAT + 1)
+    assert TantivyIndex(corpus).path.stat().st_ino != built
+
+
+def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypatch, index):
     with tempfile.TemporaryDirectory() as name:  # not tmp_path: its parents are closed to other users
         folder, cache = Path(name) / "data", Path(name) / "cache"
         folder.mkdir()
@@ -213,8 +271,8 @@ def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypat
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
         def build(_: int) -> tuple[Path, list[str]]:
-            index = Bm25Index(corpus)
-            return index.path, index.search("silver", 1)
+            built = INDEXES[index](corpus)
+            return built.path, built.search("silver", 1)
 
         [(path, found)] = in_processes(build, as_nobody=True)
         folder.chmod(0o755)
@@ -222,30 +280,36 @@ def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypat
         assert [p.name for p in folder.iterdir()] == ["corpus.jsonl"]
 
 
-def test_processes_that_start_together_build_one_index(tmp_path):
+def test_processes_that_start_together_build_one_index(tmp_path, index):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(5000)])
 
     def build(_: int) -> tuple[int, list[str]]:
-        index = Bm25Index(corpus)
-        return index.path.stat().st_ino, index.search("word4321", 1)
+        built = INDEXES[index](corpus)
+        return built.path.stat().st_ino, built.search("word4321", 1)
 
     outcomes = in_processes(build, 4)
     assert {found[0] for _, found in outcomes} == {"word4321 common"}
-    assert len({inode for inode, _ in outcomes}) == 1
-    assert not list(tmp_path.glob("*.tmp"))
+    assert len({inode for inode, _ in outcomes}) == 1 and len(remains(tmp_path)) == 1
 
 
-def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
+def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path, index):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(50_000)])
-    command = [sys.executable, "-c", f"from arpo.tools.bm25 import Bm25Index; Bm25Index({str(corpus)!r})"]
-    builder = subprocess.Popen(command, cwd=ROOT)
+    code = f"from arpo.tools.search import INDEXES; INDEXES[{index!r}]({str(corpus)!r})"
+    builder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size > 100_000 for path in tmp_path.glob("*.tmp")) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    while bytes_being_built(tmp_path) < 50_000 and time.monotonic() < deadline:
+        time.sleep(0.002)
     builder.send_signal(signal.SIGKILL)
-    assert builder.wait() == -signal.SIGKILL and not list(tmp_path.glob("*.sqlite"))
-    assert Bm25Index(corpus).search("word49999", 1) == ["word49999 common"]
-    assert not list(tmp_path.glob("*.tmp"))
+    assert builder.wait() == -signal.SIGKILL
+    [left] = remains(tmp_path)
+    assert left.endswith(f".{builder.pid}.tmp")
+    assert INDEXES[index](corpus).search("word49999", 1) == ["word49999 common"]
+    assert len(remains(tmp_path)) == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+def bytes_being_built(folder: Path) -> int:
+    """The size of an unfinished index, a file or a folder."""
+    return sum(part.stat().st_size for path in folder.glob("*.tmp") for part in [path, *path.glob("*.store")])
 
 
 # ---- the tool: cache, modes, failures
@@ -299,6 +363,23 @@ def test_another_corpus_or_top_k_is_not_answered_from_the_cache(corpus, tmp_path
     assert ask(SearchTool(SearchConfig(**{**vars(one), "top_k": 2})), "height").text.count("Page") == 2
     write_corpus(corpus, [{"text": "height of nothing"}])
     assert ask(SearchTool(one), "height").text == "Page 1: height of nothing"
+
+
+def test_what_one_index_found_is_not_replayed_as_the_others(corpus, tmp_path):
+    cache = str(tmp_path / "cache.sqlite")
+    sqlite = SearchConfig(backend="local", corpus=str(corpus), cache=cache)
+    tantivy = replace(sqlite, index="tantivy")
+    assert [ask(SearchTool(cfg), "height").cached for cfg in (sqlite, tantivy, sqlite, tantivy)] == [False] * 2 + [
+        True
+    ] * 2
+    strict = replace(tantivy, mode="replay_strict")
+    assert ask(SearchTool(strict), "height").cached
+
+
+def test_a_missing_tantivy_is_named_with_the_fix(corpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tantivy", None)
+    with pytest.raises(UserError, match=r"tools\.search\.index tantivy needs .*pip install 'arpo-torch\[tantivy\]'"):
+        SearchTool(SearchConfig(backend="local", corpus=str(corpus), index="tantivy"))
 
 
 class SlowBackend:
@@ -377,6 +458,10 @@ def test_a_cancelled_caller_does_not_cancel_the_others(slow):
         ({"backend": "replay", "cache": "/nowhere/cache.json"}, r"/nowhere/cache\.json: .*set tools\.search\.cache"),
         ({"backend": "local", "corpus": "/nowhere/c.jsonl"}, r"/nowhere/c\.jsonl: cannot read or index the corpus"),
         ({"backend": "local", "corpus": "C", "top_k": 0}, r"tools\.search\.top_k must be at least 1, not 0"),
+        (
+            {"backend": "local", "corpus": "C", "index": "lucene"},
+            r"tools\.search\.index: no index 'lucene'; use sqlite or",
+        ),
         ({"backend": "bing"}, r"tools\.search\.backend: no backend 'bing'"),
     ],
 )

@@ -107,9 +107,9 @@ def ready_index(
 ) -> tuple[Path, Opened]:
     """Where the index of `corpus` as it is now lies, and what `open_index` makes of it; built first if there is none.
 
-    `open_index(path, stamp)` gives None where `path` holds no intact index with that stamp. `build(path, stamp)` makes a
-    file or a folder, and returns its number of passages; it works in a place that no reader looks at. Raises UserError
-    for a corpus that cannot be read or indexed, see `read_corpus`.
+    `open_index(path, stamp)` gives None where `path` holds no intact index with that stamp. `build(path, stamp)` makes
+    a file or a folder, and returns its number of passages; it works in a place that no reader looks at.
+    Raises UserError for a corpus that cannot be read or indexed, see `read_corpus`.
     """
     try:
         stat = corpus.stat()

@@ -1,8 +1,8 @@
 """BM25 over a jsonl corpus: tantivy, for corpora on which FTS5 takes too long (`benchmarks/search_local.py`).
 
-It skips blocks of passages that cannot be among the best, so a search of a million passages takes milliseconds. Text and
-index are in one folder that is built once and then only read. Same terms, formula and constants as FTS5, except that the
-length of a passage is rounded: passages of nearly equal worth may come in another order.
+It skips blocks of passages that cannot be among the best. Text and index are in one folder that is built once and then
+only read. Weights as in FTS5, but for the length of a passage, which is rounded, and for words that half of the corpus
+has: passages of nearly equal worth may come in another order.
 """
 
 from __future__ import annotations
