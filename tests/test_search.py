@@ -60,6 +60,7 @@ def ask(tool: SearchTool, *queries: str):
     async def all_of_them():
         results = await asyncio.gather(*(tool.run(query) for query in queries))
         await tool.aclose()
+        await tool.aclose()  # twice: it may be
         return results
 
     results = asyncio.run(all_of_them())

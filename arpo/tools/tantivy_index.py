@@ -44,7 +44,7 @@ def _built_from(stamp: Stamp) -> list:
 
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
-    """A searcher, which keeps this index even if another run replaces it, and the hash of the corpus."""
+    """A searcher, which keeps this index even if another run replaces it, and the hash of the corpus; None: no index."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         if about["built_from"] != _built_from(stamp):
@@ -61,7 +61,8 @@ class TantivyIndex:
         """Builds the index if there is none for the corpus as it is now. Raises UserError, see `ready_index`."""
         self.corpus = Path(corpus)
         self.path, opened = ready_index(self.corpus, ".tantivy", open_index=_open, build=self._build)
-        self._searcher, self.corpus_sha256 = opened
+        self._searcher: tantivy.Searcher | None = opened[0]
+        self.corpus_sha256: str = opened[1]
 
     def _build(self, folder: Path, stamp: Stamp) -> int:
         folder.mkdir()
@@ -112,5 +113,5 @@ class TantivyIndex:
         return [(score, row, address) for (score, address), row in zip(hits, rows, strict=True)]
 
     def close(self) -> None:
-        """No search may be running."""
-        del self._searcher
+        """No search may be running. Safe to call twice."""
+        self._searcher = None
