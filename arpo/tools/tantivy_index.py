@@ -44,7 +44,7 @@ def _built_from(stamp: Stamp) -> list:
 
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
-    """A searcher, which keeps this index even if another run replaces it, and the hash of the corpus; None: no index."""
+    """A searcher, which keeps this index even if another run replaces it, and the hash of the corpus."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         if about["built_from"] != _built_from(stamp):
@@ -83,7 +83,8 @@ class TantivyIndex:
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
 
-        Raises TimeoutError after `deadline_s`, and OSError where the index is damaged.
+        Raises TimeoutError after `deadline_s`, which is looked at between passes over the index, not within one (they
+        take milliseconds), and OSError where the index is damaged.
         """
         ends = time.monotonic() + deadline_s
         terms = ranking_terms(ANALYZER.analyze(unicodedata.normalize("NFC", query).encode("utf-8", "replace").decode()))
@@ -102,7 +103,7 @@ class TantivyIndex:
         limit = 2 * top_k + 16
         while True:
             if time.monotonic() > ends:
-                raise TimeoutError("no answer within the deadline")
+                raise TimeoutError("no answer before the deadline")
             limit = min(limit, self._searcher.num_docs)
             hits = self._searcher.search(expression, limit, count=False).hits  # counting would visit every hit
             if len(hits) < limit or limit == self._searcher.num_docs or hits[-1][0] < hits[top_k - 1][0]:
