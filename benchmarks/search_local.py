@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20,000 passages and 100 queries, under a minute")
     args = parser.parse_args()
-    sizes, num_queries = ([20_000], 100) if args.quick else ([20_000, 200_000, 1_000_000], 300)
+    sizes, num_queries = ([20_000], 100) if args.quick else ([20_000, 200_000, 1_000_000], 200)
     for num_passages in sizes:
         results = measure(num_passages, num_queries, with_stop_words=num_passages == sizes[0])
     ours, baseline = results["tantivy"]["p50"], results["sqlite"]["p50"]

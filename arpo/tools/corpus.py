@@ -141,6 +141,7 @@ def _build(path: Path, build: Callable[[Path], int]) -> None:
     building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     replaced = building.with_suffix(".old.tmp")
     try:
+        _remove(building)  # of a killed build with this number, where there are no locks
         num_passages = build(building)
         for part in building.iterdir() if building.is_dir() else [building]:
             with part.open("rb") as file:
