@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.options import ModelConfig, OptimConfig, RunConfig, SFTDataConfig
+from arpo.options import ModelConfig, OptimConfig, RunConfig
+from arpo.sft_options import SFTDataConfig
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from arpo.batch import Row
 from arpo.config import UserError
 from arpo.conversations import read_conversations
 from arpo.distributed import Ranks
-from arpo.options import SFTDataConfig
 from arpo.protocol import Codec, Rendered, with_system_prompt
+from arpo.sft_options import SFTDataConfig
 
 log = logging.getLogger("arpo")
 

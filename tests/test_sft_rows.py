@@ -15,8 +15,8 @@ from ranks import run_ranks
 from test_data import write_jsonl, write_parquet
 
 from arpo.config import UserError
-from arpo.options import SFTDataConfig
 from arpo.protocol import Codec
+from arpo.sft_options import SFTDataConfig
 from arpo.sft_rows import OVERLONG, ConversationRows, tokenise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,7 +161,7 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
         "sys.path.insert(0, 'tests')\n"
         "from conftest import build_tiny_tokenizer\n"
         "from arpo import distributed\n"
-        "from arpo.options import SFTDataConfig\n"
+        "from arpo.sft_options import SFTDataConfig\n"
         "from arpo.protocol import Codec\n"
         "from arpo.sft_rows import tokenise\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
