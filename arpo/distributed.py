@@ -46,6 +46,8 @@ class Ranks:
     """Under torchrun: ends the run when a peer is gone."""
     group: dist.ProcessGroup | None = None
     """The neighbours that share this rank's micro-batches (context_parallel.py), where there are any."""
+    owns_process_group: bool = True
+    """False where the process group was there before: whoever made it destroys it."""
 
     @property
     def data_size(self) -> int:
@@ -103,7 +105,7 @@ class Ranks:
             dist.barrier()
         if self.watch:
             self.watch.stop()
-        if dist.is_initialized():
+        if dist.is_initialized() and self.owns_process_group:
             dist.destroy_process_group()
 
 
@@ -132,7 +134,8 @@ def init(
     if cuda:
         torch.cuda.set_device(device)
     watch = None
-    if not dist.is_initialized():
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -144,7 +147,7 @@ def init(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
     group = make_group(context_parallel) if context_parallel > 1 else None
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group)
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:

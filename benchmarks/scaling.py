@@ -105,7 +105,7 @@ def shape_of(path: str) -> Shape:
         return shape_from_json(c)
     known = [name for name in MODELS if name.lower() in path.lower()]
     if not known:
-        raise UserError(f"model.path={path}: neither a folder with config.json nor one of {', '.join(MODELS)}")
+        raise UserError(f"model.path={path}: no folder with config.json; say --model {'|'.join(MODELS)}, or a folder")
     return MODELS[known[0]]
 
 
@@ -152,12 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", choices=HARDWARE, default="8xH100-80GB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
-    parser.add_argument("--config", help="estimate this step only, for its own model")
+    parser.add_argument("--config", help="estimate this step only, for its own model, or --model")
+    parser.add_argument("--model", help="a model's folder, or its name, where the config's model.path is not there yet")
     parser.add_argument("--quick", action="store_true", help="measure a smaller model")
     args = parser.parse_args()
     hw, work, models = HARDWARE[args.hardware], Workload(), MODELS
     if args.config:
         path, work = from_config(args.config)
+        path = args.model or path
         models = {path: shape_of(path)}
     print(f"{args.hardware}: {hw}\n{work}\n")
     print("\n".join(table(models, work, hw, args.nodes)))

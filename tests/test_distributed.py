@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
+from arpo import distributed
 from arpo.batch import Row, microbatches
 from arpo.config import UserError
 from arpo.distributed import Timers, make_mesh, seed_everything
@@ -290,3 +292,12 @@ def test_the_wait_for_the_slowest_rank_is_the_same_number_everywhere():
     assert times["time/exchange"] >= 0.25  # the fast rank's 0.6 s, and nothing of the slow one
     phases = ("rollout", "exchange", "update", "idle")
     assert sum(times[f"time/{phase}"] for phase in phases) == pytest.approx(times["time/step"])
+
+
+def init_again(_) -> bool:
+    distributed.init().close()
+    return dist.is_initialized()
+
+
+def test_a_process_group_that_was_there_before_is_left_alone():
+    assert run_ranks(1, init_again) == [True]

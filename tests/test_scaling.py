@@ -89,7 +89,7 @@ def test_what_cannot_fit_is_said_with_the_knob_that_changes_it():
 def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, capsys):
     config = tmp_path / "big.yaml"
     config.write_text(f"base: {ROOT / 'configs' / 'arpo_7b.yaml'}\nengine:\n  gpu_memory_utilization: 0.95\n")
-    argv = ["scaling.py", "--quick", "--nodes", "1", "--config"]
+    argv = ["scaling.py", "--quick", "--nodes", "1", "--model", "Qwen2.5-7B", "--config"]
     monkeypatch.setattr(sys, "argv", [*argv, str(ROOT / "configs" / "arpo_7b.yaml")])
     scaling.main()
     monkeypatch.setattr(sys, "argv", [*argv, str(config)])
