@@ -76,8 +76,9 @@ from arpo.protocol import Codec  # noqa: E402
 from arpo.rewards import load_custom  # noqa: E402
 from arpo.rewards.judge import Judge  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
+from arpo.tensor_parallel import form_team  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
-from arpo.tools.base import MutedTool, ToolRunner  # noqa: E402
+from arpo.tools.base import MutedTool  # noqa: E402
 from arpo.trajectory import Prompt  # noqa: E402
 
 
@@ -100,7 +101,8 @@ def main(cfg: EvalConfig) -> None:
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function)
     tools = make_tools(only_recorded(cfg.tools) if cfg.eval.replay else cfg.tools)
-    runner = ToolRunner({tag: MutedTool(tag) for tag in tools} if cfg.eval.mute_tools else tools)
+    team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
+    runner = team.tool_runner({tag: MutedTool(tag) for tag in tools} if cfg.eval.mute_tools else tools)
 
     # ---- what an earlier run of the same command has finished stays
     folder = Path(cfg.run.dir) / cfg.run.name
@@ -120,10 +122,10 @@ def main(cfg: EvalConfig) -> None:
         log.line(f"{name}: {len(prompts)} questions, {len(prompts) - len(todo[name])} of them finished before")
 
     # ---- one set after the other, questions dealt out over the ranks; each finished group is saved at once
-    engine = make_engine(cfg, codec, dist.rank) if any(todo.values()) else None
+    engine = make_engine(cfg, codec, team.index) if any(todo.values()) else None
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
     for name, prompts in todo.items():
-        mine = prompts[dist.rank :: dist.world_size]
+        mine = team.share(prompts)
         path = folder / "records" / (f"{name}.rank{dist.rank}.jsonl" if dist.rank else f"{name}.jsonl")
         metric = chosen[name].grader if name in chosen else "reward"
         with log.progress(len(mine) * sampling.group_size, name, "trajectory") as bar:
@@ -136,8 +138,8 @@ def main(cfg: EvalConfig) -> None:
                 BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size),
                 seed=cfg.run.seed,
                 on_progress=lambda done, bar=bar: bar.update(done - bar.n),
-                on_group=lambda group, wall_s, name=name, metric=metric, path=path: append_records(
-                    path, group_records(group, name, metric, wall_s)
+                on_group=lambda group, wall_s, name=name, metric=metric, path=path: (
+                    append_records(path, group_records(group, name, metric, wall_s)) if team.is_first else None
                 ),
                 max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
             )
@@ -177,9 +179,9 @@ def only_recorded(tools: ToolsConfig) -> ToolsConfig:
     )
 
 
-def make_engine(cfg: EvalConfig, codec: Codec, rank: int) -> Engine | ServerEngine:
+def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEngine:
     if not cfg.eval.server:
-        return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + rank)
+        return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + index)
     return ServerEngine(
         cfg.eval.server,
         cfg.eval.server_model,

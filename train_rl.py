@@ -100,8 +100,8 @@ from arpo.optim import build_optimizer, set_learning_rate  # noqa: E402
 from arpo.protocol import Codec, with_system_prompt  # noqa: E402
 from arpo.rewards import load_custom, score_groups  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
+from arpo.tensor_parallel import form_team  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
-from arpo.tools.base import ToolRunner  # noqa: E402
 from arpo.tools.health import ToolHealth  # noqa: E402
 from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
 from arpo.update import (  # noqa: E402
@@ -140,7 +140,8 @@ def main(cfg: RLConfig) -> None:
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    tools = ToolRunner(make_tools(cfg.tools))
+    team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
+    tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
     run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
@@ -159,7 +160,7 @@ def main(cfg: RLConfig) -> None:
         ).requires_grad_(False)
     done_steps = checkpoints.resume(policy, optimizer, critic, critic_optimizer, allow=cfg.run.resume)
     engine = Engine(
-        cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + dist.rank, load_weights=False
+        cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
     )
     engine.sync_weights(policy.hf_parameters())
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
@@ -173,17 +174,16 @@ def main(cfg: RLConfig) -> None:
         timers: distributed.Timers,
     ) -> list[Group]:  # fmt: skip
         """All ranks sample their share; every rank gets all groups, scored, in the order of `prompts`."""
-        share = prompts[dist.rank :: dist.world_size]
+        share = team.share(prompts)
         with timers("rollout"), log.progress(len(share) * rollout_cfg.group_size, description, "trajectory") as bar:
             groups = rollout(
                 share, engine, tools, codec, rollout_cfg, branching,
                 seed=cfg.run.seed, step=step, on_progress=lambda done: bar.update(done - bar.n),
             )  # fmt: skip
         with timers("reward"):
-            score_groups(groups, cfg.reward, custom_reward)
+            score_groups(groups if team.is_first else [], cfg.reward, custom_reward)
         with timers("exchange"):
-            shares = dist.all_gather_objects(groups)
-        return [shares[i % dist.world_size][i // dist.world_size] for i in range(len(prompts))]
+            return team.exchange(groups, len(prompts))
 
     def validate(step: int) -> dict[str, float]:
         """Greedy, one trajectory per prompt, no branching."""
@@ -207,7 +207,7 @@ def main(cfg: RLConfig) -> None:
         prompts = [train_prompts[i] for i in order.indices(step - 1)]
         num_prefilled = engine.stats.prefilled_tokens
         groups = sample(prompts, cfg.rollout, cfg.branching, step, f"step {step} rollout", timers)
-        metrics.sum("tokens/prefilled", engine.stats.prefilled_tokens - num_prefilled)
+        metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
         metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once

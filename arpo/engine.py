@@ -92,7 +92,8 @@ class Engine:
     """vLLM with streaming requests, exact entropies, and weights that come from memory.
 
     Under torchrun every rank has its own engine (initialise torch.distributed first). They sample independently, so
-    `seed` should differ, but all ranks must construct and sync together.
+    `seed` should differ, but all ranks must construct and sync together. With cfg.tensor_parallel neighbours share an
+    engine, and must make the same calls with the same seed (tensor_parallel.py).
     """
 
     num_live: ClassVar[int] = 0
@@ -116,7 +117,7 @@ class Engine:
         self.state: Literal["ready", "asleep", "needs_weights"] = "ready" if load_weights else "needs_weights"
         self.kv_asleep = False
         self.random_state = RandomState.current()
-        prepare_for_vllm(cfg.quiet)
+        prepare_for_vllm(cfg.quiet, shared=cfg.tensor_parallel > 1)
         if Engine.num_live == 0:
             Engine.owns_process_group = not dist.is_initialized()
         with self.own_randomness(), silence(cfg.quiet):
@@ -137,6 +138,7 @@ class Engine:
                 model=self.model_path,
                 load_format="auto" if load_weights else "dummy",
                 distributed_executor_backend="uni" if alone else "external_launcher",
+                tensor_parallel_size=cfg.tensor_parallel,
                 dtype=cfg.dtype,
                 seed=self.seed,
                 max_model_len=self.max_model_len,

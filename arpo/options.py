@@ -115,6 +115,9 @@ class DataConfig:
 class EngineConfig:
     """vLLM, one engine per rank, in the rank's own process."""
 
+    tensor_parallel: int = 1
+    """Neighbouring ranks that share one engine, each with a part of its weights and KV cache: for models that one GPU
+    cannot hold while it samples. Must divide the ranks of a node and the model's heads."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of sampling."""
     gpu_memory_utilization: float = 0.6
@@ -129,6 +132,10 @@ class EngineConfig:
     """False = capture CUDA graphs / compile: faster decoding, slower start."""
     quiet: bool = True
     """Silence vLLM's own log below errors."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise ValueError(f"engine.tensor_parallel={self.tensor_parallel} must be at least 1")
 
 
 @dataclass(frozen=True)

