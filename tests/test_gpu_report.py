@@ -84,5 +84,6 @@ def test_the_kit_runs_on_the_cpu(tmp_path):
     done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=1500)
     outcomes = gpu_report.read_outcomes(tmp_path)
     assert [(o.name, o.reason) for o in outcomes if o.status != "passed"] == [], done.stdout
-    assert len(outcomes) == len(parts) and done.returncode == 0
+    assert done.returncode == 0
+    assert all(any(part in o.name for o in outcomes) for part in parts), [o.name for o in outcomes]
     assert outcomes[-1].result["name"] == "update_mfu" and 0 < outcomes[-1].result["ratio"] < 1
