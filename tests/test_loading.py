@@ -78,10 +78,8 @@ def peaks(ranks, warm_up: str, folder: str) -> tuple[float, float]:
 
 
 def read_whole(folder: str):
-    """from_pretrained only maps the file."""
-    model = from_pretrained(folder)
-    assert all(p.sum().isfinite() for p in model.parameters())
-    return model
+    """from_pretrained only maps the file, and the kernel may take such pages back; copies stay."""
+    return [p.detach().clone() for p in from_pretrained(folder).parameters()]
 
 
 @pytest.mark.slow
