@@ -22,7 +22,10 @@ def write_model(folder: str, *, hidden: int = 128, layers: int = 4) -> None:
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     bpe.add_tokens([f"<|{i}|>" for i in range(bpe.get_vocab_size(), VOCAB_SIZE)])  # what is sampled can be decoded
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     tokenizer.save_pretrained(folder)
     heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "head_dim": 32}
     config = Qwen3Config(
