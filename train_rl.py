@@ -108,6 +108,7 @@ from arpo.update import (  # noqa: E402
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
+    first_update_fills,
     make_minibatches,
     resolve_layout,
     update_policy,
@@ -216,7 +217,7 @@ def main(cfg: RLConfig) -> None:
         # (none where a tool's service failed so often that what is left of the batch would teach to do without it)
         minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(groups) else []
         with timers("old_logprobs"):
-            for minibatch in minibatches:
+            for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
                 metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
         if reference:
             with timers("reference"):

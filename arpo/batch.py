@@ -63,7 +63,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     """(B, T) float32"""
     old_logprobs: torch.Tensor | None = None
-    """(B, T), like all that follow filled before the update, and only what the options ask for"""
+    """(B, T), like all that follow filled before the update or by it, and only what the options ask for"""
     old_entropies: torch.Tensor | None = None
     """(B, T) nats, filled with old_logprobs"""
     ref_logprobs: torch.Tensor | None = None

@@ -87,24 +87,45 @@ def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig,
     metrics = Metrics()
     for micro in micros:
         with torch.no_grad():
-            micro.old_logprobs, micro.old_entropies = policy(micro, temperature)
-        if num_tokens := micro.num_loss_tokens:
-            difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
-            metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)
-            metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
-        if cfg.rollout_correction != "none":
-            micro.rollout_weights, weight_metrics = rollout_weights(
-                micro.old_logprobs,
-                micro.rollout_logprobs,
-                micro.loss_mask,
-                cfg.rollout_correction,
-                low=cfg.correction_low,
-                high=cfg.correction_high,
-            )
-            metrics.merge(weight_metrics, prefix="mismatch/")
-        if cfg.old_logprobs == "rollout":
-            micro.old_logprobs = micro.rollout_logprobs
+            logprobs, entropies = policy(micro, temperature)
+        metrics.merge(take_as_old(micro, logprobs, entropies, cfg))
     return metrics
+
+
+def first_update_fills(cfg: LossConfig) -> bool:
+    """Whether a rollout's first mini-batch can do without `fill_old_logprobs`: its update computes the same logprobs.
+
+    Not where all tokens' are needed before any token's loss: for a KL in the reward and for AEPO's entropies.
+    """
+    return not (uses_entropy_statistics(cfg) or (cfg.kl_coefficient and cfg.kl_in == "reward"))
+
+
+def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
+    """Keep what the policy says before the update, (B, T) each, and with it the weights of the rollout correction."""
+    metrics = Metrics()
+    micro.old_logprobs, micro.old_entropies = logprobs.detach(), entropies.detach()
+    if num_tokens := micro.num_loss_tokens:
+        difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
+        metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)
+        metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
+    if cfg.rollout_correction != "none":
+        micro.rollout_weights, weight_metrics = rollout_weights(
+            micro.old_logprobs,
+            micro.rollout_logprobs,
+            micro.loss_mask,
+            cfg.rollout_correction,
+            low=cfg.correction_low,
+            high=cfg.correction_high,
+        )
+        metrics.merge(weight_metrics, prefix="mismatch/")
+    if cfg.old_logprobs == "rollout":
+        micro.old_logprobs = micro.rollout_logprobs
+    return metrics
+
+
+def uses_entropy_statistics(cfg: LossConfig) -> bool:
+    """Whether the loss of a token depends on the entropies of all others (AEPO)."""
+    return cfg.entropy_balanced_advantage or cfg.balanced_clipping_tokens == "high_entropy"
 
 
 def fill_advantages(
@@ -187,12 +208,14 @@ def update_policy(
         sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
     )
     statistics = None
-    if cfg.entropy_balanced_advantage or cfg.balanced_clipping_tokens == "high_entropy":
+    if uses_entropy_statistics(cfg):
         # Of the current policy; before the first step that is the policy the old logprobs came from.
         statistics = entropy_statistics(policy, micros, temperature, dist, reuse_old=is_first)
 
     for micro in micros:
         logprobs, entropies = policy(micro, temperature)  # (B, T)
+        if micro.old_logprobs is None:  # see `first_update_fills`
+            metrics.merge(take_as_old(micro, logprobs, entropies, cfg))
         loss, loss_metrics = policy_loss(
             logprobs,
             micro.old_logprobs,

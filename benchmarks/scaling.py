@@ -72,6 +72,7 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
 def from_config(path: str) -> tuple[str, Workload]:
     """(model path, what the file says of the step). Raises UserError like train_rl.py."""
     from arpo.config import load_config
+    from arpo.update import first_update_fills
     from train_rl import RLConfig
 
     cfg = load_config(RLConfig, [path])
@@ -87,6 +88,7 @@ def from_config(path: str) -> tuple[str, Workload]:
         activation_checkpointing=cfg.model.activation_checkpointing,
         reference=cfg.loss.kl_coefficient > 0,
         critic=cfg.advantage.kind == "gae",
+        first_update_fills=first_update_fills(cfg.loss),
         max_num_seqs=cfg.engine.max_num_seqs,
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
         shard_gpus=cfg.model.shard_size,

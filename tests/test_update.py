@@ -20,6 +20,7 @@ from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
+    first_update_fills,
     make_minibatches,
     resolve_layout,
     update_policy,
@@ -281,3 +282,26 @@ def test_ratios_against_the_rollout_are_those_of_the_engines_logprobs(ranks, mod
     )
     fill_old_logprobs(policy, minibatch.micros, cfg, 0.9)
     assert all(torch.equal(micro.old_logprobs, micro.rollout_logprobs) for micro in minibatch.micros)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_update_of_a_rollout_needs_no_pass_before_it_unless_a_loss_looks_at_all_tokens(ranks, models, case):
+    """The same metrics and gradients to the bit, with `fill_old_logprobs` and without."""
+    (policy, reference), (advantage, loss) = models, CASES[case]
+    assert first_update_fills(loss) == (case not in ("aepo", "high entropy", "kl in the reward", "gae"))
+    optimizer, outcomes, seen = torch.optim.SGD(policy.parameters(), lr=0.0), [], {}
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.full_tensor().numpy().copy() for name, p in policy.hf_parameters()})
+    )
+    for without in (False, first_update_fills(loss)):
+        minibatch, metrics = filled(ranks, policy, reference, case, 40, 1)
+        if without:
+            metrics = fill_advantages(minibatch.groups, [minibatch], advantage, loss, ranks)
+            for micro in minibatch.micros:
+                micro.old_logprobs = micro.old_entropies = micro.rollout_weights = None
+        metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=True))
+        outcomes.append((metrics.values(), dict(seen)))
+        assert all(micro.old_entropies is not None for micro in minibatch.micros)
+    (metrics, gradients), (expected_metrics, expected) = outcomes
+    assert metrics == expected_metrics and "mismatch/kl" in metrics and metrics["loss/approx_kl"] < 1e-12
+    assert all(np.array_equal(gradients[name], expected[name]) for name in expected)

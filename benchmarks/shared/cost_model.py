@@ -142,6 +142,8 @@ class Workload:
     activation_checkpointing: bool = True
     reference: bool = False
     critic: bool = False
+    first_update_fills: bool = True
+    """The first mini-batch has no forward pass before its update (arpo/update.py)."""
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.6
     shard_gpus: int = 0
@@ -330,7 +332,7 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
     def exposed(compute: float, collectives: float) -> float:
         return collectives - min(hw.overlap * collectives, compute)
 
-    models = 1 + work.reference + work.critic
+    models = 1 + work.reference + work.critic - work.first_update_fills / minibatches
     old_exposed = exposed(forward, micros * gather)
     passes = (4 if work.activation_checkpointing else 3) * (1 + work.critic) * work.num_epochs
     update = passes * forward
