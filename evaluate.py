@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from arpo.config import UserError, load_or_exit, run_or_exit
+from arpo.contradictions import check_result_room
 from arpo.evals.options import EvalSection
 from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 from arpo.rewards.options import JudgeConfig
@@ -50,6 +51,8 @@ class EvalConfig:
             raise ValueError("nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
         if self.eval.num_samples < 1:
             raise ValueError(f"eval.num_samples={self.eval.num_samples} must be at least 1")
+        if not (self.eval.regrade or self.eval.compare):  # those search nothing
+            check_result_room(self.tools.search, self.rollout)
 
 
 CONFIG = (

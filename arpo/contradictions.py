@@ -1,4 +1,5 @@
-"""Settings of train_rl.py that contradict each other. Imports no torch: a mistake shows before the model is loaded."""
+"""Settings of train_rl.py and evaluate.py that contradict each other. Imports no torch: a mistake shows before the model
+is loaded."""
 
 from __future__ import annotations
 

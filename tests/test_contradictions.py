@@ -3,6 +3,7 @@
 import pytest
 
 from arpo.config import UserError, load_config
+from evaluate import EvalConfig
 from train_rl import RLConfig
 
 GAE = ["--advantage.kind", "gae"]
@@ -55,6 +56,14 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
 )
 def test_what_belongs_together_is_accepted(flags):
     load_config(RLConfig, ["--data.train", "x", *flags])
+
+
+def test_an_evaluation_too_needs_room_for_the_pages_that_its_searches_read():
+    read_pages = ["--tools.search.read_pages", "3"]
+    with pytest.raises(UserError, match=r"read_pages=3 x page_chars=3000 .* rollout.max_result_tokens=1024 .*raise it"):
+        load_config(EvalConfig, ["--eval.files", "x", *read_pages])
+    load_config(EvalConfig, ["--eval.files", "x", *read_pages, "--rollout.max_result_tokens", "2048"])
+    load_config(EvalConfig, ["--eval.regrade", "runs/eval", *read_pages])  # searches nothing
 
 
 def test_critic_and_reference_default_to_the_policys_model_with_their_own_settings():
