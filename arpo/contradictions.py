@@ -1,5 +1,7 @@
-"""Settings of train_rl.py and evaluate.py that contradict each other. Imports no torch: a mistake shows before the model
-is loaded."""
+"""Settings of train_rl.py and evaluate.py that contradict each other.
+
+Imports no torch: a mistake shows before the model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,7 @@ MAX_CHARS_PER_TOKEN = 8
 """Of text on web pages, with any tokenizer; 4 is usual."""
 
 
-def check_sizes(
-    data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig, *, attention: str
-) -> None:
+def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:
     """Raises ValueError with the numbers and the fix where they do not fit each other."""
     if not data.train:
         raise ValueError("data.train is empty; pass a parquet or jsonl file of prompts")
@@ -45,11 +45,6 @@ def check_sizes(
         raise ValueError(
             f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it"
-        )
-    if update.layout == "tree" and attention not in ("sdpa", "flex_attention"):
-        raise ValueError(
-            f"update.layout=tree needs a tree mask, which model.attention={attention} may not know; "
-            "set model.attention=flex_attention (GPU) or sdpa"
         )
     if rollout.temperature <= 0:
         raise ValueError("rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from")

@@ -246,6 +246,49 @@ def test_a_truncated_index_is_built_anew(corpus):
     assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
 
 
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.99])
+def test_one_flipped_bit_anywhere_in_an_index_is_noticed_and_the_index_built_anew(tmp_path, caplog, index, place):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"otter word{i}"} for i in range(300)])
+    for number in range(len(parts_of(INDEXES[index](corpus).path))):
+        path = INDEXES[index](corpus).path
+        flip_bit(parts_of(path)[number], place)
+        caplog.clear()
+        assert INDEXES[index](corpus).search("word123", 1) == ["otter word123"]
+        [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert line.startswith(f"{path}: the index is damaged (") and line.endswith(
+            "and is built anew; is the disk well?"
+        )
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of an index, by kind (each build gives them other names), but for the one that says what it is of."""
+    parts = [path] if path.is_file() else [p for p in path.glob("[!.]*") if p.name != tantivy_index.ABOUT]
+    return sorted((p for p in parts if p.stat().st_size), key=lambda p: p.suffix)
+
+
+def flip_bit(file: Path, place: float) -> None:
+    """At that share of its length; in place, for threads of an earlier index may still have it in their memory."""
+    with file.open("r+b") as stream:
+        stream.seek(int(place * file.stat().st_size))
+        [byte] = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 4]))
+
+
+def test_an_index_that_is_damaged_while_it_is_searched_is_our_failure_in_one_line(tmp_path, caplog, index):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"otter word{i}"} for i in range(300)])
+    tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus), index=index))
+    path = tool.backend.index.path
+    for part in [path] if path.is_file() else path.iterdir():
+        with part.open("r+b") as file:  # in place: the tool has it open
+            file.write(os.urandom(part.stat().st_size))
+    result = ask(tool, "word123")
+    assert (result.ok, result.infra_error, result.error_kind) == (False, True, "unavailable")
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith(f"search failed: {path}: ") and line.endswith("; the next run builds the index anew")
+    assert "\n" not in line
+
+
 @pytest.mark.parametrize("part", ["*.store", "*.term", "*.idx", "*.fast", "meta.json", tantivy_index.ABOUT])
 @pytest.mark.parametrize("kept_share", [0, 0.5])
 def test_a_tantivy_index_with_a_truncated_part_is_built_anew(corpus, part, kept_share):

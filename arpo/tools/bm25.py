@@ -13,14 +13,18 @@ import re
 import sqlite3
 import time
 import unicodedata
+import zlib
 from pathlib import Path
 
-from arpo.tools.corpus import STOP_WORDS, Stamp, ranking_terms, read_corpus, ready_index
+from arpo.tools.corpus import STOP_WORDS, DamagedIndex, Stamp, crc32_of, ranking_terms, read_corpus, ready_index
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when the schema below changes; an index of another format is built anew."""
 NUM_CONNECTIONS = 4
 """Searches that run at the same time, per index."""
+HEADER_BYTES = 100
+CHECKSUM = slice(60, 64)
+"""The bytes of a SQLite header that belong to its user: here the CRC-32 of all others of the file."""
 _TERM = re.compile(r"\w+")
 _SCHEMA = """
     PRAGMA journal_mode = OFF;
@@ -47,21 +51,43 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
 
 
+def _checksum(path: Path) -> bytes:
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+        rest = zlib.crc32(header[: CHECKSUM.start] + header[CHECKSUM.stop :])
+        return crc32_of(file, rest).to_bytes(4, "big")
+
+
+def _seal(path: Path) -> None:
+    checksum = _checksum(path)
+    with path.open("r+b") as file:
+        file.seek(CHECKSUM.start)
+        file.write(checksum)
+
+
+def _is_intact(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(HEADER_BYTES)[CHECKSUM] == _checksum(path)
+
+
 def _open(path: Path, stamp: Stamp) -> list[sqlite3.Connection] | None:
     """NUM_CONNECTIONS, opened at once: they keep reading this index, even if another run replaces it."""
-    connections = []
-    try:
-        for _ in range(NUM_CONNECTIONS):
-            connections.append(_connect(path))
-            connections[-1].execute("PRAGMA mmap_size = 1073741824")
-            built_from = connections[-1].execute("SELECT format, corpus_bytes, corpus_mtime_ns FROM meta").fetchone()
-            if built_from != (FORMAT, *stamp):
-                raise sqlite3.DatabaseError(f"built from {built_from}")
-    except sqlite3.Error:
-        for connection in connections:
-            connection.close()
+    if not path.is_file():
         return None
-    return connections
+    with contextlib.ExitStack() as stack:
+        try:
+            connections = [stack.enter_context(contextlib.closing(_connect(path))) for _ in range(NUM_CONNECTIONS)]
+            for connection in connections:
+                connection.execute("PRAGMA mmap_size = 1073741824")
+                built_from = connection.execute("SELECT format, corpus_bytes, corpus_mtime_ns FROM meta").fetchone()
+        except sqlite3.Error as error:
+            raise DamagedIndex(str(error)) from None
+        if built_from != (FORMAT, *stamp):
+            return None
+        if not _is_intact(path):
+            raise DamagedIndex("its checksum does not hold")
+        stack.pop_all()
+        return connections
 
 
 class Bm25Index:
@@ -79,9 +105,11 @@ class Bm25Index:
     def _build(self, path: Path, stamp: Stamp) -> int:
         try:
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-                return self._fill(connection, stamp)
+                num_passages = self._fill(connection, stamp)
         except sqlite3.Error as error:
             raise OSError(f"writing {path}: {error}") from None
+        _seal(path)
+        return num_passages
 
     def _fill(self, connection: sqlite3.Connection, stamp: Stamp) -> int:
         connection.executescript(_SCHEMA)
@@ -98,7 +126,7 @@ class Bm25Index:
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
 
-        Raises TimeoutError after `deadline_s`, and sqlite3.Error where the index file is damaged.
+        Raises TimeoutError after `deadline_s`, and OSError where the index has been damaged since it was opened.
         """
         expression = fts_query(query)
         return self.match(expression, top_k, deadline_s=deadline_s) if expression else []
@@ -113,12 +141,14 @@ class Bm25Index:
             best = connection.execute(
                 "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?", (expression, top_k)
             ).fetchall()
-            sql = "SELECT text FROM passages WHERE id = ?"
-            return [connection.execute(sql, rowid).fetchone()[0] for rowid in best]
-        except sqlite3.OperationalError as error:
+            found = [connection.execute("SELECT text FROM passages WHERE id = ?", rowid).fetchone() for rowid in best]
+            if None in found:
+                raise sqlite3.DatabaseError("a passage is missing")
+            return [text for (text,) in found]
+        except sqlite3.Error as error:
             if time.monotonic() > ends:
                 raise TimeoutError(f"no answer within {deadline_s:g} s") from error
-            raise
+            raise OSError(f"{self.path}: {error}; the next run builds the index anew") from error
         finally:
             self._idle.put(connection)
 

@@ -6,14 +6,16 @@ Stop words are left out of queries: each costs a scan of half of the corpus and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from arpo.config import UserError
 from arpo.tools.sqlite_files import derived_paths, first_writable, lock_of
@@ -98,6 +100,11 @@ def _indexed_and_shown(row: dict, place: str) -> tuple[str, str]:
 # ---- an index beside its corpus
 
 
+class DamagedIndex(OSError):
+    """An index that says it is the wanted one, but is not as it was built. Found by a checksum: neither SQLite nor
+    tantivy notices every flipped bit, and wrong passages look like right ones."""
+
+
 def ready_index(
     corpus: Path,
     suffix: str,
@@ -107,8 +114,9 @@ def ready_index(
 ) -> tuple[Path, Opened]:
     """Where the index of `corpus` as it is now lies, and what `open_index` makes of it; built first if there is none.
 
-    `open_index(path, stamp)` gives None where `path` holds no intact index with that stamp. `build(path, stamp)` makes
-    a file or a folder, and returns its number of passages; it works in a place that no reader looks at.
+    `open_index(path, stamp)` gives None where `path` holds no index with that stamp, and raises DamagedIndex.
+    `build(path, stamp)` makes a file or a folder, where no reader looks, and returns its number of passages.
+
     Raises UserError for a corpus that cannot be read or indexed, see `read_corpus`.
     """
     try:
@@ -116,11 +124,17 @@ def ready_index(
         stamp = (stat.st_size, stat.st_mtime_ns)
         paths = derived_paths(corpus, suffix)
         for path in paths:
-            if (opened := open_index(path, stamp)) is not None:
-                return path, opened
+            with contextlib.suppress(DamagedIndex):
+                if (opened := open_index(path, stamp)) is not None:
+                    return path, opened
         path = first_writable(paths)
         with lock_of(path) as is_alone:  # of several ranks one builds; the others wait here, and find it done
-            if (opened := open_index(path, stamp)) is None:
+            try:
+                opened = open_index(path, stamp)
+            except DamagedIndex as error:
+                logger.warning("%s: the index is damaged (%s), and is built anew; is the disk well?", path, error)
+                opened = None
+            if opened is None:
                 if is_alone:
                     for remains in path.parent.glob(f"{path.name}.{os.uname().nodename}.*.tmp"):  # of a killed build
                         _remove(remains)
@@ -134,6 +148,13 @@ def ready_index(
         raise UserError(
             f"{corpus}: cannot read or index the corpus ({reason}); set tools.search.corpus to a jsonl file"
         ) from None
+
+
+def crc32_of(file: BinaryIO, crc: int = 0) -> int:
+    """Of what is left of the file, added to the `crc` of what was before it."""
+    while block := file.read(1 << 20):
+        crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _build(path: Path, build: Callable[[Path], int]) -> None:

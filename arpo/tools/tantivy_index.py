@@ -11,19 +11,22 @@ import hashlib
 import json
 import time
 import unicodedata
+import zlib
 from pathlib import Path
 
 import tantivy
 from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
 
-from arpo.tools.corpus import Stamp, ranking_terms, read_corpus, ready_index
+from arpo.tools.corpus import DamagedIndex, Stamp, crc32_of, ranking_terms, read_corpus, ready_index
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when what follows changes; an index of another format, or of another tantivy, is built anew."""
 BUILD_MEMORY_BYTES = 1_000_000_000
 """Memory of the builder, at most: a larger one makes fewer segments, which are searched one after the other."""
 ABOUT = "arpo.json"
-"""File in the index's folder: what it was built from. Written last."""
+"""File in the index's folder: what it was built from, and the checksum of its parts. Written last."""
+PANIC = "PanicException"
+"""What Rust raises where it would crash, on a file that has changed under it; no Exception, nor can it be imported."""
 ANALYZER = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.ascii_fold()).filter(Filter.lowercase()).build()
 """Letters and digits are words, without their accents; passages and queries go through it, in NFC."""
 
@@ -39,19 +42,36 @@ def _schema() -> tantivy.Schema:
 SCHEMA = _schema()
 
 
-def _built_from(stamp: Stamp) -> list:
-    return [FORMAT, tantivy.__version__, *stamp]
+def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
+    """What the file of that name says of an intact index. Raises OSError."""
+    crc = zlib.crc32(corpus_sha256.encode())
+    for part in sorted(folder.iterdir()):
+        if part.name != ABOUT and not part.name.startswith("."):  # locks, and what only a writer reads
+            with part.open("rb") as file:
+                crc = crc32_of(file, crc)
+    return {"built_from": [FORMAT, tantivy.__version__, *stamp], "corpus_sha256": corpus_sha256, "crc32": crc}
 
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
     """A searcher, which keeps this index even if another run replaces it, and the hash of the corpus."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
-        if about["built_from"] != _built_from(stamp):
+        corpus_sha256 = about["corpus_sha256"]
+        expected = _about(folder, stamp, corpus_sha256)
+        if about["built_from"] != expected["built_from"]:
             return None
-        return tantivy.Index.open(str(folder)).searcher(), about["corpus_sha256"]
-    except (OSError, ValueError):  # tantivy's word for missing and truncated files is ValueError
+        if about != expected:
+            raise DamagedIndex("its checksum does not hold")
+        return tantivy.Index.open(str(folder)).searcher(), corpus_sha256
+    except FileNotFoundError:  # there is none, or another run puts a new one here just now
         return None
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:  # of JSON; tantivy's word for damage is ValueError
+        raise DamagedIndex(f"{type(error).__name__}: {error}") from None
 
 
 class TantivyIndex:
@@ -76,15 +96,14 @@ class TantivyIndex:
                     writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
         except ValueError as error:  # what tantivy says when the disk is full
             raise OSError(f"writing {folder}: {error}") from None
-        about = {"built_from": _built_from(stamp), "corpus_sha256": corpus_hash.hexdigest()}
-        (folder / ABOUT).write_text(json.dumps(about))
+        (folder / ABOUT).write_text(json.dumps(_about(folder, stamp, corpus_hash.hexdigest())))
         return num_passages
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
 
         Raises TimeoutError after `deadline_s`, which is looked at between passes over the index, not within one (they
-        take milliseconds), and OSError where the index is damaged.
+        take milliseconds), and OSError where the index has been damaged since it was opened.
         """
         ends = time.monotonic() + deadline_s
         terms = ranking_terms(ANALYZER.analyze(unicodedata.normalize("NFC", query).encode("utf-8", "replace").decode()))
@@ -95,8 +114,10 @@ class TantivyIndex:
         try:
             best = sorted(self._hits(expression, top_k, ends), key=lambda hit: (-hit[0], hit[1]))[:top_k]
             return [self._searcher.doc(address).get_first("shown").decode() for _, _, address in best]
-        except ValueError as error:
-            raise OSError(f"{self.path}: {error}") from None
+        except BaseException as error:
+            if not (isinstance(error, ValueError) or type(error).__name__ == PANIC):
+                raise
+            raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
 
     def _hits(self, expression: Query, top_k: int, ends: float) -> list[tuple[float, int, tantivy.DocAddress]]:
         """(score, row, address) of the `top_k` best and of all that are as good as the last of them."""
