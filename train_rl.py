@@ -76,7 +76,7 @@ class RLConfig:
         return [self.model, *critic, *([self.reference_model] if self.loss.kl_coefficient else [])]
 
     def __post_init__(self) -> None:
-        check_sizes(self.data, self.rollout, self.branching, self.update, attention=self.model.attention)
+        check_sizes(self.data, self.rollout, self.branching, self.update)
         check_result_room(self.tools.search, self.rollout)
         check_algorithm(self.branching, self.advantage, self.critic, self.loss)
         check_parallel(self.model, self.advantage, self.loss)

@@ -1,8 +1,8 @@
 """Rows and padding-free micro-batches, balanced over ranks under a token budget.
 
 Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row, N tokens of all rows together.
-Rows lie one behind the other in one sequence of N tokens, position ids restart at 0 for each row, and no attention mask
-is passed: transformers derives the block-diagonal mask from the positions (with use_cache=False).
+Rows lie one behind the other in one sequence of N tokens, position ids restart at 0 for each row, and attention works
+row by row (attention.py).
 
     input_ids      p p p r r r r p p r r r       (N,) two rows: prompt 3 + response 4, prompt 2 + response 3
     position_ids   0 1 2 3 4 5 6 0 1 2 3 4
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from arpo.advantages import is_dead, teaching
+from arpo.attention import RowPaths
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Trajectory
 
@@ -62,6 +63,8 @@ class MicroBatch:
     """(B, T) bool"""
     rollout_logprobs: torch.Tensor
     """(B, T) float32"""
+    paths: RowPaths
+    """Which tokens attend to which"""
     old_logprobs: torch.Tensor | None = None
     """(B, T), like all that follow filled before the update or by it, and only what the options ask for"""
     old_entropies: torch.Tensor | None = None
@@ -100,12 +103,13 @@ class MicroBatch:
         return rows.masked_scatter(self.loss_mask, values)
 
     def attention_mask(self, config: Any) -> Any:
-        """What the model of this Hugging Face config gets as its mask: none, position ids alone keep rows apart."""
+        """What the model of this Hugging Face config gets as its mask. None: flex_attention reads off the positions
+        where rows begin, and the others know from `attention_options`."""
         return None
 
     def attention_options(self) -> dict[str, Any]:
         """What the attention layers get beyond that."""
-        return {}
+        return {"paths": self.paths.for_one_pass()}
 
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> torch.Tensor:
         """(B, T) float32 of `values`, one array per row of the global mini-batch; 0 where the loss mask is 0."""
@@ -115,7 +119,7 @@ class MicroBatch:
         return out.to(self.loss_mask.device) * self.loss_mask
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor | RowPaths) else v for k, v in vars(self).items()}
         return type(self)(**moved)
 
 
@@ -210,7 +214,8 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
             out[i, : len(value)] = torch.as_tensor(value, dtype=dtype)
         return out
 
-    starts = np.cumsum([0, *[row.num_tokens for row in rows[:-1]]])
+    lengths = tuple(row.num_tokens for row in rows)
+    starts = np.cumsum([0, *lengths[:-1]])
     firsts = [start + len(row.prompt_ids) - 1 for start, row in zip(starts, rows, strict=True)]
     ids = [part for row in rows for part in (row.prompt_ids, row.response_ids)]
     zeros = [np.zeros(len(row.response_ids), np.float32) for row in rows]
@@ -228,6 +233,7 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
             torch.float32,
         )
         * loss_mask,
+        paths=RowPaths(lengths, lengths),
         row_ids=tuple(row_ids),
-        num_row_tokens=sum(row.num_tokens for row in rows),
+        num_row_tokens=sum(lengths),
     )

@@ -9,7 +9,7 @@ row that no GPU could hold alone is trained on P of them, and the block-diagonal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from arpo.attention import BY_ROW, register
 from arpo.batch import MicroBatch
 from arpo.config import UserError
 
@@ -25,32 +26,13 @@ PREFIX = "ulysses_"
 
 @dataclass(kw_only=True)
 class PartBatch(MicroBatch):
-    """One rank's part of a MicroBatch: its own tokens, and of the loss mask those that they predict."""
+    """One rank's part of a MicroBatch: its own tokens, and of the loss mask those that they predict. `paths` are those
+    of all tokens, padded to a multiple of the group."""
 
     group: dist.ProcessGroup
-    all_position_ids: torch.Tensor
-    """(1, N) of all tokens, padded to a multiple of the group"""
 
     def attention_options(self) -> dict[str, Any]:
-        return {"part": Part(self.group, self.all_position_ids, same_row(self.all_position_ids))}
-
-
-@dataclass(frozen=True)
-class Part:
-    """What attention must know of the whole micro-batch."""
-
-    group: dist.ProcessGroup
-    position_ids: torch.Tensor
-    """(1, N)"""
-    mask: torch.Tensor
-    """(1, 1, N, N) bool: the same row, and not later"""
-
-
-def same_row(position_ids: torch.Tensor) -> torch.Tensor:
-    """The mask of rows that lie one behind the other, each beginning at position 0."""
-    rows = (position_ids[0] == 0).cumsum(0)
-    place = torch.arange(len(rows), device=rows.device)
-    return ((rows[:, None] == rows) & (place[:, None] >= place))[None, None]
+        return {"paths": self.paths.for_one_pass(), "group": self.group}
 
 
 def spread(micros: list[MicroBatch], group: dist.ProcessGroup | None) -> list[MicroBatch]:
@@ -66,35 +48,39 @@ def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
     num_own = input_ids.shape[1] // num_ranks
     own = slice(rank * num_own, (rank + 1) * num_own)
     predict_from = micro.predict_from - own.start
+    num_tokens = micro.input_ids.shape[1]
+    num_real = max(0, min(own.stop, num_tokens) - own.start)
     loss_mask = micro.loss_mask & (predict_from >= 0) & (predict_from < num_own)
     changed = {
         "input_ids": input_ids[:, own],
+        "paths": micro.paths.padded(padding),
         "position_ids": position_ids[:, own],
         "predict_from": predict_from * loss_mask,
         "loss_mask": loss_mask,
-        "num_row_tokens": max(0, min(own.stop, micro.input_ids.shape[1]) - own.start),
+        "num_row_tokens": micro.num_row_tokens * num_real // num_tokens,
         "rollout_logprobs": micro.rollout_logprobs * loss_mask,
     }
-    return PartBatch(**vars(micro) | changed, group=group, all_position_ids=position_ids)
+    # Of a tree too the (B, T) fields are enough; only the head scores what rows share once for each of them then.
+    whole = {field.name: getattr(micro, field.name) for field in fields(MicroBatch)}
+    return PartBatch(**whole | changed, group=group)
 
 
 def ulysses(attention: str) -> str:
-    """Make an attention of transformers work on parts; returns the name of the one that does. Raises UserError."""
+    """Make attention work on parts; returns the name of the one that does, for transformers. Raises UserError."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if attention not in ("sdpa", "flash_attention_2"):
+    if attention not in BY_ROW:
         raise UserError(f"model.context_parallel does not know model.attention={attention}; set auto or sdpa")
-    inner = ALL_ATTENTION_FUNCTIONS[attention]
+    name = register(attention)
+    inner = ALL_ATTENTION_FUNCTIONS[name]
 
-    def attend(module, query, key, value, attention_mask, part: Part, **options):
-        query, key, value = (Exchange.apply(x, part.group, True) for x in (query, key, value))
-        options["position_ids"] = part.position_ids  # flash attention reads the rows off them
-        mask = part.mask if attention == "sdpa" else None
-        out, weights = inner(module, query, key, value, mask, **options)  # (1, N, H / P, head size)
-        return Exchange.apply(out.transpose(1, 2), part.group, False).transpose(1, 2).contiguous(), weights
+    def attend(module, query, key, value, attention_mask, *, group: dist.ProcessGroup, **options):
+        query, key, value = (Exchange.apply(x, group, True) for x in (query, key, value))
+        out, weights = inner(module, query, key, value, None, **options)  # (1, N, H / P, head size)
+        return Exchange.apply(out.transpose(1, 2), group, False).transpose(1, 2).contiguous(), weights
 
-    ALL_ATTENTION_FUNCTIONS.register(PREFIX + attention, attend)
-    return PREFIX + attention
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, attend)
+    return PREFIX + name
 
 
 def check_model(config: Any, num_ranks: int) -> None:

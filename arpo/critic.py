@@ -15,7 +15,7 @@ from arpo.batch import MicroBatch
 from arpo.distributed import Ranks
 from arpo.loading import build_on_meta, read_weights
 from arpo.losses import value_loss
-from arpo.model import attention_backend, check_model_folder, hidden_states, residence, shard
+from arpo.model import attention_implementation, check_model_folder, hidden_states, residence, shard
 from arpo.optim import clip_grad_norm
 from arpo.options import CriticConfig, ModelConfig
 from arpo.trajectory import Metrics
@@ -40,7 +40,7 @@ class Critic(nn.Module):
 def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:
     """The backbone of `cfg.path` with a fresh head. Collective over `mesh`; raises UserError like `load_policy`."""
     check_model_folder(cfg.path)
-    hf = build_on_meta(cfg.path, attention_backend(cfg, device))
+    hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     critic = Critic(hf.base_model).train()
     # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from arpo import lora
+from arpo.attention import attention_backend, register
 from arpo.batch import MicroBatch
 from arpo.config import UserError
 from arpo.context_parallel import check_model, ulysses
@@ -66,7 +67,7 @@ class Policy(nn.Module):
 
 
 def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """(N, D) of the last layer. No cache, and no mask of ones: they would let the rows see each other."""
+    """(N, D) of the last layer. No cache: it would let the rows see each other."""
     return backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
@@ -87,9 +88,8 @@ def load_policy(
     is not a plain matrix.
     """
     check_model_folder(cfg.path)
-    attention = attention_backend(cfg, device)
-    logger.info("attention: %s (model.attention=%s)", attention, cfg.attention)
-    hf = build_on_meta(cfg.path, attention)
+    logger.info("attention: %s (model.attention=%s)", attention_backend(cfg, device), cfg.attention)
+    hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     if cfg.context_parallel > 1:
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
@@ -146,23 +146,10 @@ def reshard_all(model: nn.Module) -> None:
             module.reshard()
 
 
-def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
-    """The name by which transformers knows it. Raises UserError for one that cannot work here."""
-    from transformers.utils import is_flash_attn_2_available
-
-    flash = device.type == "cuda" and is_flash_attn_2_available()
-    if cfg.compute_dtype == "float32":  # for which flash-attn has no kernels
-        if flash and cfg.attention == "flash_attention_2":
-            raise UserError("model.attention=flash_attention_2 needs model.compute_dtype=bfloat16; set it, or use sdpa")
-        flash = False
-    attention = cfg.attention
-    if attention == "auto":
-        attention = "flash_attention_2" if flash else "sdpa"
-    if attention == "flex_attention" and device.type != "cuda":
-        raise UserError("model.attention=flex_attention needs a GPU; use sdpa")
-    if attention == "flash_attention_2" and not flash:
-        raise UserError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; use auto or sdpa")
-    return ulysses(attention) if cfg.context_parallel > 1 else attention
+def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
+    """`attention_backend` as transformers knows it. Raises UserError."""
+    attention = attention_backend(cfg, device)
+    return ulysses(attention) if cfg.context_parallel > 1 else register(attention)
 
 
 def load_tokenizer(path: str):

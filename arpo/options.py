@@ -54,8 +54,8 @@ class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa. flex_attention (GPU) is for
-    update.layout=tree."""
+    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa: these two work row by row, on trees
+    too (attention.py). flex_attention (GPU) is one compiled kernel with a block mask."""
     activation_checkpointing: bool = True
     """Recompute layers in the backward pass instead of keeping their activations."""
     checkpoint_every_n_layers: int = 1
@@ -319,8 +319,8 @@ class UpdateConfig:
     """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
     layout: Literal["auto", "packed", "tree"] = "auto"
     """packed = trajectories one behind the other; tree = what they share (prompt, tokens before a fork) is computed and
-    counted once. The loss and its gradients are the same. tree needs model.attention=flex_attention (GPU) or sdpa;
-    auto = tree where the attention in use can do it, else packed (flash_attention_2, sliding windows)."""
+    counted once. The loss and its gradients are the same. auto = tree, but packed for groups of
+    one, and where sliding windows meet flex_attention, whose tree mask has none."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ attends to k exactly if k <= q < subtree_end[k]. Two rows, prompt a b:
     input_ids      a b c d e x                   (N,) one per node
     position_ids   0 1 2 3 4 3                   the depth: what the token's position is in its row
     subtree_end    6 6 6 5 5 6
+    paths          0 1 2 3 4, 0 1 2 5            what attention sees (attention.py): a row's own tokens query all of it
     nodes          [[2, 3, 4], [2, 5, -1]]       (B, T) each response token's node
     predict_from   [[1, 2, 3], [1, 2, 0]]        (B, T) its parent
 
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from arpo.attention import RowPaths
 from arpo.batch import MicroBatch, Row, assign_to_ranks, collate, pack, training_rows
 from arpo.config import UserError
 from arpo.options import AdvantageConfig
@@ -58,12 +60,9 @@ class TreeBatch(MicroBatch):
         return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
 
     def attention_mask(self, config: Any) -> Any:
-        """A (1, 1, N, N) boolean mask, or the BlockMask of flex_attention, which is sparse (not yet run on a GPU)."""
+        """For flex_attention its BlockMask, which is sparse (not yet run on a GPU)."""
         check_attention(config)
-        if config._attn_implementation == "flex_attention":
-            return block_mask(self.subtree_end)
-        q = torch.arange(len(self.subtree_end), device=self.subtree_end.device)
-        return ((q <= q[:, None]) & (q[:, None] < self.subtree_end))[None, None]
+        return block_mask(self.subtree_end) if config._attn_implementation == "flex_attention" else None
 
 
 def block_mask(subtree_end: torch.Tensor) -> Any:
@@ -78,14 +77,13 @@ def block_mask(subtree_end: torch.Tensor) -> Any:
 
 def check_attention(config: Any) -> None:
     """Raises UserError where the model's layers would not do what the mask says."""
-    if config._attn_implementation not in ("sdpa", "eager", "flex_attention"):
-        raise UserError(
-            f"update.layout=tree: {config._attn_implementation} knows no tree mask; "
-            "set model.attention=flex_attention (GPU) or sdpa"
-        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window):
-        raise UserError(f"update.layout=tree needs full attention, but {config.model_type} slides; set layout=packed")
+    slides = kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window)
+    if slides and config._attn_implementation == "flex_attention":
+        raise UserError(
+            f"update.layout=tree: {config.model_type} slides, and flex_attention's tree mask does not; "
+            "set model.attention=auto or update.layout=packed"
+        )
 
 
 # ----------------------------------------------------------------------------------------- which rows come together
@@ -196,6 +194,7 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
         "input_ids": torch.from_numpy(input_ids)[None],
         "position_ids": torch.from_numpy(depths)[None],
         "predict_from": torch.from_numpy(np.where(nodes >= 0, parents[nodes], 0)),
+        "paths": row_paths(paths, shared),
     }
     return TreeBatch(
         **vars(flat) | changed,
@@ -203,6 +202,16 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
         parents=torch.from_numpy(parents),
         nodes=torch.from_numpy(nodes),
         loss_nodes=torch.from_numpy(np.unique(nodes[flat.loss_mask.numpy()])),
+    )
+
+
+def row_paths(paths: list[np.ndarray], shared: Sequence[int]) -> RowPaths:
+    """Of the rows that have a token of their own, in depth-first order: nodes are numbered in this order too."""
+    seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]
+    return RowPaths(
+        num_queries=tuple(len(path) - n for path, n in seen),
+        num_keys=tuple(len(path) for path, _ in seen),
+        keys=torch.from_numpy(np.concatenate([path for path, _ in seen])),
     )
 
 

@@ -5,7 +5,7 @@
 A group is 16 trajectories of 2 to 4 tool turns; half of them are branches, which leave another one after a tool result.
 All three compute the same gradients (their difference is shown) with the same model, chunked head and token budget per
 micro-batch. Times are medians of alternating repeats: CPU seconds of one thread, so that other processes do not count,
-or seconds on a GPU, where trees use flex_attention.
+or seconds on a GPU.
 """
 
 import argparse
@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arpo.attention import attention_backend
 from arpo.batch import MicroBatch, Row, collate, microbatches, training_rows
 from arpo.head import token_logprobs
-from arpo.model import Policy, attention_backend
+from arpo.model import Policy, attention_implementation
 from arpo.options import AdvantageConfig, ModelConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.tree import pack_trees
@@ -145,11 +146,11 @@ def main() -> None:
     trees = [micro.to(device) for micro in pack_trees(groups, budget)]
     padded = padded_batches(rows, budget)
     policy = build_policy(size, device)
-    best = attention_backend(ModelConfig(), device)
+    best = attention_implementation(ModelConfig(), device)
     runs = {
-        "tree": ("flex_attention" if device.type == "cuda" else "sdpa", lambda: run_micros(policy, trees)),
+        "tree": (best, lambda: run_micros(policy, trees)),
         "packed": (best, lambda: run_micros(policy, packed)),
-        "padded": (best, lambda: run_padded(policy, rows, padded, device)),
+        "padded": (attention_backend(ModelConfig(), device), lambda: run_padded(policy, rows, padded, device)),
     }
     results = measure(policy, runs, device, repeats=3)
     num_tokens = {

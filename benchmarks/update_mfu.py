@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo import distributed
 from arpo.batch import MicroBatch, Row, collate
-from arpo.model import Policy, attention_backend, reshard_all, shard
+from arpo.model import Policy, attention_implementation, reshard_all, shard
 from arpo.optim import build_optimizer, clip_grad_norm
 from arpo.options import ModelConfig, OptimConfig
 
@@ -60,7 +60,7 @@ def build_policy(shape: Shape, cfg: ModelConfig, ranks: distributed.Ranks) -> Po
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         tie_word_embeddings=shape.tied, max_position_embeddings=32_768,
     )  # fmt: skip
-    config._attn_implementation = attention_backend(cfg, ranks.device)
+    config._attn_implementation = attention_implementation(cfg, ranks.device)
     with torch.device("meta"):
         hf = Qwen2ForCausalLM(config)
     policy = Policy(hf, cfg.head_chunk_tokens).train()

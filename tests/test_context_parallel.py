@@ -9,21 +9,28 @@ import torch.distributed as dist
 from ranks import mesh_of_one, run_ranks
 from test_model import build, cfg_of, random_rows
 
-from arpo.batch import Row, collate, microbatches
+from arpo.batch import MicroBatch, collate, microbatches
 from arpo.config import UserError
-from arpo.context_parallel import same_row, spread
+from arpo.context_parallel import spread
 from arpo.contradictions import check_parallel
 from arpo.distributed import make_group
 from arpo.model import load_policy
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig
+from arpo.tree import tree_microbatches
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 44
-ROWS = {"several": ((5, 9), (1, 4), (7, 13), (3, 1), (2, 30)), "one": ((4, 17),)}
+ROWS = {"several": ((5, 9), (1, 4), (7, 13), (3, 1), (2, 30)), "one": ((4, 17),), "tree": ((6, 8), (6, 13), (6, 11))}
 
 
-def rows_of(name: str) -> list[Row]:
-    return random_rows(ROWS[name])
+def micros_of(name: str, ranks) -> list[MicroBatch]:
+    rows = random_rows(ROWS[name])
+    if name == "tree":  # all share a prompt, the last two also what follows
+        for row, origin in ((rows[1], rows[0]), (rows[2], rows[1])):
+            row.prompt_ids[:] = origin.prompt_ids
+        rows[2].response_ids[:7] = rows[1].response_ids[:7]
+    cut = tree_microbatches if name == "tree" else microbatches
+    return spread(cut(rows, ranks.data_rank, ranks.data_size, MAX_TOKENS), ranks.group)
 
 
 def outcome(ranks, folder: str, num_parts: int, name: str) -> dict:
@@ -31,7 +38,7 @@ def outcome(ranks, folder: str, num_parts: int, name: str) -> dict:
     ranks = replace(ranks, group=make_group(num_parts) if num_parts > 1 else None)
     cfg = cfg_of(folder, context_parallel=num_parts, activation_checkpointing=True)
     policy = load_policy(cfg, ranks.mesh, device=CPU)
-    micros = spread(microbatches(rows_of(name), ranks.data_rank, ranks.data_size, MAX_TOKENS), ranks.group)
+    micros = micros_of(name, ranks)
     loss, logprobs, entropies, num_tokens = 0.0, [], [], 0
     for micro in micros:
         of_tokens, entropy = policy(micro)
@@ -86,19 +93,6 @@ def test_each_token_is_scored_once_and_as_by_one_rank(outcomes, case):
         for ours, expected in zip(pair[name], alone[name], strict=True):
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     assert pair["lengths"] == [-(-n // 2) for n in alone["lengths"]], "half of the tokens, rounded up"
-
-
-def test_the_mask_keeps_rows_apart_and_looks_back_only():
-    """Positions 0 1 2 | 0 1 | 0 (padding)."""
-    mask = same_row(torch.tensor([[0, 1, 2, 0, 1, 0]]))[0, 0].int().tolist()
-    assert mask == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
 
 
 def test_without_a_group_micro_batches_stay_as_they_are():

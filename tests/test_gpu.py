@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from arpo import distributed
+from arpo.attention import attention_backend, register
 from arpo.batch import MicroBatch, Row, collate
 from arpo.checkpoint import Checkpoints
 from arpo.config import UserError
 from arpo.head import token_logprobs
-from arpo.model import Policy, attention_backend, load_policy
+from arpo.model import Policy, load_policy
 from arpo.optim import build_optimizer
 from arpo.options import EngineConfig, ModelConfig, OptimConfig
 from arpo.tree import tree_microbatches
@@ -46,7 +47,7 @@ def load(ranks, tiny_model_dir):
     def load(dtype: str = "float32", attention: str = "sdpa", **options) -> Policy:
         cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype, head_chunk_tokens=64)
         policy = load_policy(cfg, ranks.mesh, device=ranks.device, **options)
-        policy.hf.set_attn_implementation(attention)
+        policy.hf.set_attn_implementation(register(attention))
         return policy
 
     return load
@@ -136,6 +137,16 @@ def test_packed_rows_do_not_see_each_other(load, ranks, attention):
     for b, row in enumerate(rows):
         alone, _ = scores(policy, collate([row]).to(ranks.device), backward=False)
         assert_close(packed[b, : len(row.response_ids)], alone[0], TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(not FLASH, reason="flash-attn is not installed, or there is no GPU")
+def test_flash_attention_on_a_tree_equals_sdpa(load, ranks):
+    [tree] = tree_microbatches(some_rows(5, 100, 120, shared=60), 0, 1, 4096, device=ranks.device)
+    expected, expected_gradients = scores(load("bfloat16", "sdpa"), tree)
+    ours, gradients = scores(load("bfloat16", "flash_attention_2"), tree)
+    assert_close(ours, expected, TOLERANCE["bfloat16"])
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected_gradients[name], TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("num_rows", [2, 5])

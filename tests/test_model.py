@@ -9,10 +9,11 @@ import torch
 from conftest import build_tiny_model, build_tiny_tokenizer
 from ranks import mesh_of_one
 
+from arpo.attention import attention_backend
 from arpo.batch import Row, collate
 from arpo.config import UserError
 from arpo.head import token_logprobs
-from arpo.model import attention_backend, check_model_folder, load_policy, load_tokenizer
+from arpo.model import check_model_folder, load_policy, load_tokenizer
 from arpo.options import ModelConfig
 
 CPU = torch.device("cpu")

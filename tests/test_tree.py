@@ -75,6 +75,8 @@ def test_the_example_of_the_module_holds():
     assert letters(micro.input_ids[0]) == "abcdex"
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert micro.subtree_end.tolist() == [6, 6, 6, 5, 5, 6]
+    assert micro.paths.num_queries == (5, 1) and micro.paths.num_keys == (5, 4)
+    assert micro.paths.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
     assert micro.nodes.tolist() == [[2, 3, 4], [2, 5, -1]]
     assert micro.predict_from.tolist() == [[1, 2, 3], [1, 2, 0]]
     assert micro.row_ids == (7, 4) and micro.num_row_tokens == 9
@@ -104,15 +106,20 @@ def test_equal_prompts_of_different_questions_share_their_tokens_because_that_is
     assert len(micro.row_ids) == 10
 
 
+def keys_of_each_token(micro) -> list[torch.Tensor]:
+    """What `micro.paths` lets each token attend to, by the contract of attention.py."""
+    paths, keys = micro.paths, []
+    for num_own, path in zip(paths.num_queries, paths.keys.split(paths.num_keys), strict=True):
+        keys += [path[: len(path) - num_own + i + 1] for i in range(num_own)]
+    return keys
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_each_token_sees_its_own_row_up_to_itself_and_nothing_else(seed):
-    class Config:
-        _attn_implementation, model_type, layer_types = "sdpa", "qwen2", None
-
     rows = random_rows(seed, num_letters=3)
     micro = collate_tree(rows, range(len(rows)))
-    mask, ids, parents = micro.attention_mask(Config)[0, 0], micro.input_ids[0], micro.parents
-    seen = [letters(ids[mask[node]]) for node in range(len(ids))]
+    ids, parents = micro.input_ids[0], micro.parents
+    seen = [letters(ids[keys]) for keys in keys_of_each_token(micro)]
     assert len(set(seen)) == len(seen) == num_unique(rows)
     for b, row_id in enumerate(micro.row_ids):
         whole = letters(np.concatenate([rows[row_id].prompt_ids, rows[row_id].response_ids]))
@@ -332,31 +339,33 @@ def test_trees_compute_in_bfloat16_and_return_float32(folder, ranks):
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
-def config_of(**fields):
-    defaults = {"_attn_implementation": "sdpa", "model_type": "qwen2", "layer_types": None, "sliding_window": None}
-    return type("Config", (), defaults | fields)
+def config_of(attention: str, **fields):
+    defaults = {"model_type": "qwen2", "layer_types": None, "sliding_window": None}
+    return type("Config", (), defaults | fields | {"_attn_implementation": attention})
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"_attn_implementation": "flash_attention_2"}, r"model\.attention=flex_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "qwen2 slides"),
         ({"model_type": "mistral", "sliding_window": 4096}, "mistral slides"),
     ],
 )
-def test_a_model_that_would_not_heed_the_mask_is_refused(fields, message):
+def test_windows_that_the_block_mask_does_not_know_are_refused(fields, message):
     micro = collate_tree([row("a", "bc")], [0])
     with pytest.raises(UserError, match=message):
-        micro.attention_mask(config_of(**fields))
+        micro.attention_mask(config_of("flex_attention", **fields))
+    assert micro.attention_mask(config_of("rows_by_sdpa", **fields)) is None
 
 
-def test_the_block_mask_of_flex_attention_is_the_dense_mask():
+def test_the_block_mask_of_flex_attention_shows_each_token_what_the_paths_do():
     rows = random_rows(2)
     micro = collate_tree(rows, range(len(rows)))
-    dense = micro.attention_mask(config_of())
-    block = micro.attention_mask(config_of(_attn_implementation="flex_attention"))
+    block = micro.attention_mask(config_of("flex_attention"))
     n = micro.input_ids.numel()
     q, k = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
-    assert torch.equal(block.mask_mod(0, 0, q, k), dense[0, 0])
+    expected = torch.zeros(n, n, dtype=torch.bool)
+    for node, keys in enumerate(keys_of_each_token(micro)):
+        expected[node, keys] = True
+    assert torch.equal(block.mask_mod(0, 0, q, k), expected)
     assert block.shape == (1, 1, n, n)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,15 +104,18 @@ def test_auto_is_tree_where_a_group_shares_something_and_the_attention_can(
     assert resolve_layout(cfg, [model], group_size, CPU) == UpdateConfig(num_epochs=3, layout=chosen)
 
 
-def test_one_model_with_sliding_windows_is_enough_for_packed(tiny_model_dir, tmp_path):
+def test_one_model_with_sliding_windows_is_enough_for_packed_under_flex_attention(tiny_model_dir, tmp_path):
     config = json.loads((tiny_model_dir / "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    models = [ModelConfig(str(tiny_model_dir)), ModelConfig(str(tmp_path))]
-    assert resolve_layout(UpdateConfig(), models, 4, CPU).layout == "packed"
+    gpu = torch.device("cuda")  # only its name is asked
+    for attention, chosen in (("flex_attention", "packed"), ("sdpa", "tree")):
+        models = [ModelConfig(str(folder), attention=attention) for folder in (tiny_model_dir, tmp_path)]
+        assert resolve_layout(UpdateConfig(), models, 4, gpu).layout == chosen
+    models = [replace(model, attention="flex_attention") for model in models]
     with pytest.raises(UserError, match="slides"):
-        resolve_layout(UpdateConfig(layout="tree"), models, 4, CPU)
+        resolve_layout(UpdateConfig(layout="tree"), models, 4, gpu)
 
 
 def load(ranks, folder: str):
