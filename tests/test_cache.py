@@ -218,6 +218,63 @@ def test_a_replay_refuses_a_corrupt_file_and_leaves_it(path, damage):
     assert path.read_bytes() == broken and not list(path.parent.glob("*.corrupt-*"))
 
 
+def damage_value(path: Path, query: str) -> None:
+    """One bit of one answer; no check of SQLite's notices it."""
+    with sqlite3.connect(path) as connection:
+        [value] = connection.execute("SELECT value FROM entries WHERE query = ?", (query,)).fetchone()
+    connection.close()
+    blob = bytearray(path.read_bytes())
+    blob[blob.index(value) + len(value) // 2] ^= 4
+    path.write_bytes(blob)
+
+
+def test_a_damaged_answer_is_asked_for_again_and_the_others_are_kept(path, caplog):
+    filled(path)
+    damage_value(path, "q7")
+    cache = CacheFile(path)
+    assert get(cache, "q7") is None and get(cache, "q8") is not None
+    assert (
+        len(caplog.records) == 1 and "cache.sqlite: damaged entry" in caplog.text and "asked for again" in caplog.text
+    )
+    put(cache, "q7", "as good as new")
+    cache.close()
+    assert get(CacheFile(path, read_only=True), "q7") == "as good as new"
+
+
+def test_a_replay_stops_at_a_damaged_answer(path):
+    filled(path)
+    damage_value(path, "q7")
+    cache = CacheFile(path, read_only=True)
+    assert get(cache, "q8") is not None
+    with pytest.raises(
+        UserError, match=r"cache\.sqlite: cannot read the cache \(damaged entry: .*record or import it anew"
+    ):
+        get(cache, "q7")
+
+
+def test_export_and_merge_leave_damaged_answers_out_and_say_how_many(path, tmp_path, caplog, capsys):
+    filled(path)
+    damage_value(path, "q7")
+    main(["export", str(path), str(tmp_path / "released.json")])
+    main(["import", str(tmp_path / "new.sqlite"), str(path)])
+    assert "199 entries written" in (said := capsys.readouterr().out) and "199 new entries" in said
+    assert "q7" not in json.loads((tmp_path / "released.json").read_text())
+    assert [r.getMessage() for r in caplog.records] == [f"{path}: 1 damaged entries left out"] * 2
+
+
+def test_an_index_that_does_not_fit_its_table_is_noticed(path):
+    filled(path)
+    connection = sqlite3.connect(path)
+    [key] = connection.execute("SELECT key FROM entries WHERE query = 'q7'").fetchone()
+    connection.close()
+    blob = bytearray(path.read_bytes())
+    place = blob.index(key)  # in the table or its index, whichever comes first: a search would find nothing, silently
+    blob[place] ^= 4
+    path.write_bytes(blob)
+    with pytest.raises(UserError, match=r"cannot read the cache \(.*missing from index"):
+        CacheFile(path, read_only=True)
+
+
 def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
     filled(path)
     damage_truncate(path)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from arpo.config import UserError, exit_with
-from arpo.tools.cache_store import CacheFile, Row, unpack
+from arpo.tools.cache_store import CacheFile, DamagedEntry, Row, unpack
 from arpo.tools.redis_client import is_redis_url
 from arpo.tools.sqlite_files import derived_paths, first_writable
 
@@ -111,7 +111,7 @@ def read_released(path: Path) -> dict[str, str]:
 def write_released(cache: Cache, path: Path) -> int:
     """Write the cache in the released format; the number of entries. Of several answers to a query the first counts."""
     entries: dict[str, str] = {}
-    for _, backend, _, value, _, _ in cache.rows():
+    for _, backend, _, value, _, _ in _intact(cache):
         if backend not in (PYTHON, PAGE, SUMMARY):
             entries.setdefault(*unpack(value))
     writing = path.with_name(path.name + ".tmp")
@@ -123,9 +123,23 @@ def write_released(cache: Cache, path: Path) -> int:
 def merge(cache: Cache, other: str | Path) -> int:
     """Add the entries of another cache (another node's, say); the number of new ones."""
     source = open_cache(other, read_only=True)  # raises UserError where it is none, or corrupt
-    num_new = cache.add(source.rows())
+    num_new = cache.add(_intact(source))
     source.close()
     return num_new
+
+
+def _intact(cache: Cache) -> Iterator[Row]:
+    """Its rows but for damaged ones, whose number is said at the end."""
+    num_damaged = 0
+    for row in cache.rows():
+        try:
+            unpack(row[3])
+        except DamagedEntry:
+            num_damaged += 1
+        else:
+            yield row
+    if num_damaged:
+        logger.warning("%s: %d damaged entries left out", cache.path, num_damaged)
 
 
 def stats(cache: Cache) -> list[str]:

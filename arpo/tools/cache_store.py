@@ -75,10 +75,17 @@ def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
     return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
 
 
+class DamagedEntry(Exception):
+    """A row whose value is not as it was written; zlib's checksum tells."""
+
+
 def unpack(value: bytes) -> tuple[str, str]:
-    """(query as it was recorded, text) of a row's value. Raises zlib.error for a broken one."""
-    entry = json.loads(zlib.decompress(value))
-    return entry["query"], entry["text"]
+    """(query as it was recorded, text) of a row's value. Raises DamagedEntry."""
+    try:
+        entry = json.loads(zlib.decompress(value))
+        return entry["query"], entry["text"]
+    except (zlib.error, ValueError, TypeError, KeyError) as error:
+        raise DamagedEntry(f"damaged entry: {error}") from None
 
 
 class CacheFile:
@@ -117,14 +124,14 @@ class CacheFile:
         """The answer recorded under `key`, else an imported one for the query."""
         oldest_negative_s = 0.0 if self.read_only else time.time() - NEGATIVE_TTL_S
         return self._text(
-            "SELECT value FROM entries WHERE (key = ? OR query = ? AND backend = ?)"
+            "SELECT id, value FROM entries WHERE (key = ? OR query = ? AND backend = ?)"
             " AND NOT (negative AND created_s < ?) ORDER BY key != ? LIMIT 1",
             (key, clean_query(query), IMPORTED, oldest_negative_s, key),
         )
 
     def get_any(self, query: str) -> str | None:
         """The first recorded answer to the query, whichever backend gave it."""
-        return self._text("SELECT value FROM entries WHERE query = ? ORDER BY id LIMIT 1", (clean_query(query),))
+        return self._text("SELECT id, value FROM entries WHERE query = ? ORDER BY id LIMIT 1", (clean_query(query),))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
         """Keep an answer, unless there is one already (an expired "no results" is none)."""
@@ -183,8 +190,14 @@ class CacheFile:
             return None
         try:
             found = self.connection().execute(sql, values).fetchone()
-            return None if found is None else unpack(found[0])[1]
-        except (sqlite3.Error, zlib.error) as error:
+            try:
+                return None if found is None else unpack(found[1])[1]
+            except DamagedEntry as error:
+                if self.read_only:
+                    self._give_up(error)
+                self.connection().execute("DELETE FROM entries WHERE id = ? AND value = ?", found)
+                logger.warning("%s: %s; it is asked for again", self.path, error)
+        except sqlite3.Error as error:
             self._give_up(error)
         return None
 
@@ -256,7 +269,7 @@ class CacheFile:
         if identity != [_APPLICATION_ID, _FORMAT]:
             raise UserError(f"{self.path}: not a cache of this version; set {self.setting} to another file")
         if thorough:
-            [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
+            [verdict] = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(verdict.split()))
 

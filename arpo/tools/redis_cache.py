@@ -13,12 +13,20 @@ import hashlib
 import logging
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from arpo.config import UserError
-from arpo.tools.cache_store import IMPORTED, NEGATIVE_TTL_S, Row, cache_key, clean_query, make_row, unpack
+from arpo.tools.cache_store import (
+    IMPORTED,
+    NEGATIVE_TTL_S,
+    DamagedEntry,
+    Row,
+    cache_key,
+    clean_query,
+    make_row,
+    unpack,
+)
 from arpo.tools.redis_client import PREFIX, connect, describe
 
 logger = logging.getLogger(__name__)
@@ -144,7 +152,7 @@ class RedisCache:
             return None
         try:
             return action()
-        except (redis.RedisError, zlib.error) as error:
+        except (redis.RedisError, DamagedEntry) as error:
             if self.read_only:
                 raise UserError(f"{self.path}: cannot read the cache ({error}); see that the server runs") from None
             logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
