@@ -119,7 +119,7 @@ def init(
     shard_size: see `make_mesh`. context_parallel: ranks that share their micro-batches.
     """
     _die_with_parent()
-    _log_on_rank_0()
+    _log_once_per_node()
     cuda = torch.cuda.is_available()
     if not cuda and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
@@ -170,16 +170,16 @@ def make_group(num_ranks: int) -> dist.ProcessGroup:
     return dist.new_subgroups(num_ranks)[0]
 
 
-def _log_on_rank_0() -> None:
-    """Our own log as plain lines, once: what rank 0 has to say, every rank has."""
+def _log_once_per_node() -> None:
+    """Our own log as plain lines. What rank 0 has to say, every rank has; but each node warns of its own troubles: a
+    lower tier of the sandbox, a cache that its disk does not take."""
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     logger = logging.getLogger("arpo")
-    if int(os.environ.get("RANK", "0")) > 0:
-        logger.setLevel(logging.ERROR)
-        return
-    logger.setLevel(logging.INFO)
-    if not logger.handlers:
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING if local_rank == 0 else logging.ERROR)
+    if local_rank == 0 and not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)  # stderr is for the one line that ends a run
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        node = f"{socket.gethostname()}: " if rank else ""
+        handler.setFormatter(logging.Formatter(f"{node}%(message)s"))
         logger.addHandler(handler)
 
 

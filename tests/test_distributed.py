@@ -301,3 +301,17 @@ def init_again(_) -> bool:
 
 def test_a_process_group_that_was_there_before_is_left_alone():
     assert run_ranks(1, init_again) == [True]
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [(0, 0, ["note", "warning"]), (1, 1, []), (8, 0, [f"{os.uname().nodename}: warning"])],
+)
+def test_notes_come_from_rank_0_and_warnings_from_every_node(rank, local_rank, said):
+    code = (
+        "import logging; from arpo.distributed import _log_once_per_node as start; start(); "
+        "log = logging.getLogger('arpo.tools'); log.info('note'); log.warning('warning')"
+    )
+    environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.returncode) == (said, 0), done.stderr
