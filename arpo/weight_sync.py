@@ -86,7 +86,8 @@ def bucketable(parameter: torch.Tensor) -> bool:
     """FSDP2's own layout: rows over one mesh dimension of more than one rank, copies over the others (HSDP)."""
     if not isinstance(parameter, DTensor):
         return False
-    sharded = [p for p in parameter.placements if not isinstance(p, Replicate)]
+    dims = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    sharded = [p for p, num_ranks in dims if num_ranks > 1 and not isinstance(p, Replicate)]
     return len(sharded) == 1 and type(sharded[0]) is Shard and sharded[0].dim == 0 and parameter.ndim > 0
 
 
@@ -97,7 +98,7 @@ def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device:
     padded to that. 5 rows on 2 ranks: [0 1 2] and [3 4 pad].
     """
     first = waiting[0][1]
-    mesh_dim = next(i for i, p in enumerate(first.placements) if isinstance(p, Shard))
+    mesh_dim = next(i for i, p in enumerate(first.placements) if isinstance(p, Shard) and first.device_mesh.size(i) > 1)
     group = first.device_mesh.get_group(mesh_dim)
     num_ranks = first.device_mesh.size(mesh_dim)
     pieces = []
