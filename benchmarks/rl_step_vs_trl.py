@@ -73,8 +73,7 @@ def our_steps(folder: Path, size: str, round_: int) -> list[tuple[float, int]]:
         "rollout.answer_reserve_tokens": 8, "branching.selector": "none", "branching.num_initial_rollouts": group_size,
         "tools.names": "search", "tools.search.backend": "local", "tools.search.corpus": folder / "corpus.jsonl",
         "tools.search.mode": "live", "reward.file": folder / "reward.py",
-        "update.num_prompts_per_minibatch": num_prompts,
-        "update.max_tokens_per_microbatch": 1024,  # on a CPU, masks of thousands of tokens squared cost more than rows
+        "update.num_prompts_per_minibatch": num_prompts, "update.max_tokens_per_microbatch": 4096,
     }  # fmt: skip
     argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     run([sys.executable, ROOT / "train_rl.py", *argv])
