@@ -36,7 +36,7 @@ def text_of(tool: PythonTool, code: str) -> str:
     return run(tool, code)[0].text
 
 
-def processes_of(host_pid: int) -> list[int]:
+def processes_of(host_pid: int, *, zombies: bool = False) -> list[int]:
     """The host and all processes below it."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -44,7 +44,7 @@ def processes_of(host_pid: int) -> list[int]:
             fields = path.read_text().rsplit(")", 1)[1].split()
         except OSError:  # it ended since it was listed
             continue
-        if fields[0] != "Z":
+        if zombies or fields[0] != "Z":
             parents[int(path.parent.name)] = int(fields[1])
     found = [host_pid] if host_pid in parents else []
     for pid in found:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from python_tools import TIERS, jail_of, run, start, wait_until
+from python_tools import TIERS, jail_of, processes_of, run, start, wait_until
 
 from arpo.tools.options import PythonConfig
 
@@ -31,6 +31,8 @@ CODES = [
     "print('x' * 100000)",
     "x = [0] * 10**8",
     "open('/dev/shm/left', 'w').write('x')",
+    "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "import os\nos.kill(-1, 9)",
     "a\0b",
 ]
 
@@ -48,10 +50,11 @@ def mine(folder: str) -> set[str]:
 
 def state(tool) -> dict[str, object]:
     """Everything that a call might leave behind."""
-    jail = jail_of(tool)  # waits for the supervisors of calls to be gone
+    host, jail = tool.sandbox.host_pid, jail_of(tool)  # waits for the supervisors of calls to be gone
     gc.collect()
     return {
         "processes": len(jail),
+        "zombies": len(processes_of(host, zombies=True)) - len(processes_of(host)),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "host descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in jail),
         "threads": len(os.listdir("/proc/self/task")),
