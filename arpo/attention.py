@@ -89,8 +89,9 @@ def register(attention: str) -> str:
     """Teach transformers to attend row by row; returns the name for its configs."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for kernel, name in BY_ROW.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, {"sdpa": attend_by_sdpa, "flash_attention_2": attend_by_flash}[kernel])
+    for kernel, attend in (("sdpa", attend_by_sdpa), ("flash_attention_2", attend_by_flash)):
+        # torch.compile would compile it anew for each batch, whose rows are other ones.
+        ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(attend))
     return BY_ROW.get(attention, attention)
 
 

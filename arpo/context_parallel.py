@@ -79,7 +79,7 @@ def ulysses(attention: str) -> str:
         out, weights = inner(module, query, key, value, None, **options)  # (1, N, H / P, head size)
         return Exchange.apply(out.transpose(1, 2), group, False).transpose(1, 2).contiguous(), weights
 
-    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, attend)
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, torch.compiler.disable(attend))
     return PREFIX + name
 
 

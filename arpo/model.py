@@ -124,6 +124,8 @@ def shard(
     placement, home = residence(cfg, device, offload=offload)
     options = {"mesh": mesh, "mp_policy": precision, "offload_policy": placement}
     for layer in hf.base_model.layers:
+        if cfg.compile_layers:
+            layer.compile(dynamic=True)
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
     fully_shard(model, reshard_after_forward=True, **options)

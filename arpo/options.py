@@ -61,6 +61,9 @@ class ModelConfig:
     checkpoint_every_n_layers: int = 1
     """With activation_checkpointing: 1 = every layer (full); n = only every n-th (selective): more memory, and less
     computed twice."""
+    compile_layers: bool = False
+    """torch.compile each layer, all but its attention; the first step takes a minute or more longer. Whether it pays
+    depends on the device and the sizes: benchmarks/update_mfu.py measures it."""
     reshard_after_forward: bool = True
     """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
     shard_size: int = 0

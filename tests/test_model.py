@@ -15,6 +15,7 @@ from arpo.config import UserError
 from arpo.head import token_logprobs
 from arpo.model import check_model_folder, load_policy, load_tokenizer
 from arpo.options import ModelConfig
+from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -151,6 +152,28 @@ def test_layers_that_stay_gathered_for_the_backward_pass_give_the_same_gradients
         loss.backward()
         results.append(gradients(policy))
     assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
+
+
+def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_model_dir, mesh, monkeypatch):
+    """All but the last stage, code generation, which takes a minute here; benchmarks/update_mfu.py has that too."""
+    from torch._dynamo.utils import counters
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **kw: compile_layer(m, **kw, backend="aot_eager"))
+    cfg = cfg_of(tiny_model_dir, activation_checkpointing=True)
+    policies = [load_policy(replace(cfg, compile_layers=c), mesh, device=CPU) for c in (False, True)]
+    counters.clear()
+    compiled = []
+    for lengths in (((5, 9), (1, 4)), ((3, 30),), ((2, 7), (4, 4), (9, 12))):
+        micro = collate_tree(random_rows(lengths), range(len(lengths)))
+        for policy in policies:
+            policy.zero_grad()
+            some_loss(*policy(micro)).backward()
+        expected, ours = (gradients(policy) for policy in policies)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] > 0 and compiled[1] == compiled[2], "sizes are dynamic"
 
 
 @pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
