@@ -35,7 +35,7 @@ $(PY):
 
 .PHONY: install-cpu install-gpu
 install-cpu:  # torch first: the CPU build comes from the configured index, or else from PyTorch's own
-	@echo "installing the CPU wheels into .venv (1.8 GB, about two minutes)"
+	@echo "installing the CPU wheels into .venv (2 GB, about two minutes)"
 	@$(PIP) --no-deps $(TORCH) 2>/dev/null || \
 	  $(PIP) --no-deps $(TORCH) --index-url https://download.pytorch.org/whl/cpu
 	$(PIP) --no-deps -r requirements/cpu.txt

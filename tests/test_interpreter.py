@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import os
 import sys
+import sysconfig
 import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from python_tools import SMALL, TIERS, run, start, text_of
+from python_tools import SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
 
 from arpo.config import UserError
 from arpo.tools.python import PythonTool
@@ -64,10 +65,53 @@ def test_neither_the_repository_nor_editable_installs_become_visible(environment
         asyncio.run(tool.aclose())
 
 
+@pytest.fixture(scope="module")
+def borrowing() -> Iterator[Path]:
+    """The Python of an environment whose packages are those of this one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        venv.create(name, symlinks=True)
+        Path(name).chmod(0o755)
+        packages = Path(name) / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+        paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (packages / "others.pth").write_text("\n".join(paths))
+        yield Path(name) / "bin/python"
+
+
+DATA_ANALYSIS = """
+import numpy as np
+import pandas as pd
+from scipy import linalg, optimize, stats
+
+frame = pd.DataFrame({"group": list("aabb"), "value": [1.0, 2.0, 4.0, 9.0]})
+frame["day"] = pd.date_range("2024-01-31", periods=4)
+frame.to_csv("frame.csv", index=False)
+frame = pd.read_csv("frame.csv", parse_dates=["day"])
+print(frame.groupby("group")["value"].mean().to_dict(), frame["day"].max().date())
+print(round(stats.linregress([0, 1, 2, 3], frame["value"]).slope, 6), round(stats.norm.cdf(1.96), 4))
+print(linalg.solve([[2.0, 1.0], [1.0, 3.0]], [3.0, 5.0]).round(6), round(optimize.brentq(np.cos, 0, 3), 6))
+big = np.random.rand(300, 300)
+print(np.allclose(linalg.inv(big) @ big, np.eye(300)))
+"""
+ANALYSED = "{'a': 1.5, 'b': 6.5} 2024-02-03\n2.6 0.975\n[0.8 1.4] 1.570796\nTrue"
+
+
+@pytest.mark.parametrize("whose", ["own", "named"])
+@pytest.mark.parametrize("tier", [*TIERS, "none"])
+def test_scipy_and_pandas_work_in_every_tier(borrowing, tier, whose):
+    tool = start(dataclasses.replace(PATIENT, interpreter=str(borrowing) if whose == "named" else ""), tier=tier)
+    try:
+        [result] = run(tool, DATA_ANALYSIS)
+        assert (result.text, result.error_kind) == (ANALYSED, None)
+    finally:
+        asyncio.run(tool.aclose())
+
+
 def test_a_host_that_was_lost_comes_back_with_the_same_interpreter(environment):
     tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), grace_s=2.0)
     try:
+        pids = jail_of(tool)
         os.kill(tool.sandbox.host_pid, 9)
+        assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
         assert text_of(tool, "import chess_rules\nchess_rules.SQUARES") == "64"
         assert tool.sandbox.num_restarts == 1
     finally:
