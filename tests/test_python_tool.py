@@ -7,7 +7,8 @@ import textwrap
 import pytest
 from python_tools import SMALL, TIERS, run, start, text_of
 
-from arpo.tools.python import CUT
+from arpo.config import UserError
+from arpo.tools.python import CUT, PythonTool
 
 
 @pytest.fixture(scope="module", params=TIERS)
@@ -95,6 +96,26 @@ def test_the_same_code_gives_the_same_bytes(tool):
     """
     code = textwrap.dedent(code)
     assert len({result.text for result in run(tool, code, code, code)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "complaint"),
+    [
+        ({"wall_s": -1.0}, "wall_s must be finite and at least 1, not -1"),
+        ({"wall_s": float("nan")}, "wall_s must be finite and at least 1, not nan"),
+        ({"wall_s": float("inf")}, "wall_s must be finite and at least 1, not inf"),
+        ({"cpu_s": 0.0}, "cpu_s must be finite and at least 1, not 0"),
+        ({"memory_mib": 16}, "memory_mib must be finite and at least 128, not 16"),
+        ({"max_processes": 0}, "max_processes must be finite and at least 1, not 0"),
+        ({"max_output_chars": 0}, "max_output_chars must be finite and at least 100, not 0"),
+        ({"max_concurrent": 0}, "max_concurrent must be finite and at least 1, not 0"),
+        ({"max_concurrent_per_node": -1}, "max_concurrent_per_node must not be negative; 0 = no such limit"),
+    ],
+)
+def test_a_limit_with_which_nothing_could_run_is_named(limits, complaint):
+    with pytest.raises(UserError) as error:
+        PythonTool(dataclasses.replace(SMALL, **limits))
+    assert str(error.value) == f"tools.python.{complaint}"
 
 
 def test_waiting_for_a_free_place_does_not_count_as_run_time():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,8 @@ from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 NO_OUTPUT = "(no output)"
 CUT = "\n... [output truncated] ...\n"
+LEAST = {"wall_s": 1, "cpu_s": 1, "memory_mib": 128, "max_processes": 1, "max_output_chars": 100, "max_concurrent": 1}
+"""Below these the host cannot even prove that its jail holds, or the model reads nothing."""
 
 
 class PythonTool:
@@ -31,7 +34,8 @@ class PythonTool:
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
         """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for
-        an interpreter that cannot be used."""
+        limits and interpreters that cannot be used."""
+        check_limits(cfg)
         self.cfg = cfg
         self.interpreter = interpreter_of(cfg)
         self._slots = NodeSlots("python", cfg.max_concurrent_per_node) if cfg.max_concurrent_per_node else None
@@ -113,6 +117,15 @@ class PythonTool:
         if reply.status == "signal":
             return f"The process died of signal {-(reply.exit_code or 0)}"
         return reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+
+
+def check_limits(cfg: PythonConfig) -> None:
+    """Raises UserError for a limit with which nothing could run."""
+    for name, least in LEAST.items():
+        if not least <= getattr(cfg, name) < math.inf:
+            raise UserError(f"tools.python.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
+    if cfg.max_concurrent_per_node < 0:
+        raise UserError("tools.python.max_concurrent_per_node must not be negative; 0 = no such limit")
 
 
 def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
