@@ -45,6 +45,7 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     yaml_path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    where = " and ".join(filter(None, (yaml_path, "command line" if argv or not yaml_path else "")))
     known = field_names(root)
     flags = yaml_flags(Path(yaml_path), known) if yaml_path else []
     for token in argv:
@@ -58,9 +59,9 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     except SystemExit as stop:
         if wants_help or not stop.code:
             raise
-        raise UserError(f"{yaml_path or 'command line'}: {one_line(captured.getvalue())}") from None
+        raise UserError(f"{where}: {one_line(captured.getvalue())}") from None
     except ValueError as error:  # raised by a config's own __post_init__: a combination that cannot work
-        raise UserError(f"{yaml_path or 'command line'}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def load_or_exit(root: type[C]) -> C:

@@ -102,3 +102,9 @@ def test_every_config_of_the_repository_loads(path):
     root = next((roots[word] for word in path.stem.split("_") if word in roots), RLConfig)
     cfg = load_config(root, [str(path)])
     assert cfg.run.name == path.stem
+
+
+def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):
+    (tmp_path / "c.yaml").write_text("rollout: {group_size: 4}")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/c.yaml and command line: invalid choice 'serpr'"):
+        load_config(RLConfig, [str(tmp_path / "c.yaml"), "--data.train", "x", "--tools.search.backend", "serpr"])
