@@ -114,7 +114,8 @@ def main() -> None:
     result = {"name": "sandbox_latency", "ratio": ratio, "ours": ours, "baseline": baseline, "unit": "ms"}
     ours_per_s, baseline_per_s = per_s["numpy_sympy"]
     more = {"trivial_ratio": trivial_ratio, "ours_per_s": ours_per_s, "baseline_per_s": baseline_per_s, "tier": tier}
-    more |= {"numpy": medians["numpy"]["ours"], "numpy_per_s": per_s["numpy"][0]}
+    more |= {"trivial": medians["trivial"]["ours"], "numpy": medians["numpy"]["ours"]}
+    more |= {"calls_per_s_per_core": per_s["numpy"][0] / os.cpu_count()}
     print(json.dumps(result | more))
 
 

@@ -22,6 +22,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
+    "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core"),
     "update_mfu": ("compile_ratio",),
     "tree_training": ("token_ratio", "gradient_difference"),
 }
