@@ -293,7 +293,9 @@ def test_an_index_that_is_damaged_while_it_is_searched_is_our_failure_in_one_lin
 @pytest.mark.parametrize("kept_share", [0, 0.5])
 def test_a_tantivy_index_with_a_truncated_part_is_built_anew(corpus, part, kept_share):
     [file] = TantivyIndex(corpus).path.glob(part)
-    os.truncate(file, int(file.stat().st_size * kept_share))
+    kept = file.read_bytes()[: int(file.stat().st_size * kept_share)]
+    file.unlink()  # not cut in place: a thread that tantivy leaves behind here may have it mapped (SIGBUS)
+    file.write_bytes(kept)
     assert TantivyIndex(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
     assert not list(corpus.parent.glob("*.tmp"))
 
