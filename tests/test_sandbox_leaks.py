@@ -4,6 +4,7 @@ ARPO_LEAK_CALLS=10000 python -m pytest tests/test_sandbox_leaks.py
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -17,6 +18,8 @@ from arpo.tools.options import PythonConfig
 
 NUM_CALLS = int(os.environ.get("ARPO_LEAK_CALLS", "1000"))
 BATCH = 50
+SHARED_BYTES = 12345
+"""Tells shared memory of these calls from that of other programs, vLLM's above all."""
 CODES = [
     "print(1 + 1)",
     "1 / 0",
@@ -27,7 +30,7 @@ CODES = [
     "import os, time\nif os.fork() == 0: time.sleep(600)",
     "import tempfile\ntempfile.mkdtemp()",
     "import threading\nthreading.Thread(target=print, args=('t',)).start()",
-    "import multiprocessing.shared_memory as m\nm.SharedMemory(create=True, size=4096)",
+    f"import multiprocessing.shared_memory as m\nm.SharedMemory(create=True, size={SHARED_BYTES})",
     "print('x' * 100000)",
     "x = [0] * 10**8",
     "open('/dev/shm/left', 'w').write('x')",
@@ -45,7 +48,14 @@ def memory_kib(pids: list[int]) -> int:
 
 def mine(folder: str) -> set[str]:
     """Names in a shared folder of what a call may have left: other programs, hosts too, come and go there meanwhile."""
-    return {name for name in os.listdir(folder) if name.startswith(("call-", "left", "psm_", "sem."))}
+    found = set()
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            if entry.name.startswith(("call-", "left")) or (
+                entry.name.startswith("psm_") and entry.stat(follow_symlinks=False).st_size == SHARED_BYTES
+            ):
+                found.add(entry.name)
+    return found
 
 
 def state(tool) -> dict[str, object]:

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from arpo.tools.sandbox.client import Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable
@@ -48,10 +47,10 @@ def run_attacks(tier: str, only: str | None) -> dict[str, str | None]:
         sane = sandbox.run("6 * 7")
         results["sane_call_afterwards"] = None if sane.stdout == "42\n" else str(sane)
     finally:
+        folder = sandbox.folder
         sandbox.close()
         world.close()
-    left = [str(path) for path in Path("/tmp").glob("arpo-python-*") if path.stat().st_uid == os.getuid()]
-    results["files_left"] = "; ".join(left) or None
+    results["files_left"] = folder if folder and os.path.exists(folder) else None
     return results
 
 
