@@ -70,8 +70,11 @@ redis-server:
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 || \
 	  echo "redis-server could not be installed; its tests will be skipped"
 
+# Most of a test's time is one process that imports torch and vLLM; more of them at once would only wait for memory.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+
 test: setup redis-server
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 lint: setup
 	$(PY) -m ruff check .

@@ -121,7 +121,11 @@ class Engine:
         if Engine.num_live == 0:
             Engine.owns_process_group = not dist.is_initialized()
         with self.own_randomness(), silence(cfg.quiet):
-            self.llm = self.build(load_weights)
+            try:
+                self.llm = self.build(load_weights)
+            except BaseException:
+                self.leave_process_groups()
+                raise
         Engine.num_live += 1
         self.llm.collective_rpc(self.install_sampler_hook)
 
@@ -303,7 +307,6 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine; call it before the process group is destroyed. The process group of the caller survives."""
-        from vllm.distributed import parallel_state
         from vllm.v1.engine import core
 
         self.abort(list(self.running))
@@ -315,12 +318,23 @@ class Engine:
                 self.llm.llm_engine.engine_core.shutdown()
             finally:
                 core.cleanup_dist_env_and_memory = clean_up
-            if Engine.num_live == 0:
-                parallel_state.destroy_model_parallel()
-                if Engine.owns_process_group:
-                    parallel_state.destroy_distributed_environment()
+            self.leave_process_groups()
         del self.llm
         torch.cuda.empty_cache()
+
+    @classmethod
+    def leave_process_groups(cls) -> None:
+        """Once no engine is left: vLLM's own, and the default one if vLLM began it."""
+        from vllm.distributed import parallel_state
+
+        if cls.num_live:
+            return
+        parallel_state.destroy_model_parallel()
+        if cls.owns_process_group:
+            parallel_state.destroy_distributed_environment()
+        elif parallel_state._WORLD is not None:  # the same, but for the default group, which is the caller's
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
     @contextlib.contextmanager
     def own_randomness(self, *, with_numpy: bool = True) -> Iterator[None]:

@@ -70,6 +70,13 @@ def build_tiny_model(folder: str | Path, *, seed: int = 0, tied: bool = True, we
     return Path(folder)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_outlives_a_file():
+    """The next file's engine or mesh would take it for its own."""
+    yield
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("tiny_model"))

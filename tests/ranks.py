@@ -27,12 +27,11 @@ PRELOADED = ["torch", "arpo.checkpoint", "transformers.models.qwen3.modeling_qwe
 
 @contextlib.contextmanager
 def mesh_of_one() -> Iterator[DeviceMesh]:
-    """A CPU mesh of this process alone. A session's vLLM engine may have made the group already; then it is shared."""
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    if mine:
+    """A CPU mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    finally:
         dist.destroy_process_group()
 
 
@@ -57,6 +56,7 @@ def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, folder: s
 
 def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[..., Any], args: tuple) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun does; vLLM on a CPU leaves another one behind
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
     ranks = distributed.init(timeout_minutes=10)

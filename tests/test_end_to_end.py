@@ -11,7 +11,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import build_tiny_model
 
 from arpo.log import read_metrics
@@ -201,4 +200,4 @@ def test_a_model_folder_without_weights_is_named(world, tmp_path):
     build_tiny_model(tmp_path / "empty", weights=False)
     process = launch("train_rl.py", str(world / "config.yaml"), "--model.path", str(tmp_path / "empty"), ranks=1)
     output, _ = process.communicate(timeout=400)
-    assert f"model.path={tmp_path}/empty: no weights" in output and not torch.distributed.is_initialized()
+    assert f"model.path={tmp_path}/empty: no weights" in output

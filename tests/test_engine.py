@@ -31,19 +31,19 @@ def load_hf(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def hf(tiny_model_dir):
     return load_hf(tiny_model_dir)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_engine(tiny_model_dir):
     engine = Engine(str(tiny_model_dir), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
     yield engine
@@ -58,7 +58,7 @@ def engine(shared_engine, hf):
     shared_engine.abort(list(shared_engine.running))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     """(engine, HF model) with a head of its own; the folder has no weights, so the engine's come from sync_weights."""
     if torch.cuda.is_available():
