@@ -65,12 +65,7 @@ def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
         return tantivy.Index.open(str(folder)).searcher(), corpus_sha256
     except FileNotFoundError:  # there is none, or another run puts a new one here just now
         return None
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:  # of JSON; tantivy's word for damage is ValueError
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # JSON's words for damage, and tantivy's
         raise DamagedIndex(f"{type(error).__name__}: {error}") from None
 
 
