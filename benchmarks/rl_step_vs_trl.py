@@ -2,11 +2,14 @@
 
     python benchmarks/rl_step_vs_trl.py [--quick] [--environment build/trl]
 
-Same prompts, group size, completion length, sampling temperature and number of optimizer steps (one per rollout); one
-process and one thread on each side, no tools, no KL, no gradient checkpointing, float32. A step is what happens from
-one optimizer step to the next: generation, reward, forward, backward. TRL generates with transformers (its vLLM mode
-needs a GPU build or a server), ours with vLLM. The random model may end a few completions early, so tokens are counted
-on both sides, and seconds per 1000 generated tokens are compared.
+Same prompts, group size, limit of completion tokens, sampling temperature and number of optimizer steps (one per
+rollout); one process and one thread on each side, no tools, no KL, no gradient checkpointing, float32. A step is what
+happens from one optimizer step to the next: generation, reward, forward, backward. TRL generates with transformers (its
+vLLM mode needs a GPU build or a server), ours with vLLM. Tokens are counted on both sides, and seconds per 1000
+generated tokens are compared.
+
+Two models: one ends a completion after half of the limit on average, at random, for what a policy writes differs in
+length (the ratio); the other hardly ever ends, so that all have the limit's length (ratio_equal_lengths).
 
 TRL lives in a virtual environment of its own, which a run without --quick makes where there is none (a gigabyte).
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -30,9 +34,10 @@ sys.path.insert(0, str(ROOT))
 TRL = "trl==1.16.0"
 SIZES = {  # hidden, prompts per step, group size, completion tokens, steps measured after one for warm-up
     "quick": (128, 4, 8, 64, 2),
-    "full": (256, 8, 8, 256, 5),
+    "full": (256, 8, 8, 256, 3),
 }
 NUM_PROMPT_LETTERS = 64
+MODELS = ("ends", "equal_lengths")
 
 
 def make_environment(folder: Path) -> None:
@@ -47,10 +52,12 @@ def make_environment(folder: Path) -> None:
     subprocess.run([*pip, TRL, "--constraint", locked], check=True)
 
 
-def write_world(folder: Path, hidden: int) -> None:
+def write_world(folder: Path, hidden: int, mean_tokens: int) -> None:
     from benchmarks.shared.tiny_model import LETTERS, write_model
 
-    write_model(str(folder / "model"), hidden=hidden)
+    for model in MODELS:
+        write_model(str(folder / model), hidden=hidden)
+    let_completions_end(folder / "ends", mean_tokens)
     rng = random.Random(0)
     texts = ["".join(rng.choices(LETTERS, k=NUM_PROMPT_LETTERS)) for _ in range(64)]
     rows = [{"prompt": text, "answer": "e", "data_source": "toy", "tools": []} for text in texts]
@@ -61,12 +68,28 @@ def write_world(folder: Path, hidden: int) -> None:
     )
 
 
-def our_steps(folder: Path, size: str, round_: int) -> list[tuple[float, int]]:
+def let_completions_end(folder: Path, mean_tokens: int) -> None:
+    """Make the end token of this random model as likely at each position as it must be."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.shared.tiny_model import VOCAB_SIZE
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.3  # large: then dimension 0 of all final states is about the same
+        states = model.model(torch.randint(VOCAB_SIZE, (8, 128))).last_hidden_state
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[model.config.eos_token_id, 0] = math.log(VOCAB_SIZE / mean_tokens) / states[..., 0].mean()
+    model.save_pretrained(folder)
+
+
+def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[float, int]]:
     """(seconds, generated tokens) of each step of train_rl.py."""
     _, num_prompts, group_size, num_tokens, num_steps = SIZES[size]
     flags = {
-        "run.dir": folder / "runs", "run.name": f"ours{round_}", "run.num_steps": num_steps + 1, "run.save_hf": False,
-        "run.save_every": 0, "run.dump_every": 0, "model.path": folder / "model", "model.compute_dtype": "float32",
+        "run.dir": folder / "runs", "run.name": f"{model}{round_}", "run.num_steps": num_steps + 1, "run.save_hf": False,
+        "run.save_every": 0, "run.dump_every": 0, "model.path": folder / model, "model.compute_dtype": "float32",
         "model.activation_checkpointing": False, "data.train": folder / "prompts.jsonl", "data.system_prompt": "none",
         "data.num_prompts_per_step": num_prompts, "data.max_prompt_tokens": 128, "engine.dtype": "float32",
         "engine.max_num_seqs": 64, "rollout.group_size": group_size, "rollout.max_response_tokens": num_tokens,
@@ -77,16 +100,16 @@ def our_steps(folder: Path, size: str, round_: int) -> list[tuple[float, int]]:
     }  # fmt: skip
     argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     run([sys.executable, ROOT / "train_rl.py", *argv])
-    lines = (folder / "runs" / f"ours{round_}" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "runs" / f"{model}{round_}" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row]
     phases = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0] if name.startswith("time/")}
-    print("ours: " + ", ".join(f"{name.removeprefix('time/')} {s:.2f} s" for name, s in phases.items()), flush=True)
+    print(f"ours, {model}: " + ", ".join(f"{name.removeprefix('time/')} {s:.2f} s" for name, s in phases.items()), flush=True)
     return [(row["time/step"], int(row["tokens/sampled"])) for row in rows]
 
 
-def trl_steps(folder: Path, size: str, python: Path) -> list[tuple[float, int]]:
+def trl_steps(folder: Path, model: str, size: str, python: Path) -> list[tuple[float, int]]:
     """The same of TRL, by this file's --trl in TRL's environment."""
-    out = run([python, __file__, "--trl", folder, *(["--quick"] if size == "quick" else [])])
+    out = run([python, __file__, "--trl", folder / model, *(["--quick"] if size == "quick" else [])])
     return [tuple(step) for step in json.loads(out.splitlines()[-1])]
 
 
@@ -98,14 +121,14 @@ def run(command: list) -> str:
     return done.stdout
 
 
-def run_trl(folder: Path, size: str) -> None:
+def run_trl(model: Path, size: str) -> None:
     """Runs in TRL's environment, which has nothing of ours. The last line on stdout is [[seconds, tokens], ...]."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     _, num_prompts, group_size, num_tokens, num_steps = SIZES[size]
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (model.parent / "prompts.jsonl").read_text().splitlines()]
     seconds: list[float] = []
     tokens: list[int] = []
 
@@ -121,13 +144,13 @@ def run_trl(folder: Path, size: str) -> None:
             seconds.append(time.perf_counter() - self.started)
 
     cfg = GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=num_prompts * group_size,
+        output_dir=str(model.parent / "trl"), per_device_train_batch_size=num_prompts * group_size,
         num_generations=group_size, max_completion_length=num_tokens, max_steps=num_steps + 1, temperature=1.0,
         learning_rate=1e-6, beta=0.0, gradient_checkpointing=False, bf16=False, use_cpu=True, report_to="none",
         save_strategy="no", logging_steps=1000, disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=str(folder / "model"),
+        model=str(model),
         reward_funcs=reward,
         args=cfg,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]),
@@ -156,19 +179,23 @@ def main() -> None:
             print(f"skipped: {args.environment} has no environment with TRL; a run without --quick makes it")
             return
         make_environment(args.environment)
-    steps: dict[str, list[tuple[float, int]]] = {"ours": [], "trl": []}
+    steps = {(model, side): [] for model in MODELS for side in ("ours", "trl")}
     with tempfile.TemporaryDirectory() as folder:
-        write_world(Path(folder), SIZES[size][0])
-        for round_ in range(1 if args.quick else 2):  # alternating
-            steps["trl"] += trl_steps(Path(folder), size, python)[1:]
-            steps["ours"] += our_steps(Path(folder), size, round_)[1:]
-    cost = {name: statistics.median(1000 * s / n for s, n in values) for name, values in steps.items()}
-    for name, values in steps.items():
+        write_world(Path(folder), SIZES[size][0], mean_tokens=SIZES[size][3] // 2)
+        for model in MODELS:
+            for round_ in range(1 if args.quick else 2):  # alternating
+                steps[model, "trl"] += trl_steps(Path(folder), model, size, python)[1:]
+                steps[model, "ours"] += our_steps(Path(folder), model, size, round_)[1:]
+    cost = {key: statistics.median(1000 * s / n for s, n in values) for key, values in steps.items()}
+    for (model, side), values in steps.items():
         seconds, tokens = (statistics.median(v) for v in zip(*values, strict=True))
-        print(f"{name:5} {seconds:6.2f} s and {tokens:6.0f} tokens per step: {cost[name]:.3f} s per 1000 tokens")
-    result = {"name": "rl_step_vs_trl", "ratio": cost["trl"] / cost["ours"], "ours": cost["ours"]}
-    result |= {"baseline": cost["trl"], "unit": "s per 1000 generated tokens", "generation": "transformers"}
-    print(json.dumps(result | {f"{name}_steps_s": [round(s, 3) for s, _ in v] for name, v in steps.items()}))
+        per_token = f"{cost[model, side]:.3f} s per 1000 tokens"
+        print(f"{model:13} {side:4} {seconds:6.2f} s and {tokens:6.0f} tokens per step: {per_token}")
+    ratio, ratio_equal_lengths = (cost[model, "trl"] / cost[model, "ours"] for model in MODELS)
+    result = {"name": "rl_step_vs_trl", "ratio": ratio, "ours": cost["ends", "ours"], "baseline": cost["ends", "trl"]}
+    result |= {"unit": "s per 1000 generated tokens", "ratio_equal_lengths": ratio_equal_lengths}
+    steps_s = {f"{model}_{side}_steps_s": [round(s, 3) for s, _ in values] for (model, side), values in steps.items()}
+    print(json.dumps(result | {"generation": "transformers"} | steps_s))
 
 
 if __name__ == "__main__":

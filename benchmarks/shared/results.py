@@ -21,6 +21,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
+    "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
     "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core"),
     "update_mfu": ("compile_ratio",),
