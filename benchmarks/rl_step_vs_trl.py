@@ -88,9 +88,10 @@ def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[fl
     """(seconds, generated tokens) of each step of train_rl.py."""
     _, num_prompts, group_size, num_tokens, num_steps = SIZES[size]
     flags = {
-        "run.dir": folder / "runs", "run.name": f"{model}{round_}", "run.num_steps": num_steps + 1, "run.save_hf": False,
-        "run.save_every": 0, "run.dump_every": 0, "model.path": folder / model, "model.compute_dtype": "float32",
-        "model.activation_checkpointing": False, "data.train": folder / "prompts.jsonl", "data.system_prompt": "none",
+        "run.dir": folder / "runs", "run.name": f"{model}{round_}", "run.num_steps": num_steps + 1,
+        "run.save_hf": False, "run.save_every": 0, "run.dump_every": 0, "model.path": folder / model,
+        "model.compute_dtype": "float32", "model.activation_checkpointing": False,
+        "data.train": folder / "prompts.jsonl", "data.system_prompt": "none",
         "data.num_prompts_per_step": num_prompts, "data.max_prompt_tokens": 128, "engine.dtype": "float32",
         "engine.max_num_seqs": 64, "rollout.group_size": group_size, "rollout.max_response_tokens": num_tokens,
         "rollout.answer_reserve_tokens": 8, "branching.selector": "none", "branching.num_initial_rollouts": group_size,
@@ -103,7 +104,8 @@ def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[fl
     lines = (folder / "runs" / f"{model}{round_}" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row]
     phases = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0] if name.startswith("time/")}
-    print(f"ours, {model}: " + ", ".join(f"{name.removeprefix('time/')} {s:.2f} s" for name, s in phases.items()), flush=True)
+    shown = ", ".join(f"{name.removeprefix('time/')} {s:.2f} s" for name, s in phases.items())
+    print(f"ours, {model}: {shown}", flush=True)
     return [(row["time/step"], int(row["tokens/sampled"])) for row in rows]
 
 
