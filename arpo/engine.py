@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arpo.config import UserError
+from arpo.head import sampled_and_entropy
 from arpo.options import EngineConfig
 from arpo.process_state import RandomState, prepare_for_vllm, silence
 from arpo.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
@@ -346,19 +347,3 @@ class Engine:
         finally:
             self.random_state = RandomState.current(with_numpy=with_numpy)
             callers.restore()
-
-
-def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:
-    """(N, V) log-softmax at temperature 1, (N,) sampled ids -> (N, 2 + num_top): [sampled, entropy, top 1, ..., top K].
-
-    The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a
-    constant per row. Greedy (T = 0) has no distribution of its own and reports the one at T = 1.
-    """
-    sampled = logprobs.gather(-1, token_ids.unsqueeze(-1))  # (N, 1)
-    if temperature not in (0, 1):
-        sampled = sampled / temperature - torch.logsumexp(logprobs / temperature, dim=-1, keepdim=True)
-    if logprobs.device.type == "cpu":  # row by row stays in the cache: a tenth of the time at V = 152k
-        entropy = -torch.stack([torch.dot(row.exp(), row) for row in logprobs]).unsqueeze(-1)
-    else:
-        entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
-    return torch.cat([sampled, entropy, logprobs.topk(num_top, dim=-1).values], dim=-1)

@@ -2,6 +2,7 @@
 
 The (tokens, vocab) logits of one 16k-token micro-batch with a 152k vocabulary are 10 GB in float32, and autograd wants
 several copies. Here they exist for `chunk_tokens` tokens only, in forward and again (recomputed) in backward.
+`sampled_and_entropy` is the sampler's side: vLLM has the log-softmax of a step's tokens anyway.
 
 Legend: N tokens, D hidden size, V vocabulary.
 """
@@ -95,3 +96,19 @@ def _grad_logits(log_p, targets, part, grad_logprobs, grad_entropy, entropy) -> 
     if grad_logprobs is not None:
         grad.scatter_add_(1, targets[:, None], grad_logprobs[part, None])
     return grad
+
+
+def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:
+    """(N, V) log-softmax at temperature 1, (N,) sampled ids -> (N, 2 + num_top): [sampled, entropy, top 1, ..., top K].
+
+    The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a
+    constant per row. Greedy (T = 0) has no distribution of its own and reports the one at T = 1.
+    """
+    sampled = logprobs.gather(-1, token_ids.unsqueeze(-1))  # (N, 1)
+    if temperature not in (0, 1):
+        sampled = sampled / temperature - torch.logsumexp(logprobs / temperature, dim=-1, keepdim=True)
+    if logprobs.device.type == "cpu":  # row by row stays in the cache: a tenth of the time at V = 152k
+        entropy = -torch.stack([torch.dot(row.exp(), row) for row in logprobs]).unsqueeze(-1)
+    else:
+        entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
+    return torch.cat([sampled, entropy, logprobs.topk(num_top, dim=-1).values], dim=-1)
