@@ -23,7 +23,7 @@ RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
     "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
-    "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core"),
+    "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core", "waiting_s"),
     "weight_sync": ("cast", "gather", "per_parameter"),
     "update_mfu": ("compile_ratio",),
     "tree_training": ("token_ratio", "gradient_difference"),
