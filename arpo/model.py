@@ -20,7 +20,7 @@ from arpo.attention import attention_backend, register
 from arpo.batch import MicroBatch
 from arpo.config import UserError
 from arpo.context_parallel import check_model, ulysses
-from arpo.head import token_logprobs
+from arpo.head import check_compiled, token_logprobs
 from arpo.loading import build_on_meta, materialize, read_weights
 from arpo.options import ModelConfig
 
@@ -30,10 +30,11 @@ logger = logging.getLogger("arpo")
 class Policy(nn.Module):
     """Wraps the HF model so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
 
-    def __init__(self, hf: nn.Module, head_chunk_tokens: int):
+    def __init__(self, hf: nn.Module, head_chunk_tokens: int, *, compile_head: bool = False):
         super().__init__()
         self.hf = hf
         self.head_chunk_tokens = head_chunk_tokens
+        self.compile_head = compile_head
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
@@ -49,6 +50,7 @@ class Policy(nn.Module):
             targets,
             temperature=temperature,
             chunk_tokens=self.head_chunk_tokens,
+            fused=self.compile_head,
         )
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
@@ -94,7 +96,9 @@ def load_policy(
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
-    policy = Policy(hf, cfg.head_chunk_tokens).train()
+    if cfg.compile_head:
+        check_compiled(hf.config.vocab_size, device)
+    policy = Policy(hf, cfg.head_chunk_tokens, compile_head=cfg.compile_head).train()
     shard(policy, hf, cfg, mesh, device, offload=offload)
     read_weights(lora.base_parameters(hf), cfg.path)
     lora.initialize(hf, seed)

@@ -64,6 +64,9 @@ class ModelConfig:
     compile_layers: bool = False
     """torch.compile each layer, all but its attention; the first step takes a minute or more longer. Whether it pays
     depends on the device and the sizes: benchmarks/update_mfu.py measures it."""
+    compile_head: bool = False
+    """torch.compile the head's softmax, entropy and gradients, so that they pass over the logits less often; compared
+    with the plain ones at the start, which takes half a minute longer. benchmarks/head_memory.py measures it."""
     reshard_after_forward: bool = True
     """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
     shard_size: int = 0

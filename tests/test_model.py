@@ -9,6 +9,7 @@ import torch
 from conftest import build_tiny_model, build_tiny_tokenizer
 from ranks import mesh_of_one
 
+from arpo import head
 from arpo.attention import attention_backend
 from arpo.batch import Row, collate
 from arpo.config import UserError
@@ -251,14 +252,57 @@ def test_the_chunked_head_equals_full_logits_in_values_and_gradients(chunk_token
         "naive": lambda *args: naive_head(*args, temperature),
     }
     results = {}
-    for name, head in heads.items():
-        outputs = head(hidden, weight, targets)
+    for name, run in heads.items():
+        outputs = run(hidden, weight, targets)
         losses = [(w * output).sum() for w, output in zip(weights, outputs, strict=True)]
         loss = {"logprobs": losses[0], "entropy": losses[1], "both": sum(losses)}[uses]
         results[name] = [*outputs, *torch.autograd.grad(loss, (hidden, weight))]
     for ours, expected in zip(results["ours"], results["naive"], strict=True):
         scale = expected.abs().max().item()
         torch.testing.assert_close(ours, expected.float(), atol=1e-5 * scale, rtol=1e-5)
+
+
+@pytest.fixture
+def compiled_without_code_generation(monkeypatch):
+    """That takes half a minute here; benchmarks/head_memory.py has it."""
+    monkeypatch.setattr(head, "compiled", lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("uses", [(0,), (1,), (0, 1)])
+def test_the_compiled_head_equals_the_plain_one(compiled_without_code_generation, temperature, uses):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 16, generator=g, requires_grad=True)
+    weight = torch.randn(50, 16, generator=g, requires_grad=True)
+    targets = torch.randint(0, 50, (20,), generator=g)
+    results = []
+    for fused in (False, True):
+        outputs = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=8, fused=fused)
+        loss = sum((outputs[i] * targets).sum() for i in uses)
+        results.append([*outputs, *torch.autograd.grad(loss, (hidden, weight))])
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_a_policy_uses_the_compiled_head_when_asked(compiled_without_code_generation, folder, mesh, monkeypatch):
+    micro, calls = collate(random_rows()), []
+    compile_one = head.compiled
+    monkeypatch.setattr(head, "compiled", lambda function: calls.append(function.__name__) or compile_one(function))
+    plain, ours = (load_policy(replace(cfg_of(folder), compile_head=c), mesh, device=CPU)(micro) for c in (False, True))
+    assert calls == ["chunk_statistics", "chunk_gradient", "chunk_statistics"]  # checked at the start, then used
+    torch.testing.assert_close(ours, plain)
+
+
+def test_a_compiler_that_fails_or_errs_is_named(folder, mesh, monkeypatch):
+    cfg = replace(cfg_of(folder), compile_head=True)
+
+    def fails(function):
+        raise torch._dynamo.exc.BackendCompilerFailed("no compiler", RuntimeError("g++ not found"), None)
+
+    for compiled in (fails, lambda _: lambda logits, *_: (logits[:, 0],) * 3):
+        monkeypatch.setattr(head, "compiled", compiled)
+        with pytest.raises(UserError, match="compile_head=True does not work here; leave it False"):
+            load_policy(cfg, mesh, device=CPU)
 
 
 def test_the_head_of_no_tokens_still_has_gradients_of_zero():

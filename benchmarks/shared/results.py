@@ -21,6 +21,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
+    "head_memory": ("time_ratio", "compiled_time_ratio"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
     "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core", "waiting_s"),
@@ -79,7 +80,7 @@ def row(name: str, last_line: str, settings: str) -> str:
     if not last_line.startswith("{"):
         return f"| {name} | none | | | | {last_line} | {settings} | {today} | {hardware()} |"
     r = json.loads(last_line)
-    more = ", ".join(f"{extra} {r[extra]:.3g}" for extra in EXTRAS.get(name, ()))
+    more = ", ".join(f"{extra} {r[extra]:.3g}" for extra in EXTRAS.get(name, ()) if extra in r)
     numbers = f"{r['ratio']:.2f} | {r['ours']:.4g} | {r['baseline']:.4g} | {r['unit']}"
     return f"| {name} | {numbers} | {more} | {settings} | {today} | {hardware()} |"
 
