@@ -422,6 +422,19 @@ def test_what_one_index_found_is_not_replayed_as_the_others(corpus, tmp_path):
     assert ask(SearchTool(strict), "height").cached
 
 
+def test_a_large_corpus_is_searched_with_tantivy_where_it_is_installed(corpus, monkeypatch, caplog):
+    cfg = SearchConfig(backend="local", corpus=str(corpus))
+    assert isinstance(SearchTool(cfg).backend.index, Bm25Index)
+    monkeypatch.setattr("arpo.tools.search.LARGE_CORPUS_BYTES", corpus.stat().st_size)
+    assert isinstance(SearchTool(cfg).backend.index, TantivyIndex)
+    assert isinstance(SearchTool(replace(cfg, index="sqlite")).backend.index, Bm25Index)
+    monkeypatch.setitem(sys.modules, "tantivy", None)
+    caplog.clear()
+    assert isinstance(SearchTool(cfg).backend.index, Bm25Index)
+    [warning] = caplog.messages
+    assert "pip install 'arpo-torch[tantivy]'" in warning
+
+
 def test_a_missing_tantivy_is_named_with_the_fix(corpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "tantivy", None)
     with pytest.raises(UserError, match=r"tools\.search\.index tantivy needs .*pip install 'arpo-torch\[tantivy\]'"):
@@ -506,7 +519,7 @@ def test_a_cancelled_caller_does_not_cancel_the_others(slow):
         ({"backend": "local", "corpus": "C", "top_k": 0}, r"tools\.search\.top_k must be at least 1, not 0"),
         (
             {"backend": "local", "corpus": "C", "index": "lucene"},
-            r"tools\.search\.index: no index 'lucene'; use sqlite or",
+            r"tools\.search\.index: no index 'lucene'; use auto or sqlite or",
         ),
         ({"backend": "bing"}, r"tools\.search\.backend: no backend 'bing'"),
     ],

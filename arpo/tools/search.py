@@ -74,6 +74,27 @@ INDEXES: dict[str, Callable[[str | Path], Index]] = {"sqlite": Bm25Index, "tanti
 """By name, of a corpus."""
 
 
+LARGE_CORPUS_BYTES = 50_000_000
+"""About 100,000 passages, among which SQLite takes a tenth of a second for a query, and longer in proportion."""
+
+
+def choose_index(cfg: SearchConfig) -> str:
+    """tools.search.index with auto decided."""
+    corpus = Path(cfg.corpus)
+    if cfg.index != "auto":
+        return cfg.index
+    if not corpus.is_file() or corpus.stat().st_size < LARGE_CORPUS_BYTES:  # a missing one is the index's to name
+        return "sqlite"
+    if importlib.util.find_spec("tantivy") is None:
+        logger.warning(
+            "%s is large, and a query will take SQLite long; pip install 'arpo-torch[tantivy]', or set "
+            "tools.search.index sqlite",
+            corpus,
+        )
+        return "sqlite"
+    return "tantivy"
+
+
 class LocalBackend:
     """BM25 over the user's own corpus."""
 
@@ -85,16 +106,17 @@ class LocalBackend:
             if getattr(cfg, name) < 1:
                 raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
         self.top_k, self.max_passage_chars, self.deadline_s = cfg.top_k, cfg.max_passage_chars, cfg.deadline_s
-        if cfg.index not in INDEXES:
-            raise UserError(f"tools.search.index: no index {cfg.index!r}; use {' or '.join(INDEXES)}")
-        self.index = INDEXES[cfg.index](cfg.corpus)
+        index = choose_index(cfg)
+        if index not in INDEXES:
+            raise UserError(f"tools.search.index: no index {index!r}; use {' or '.join(['auto', *INDEXES])}")
+        self.index = INDEXES[index](cfg.corpus)
         self.params = {
             "corpus_sha256": self.index.corpus_sha256,
             "top_k": cfg.top_k,
             "max_passage_chars": cfg.max_passage_chars,
         }
-        if cfg.index != "sqlite":  # which is what the keys of caches without this entry mean
-            self.params["index"] = cfg.index
+        if index != "sqlite":  # which is what the keys of caches without this entry mean
+            self.params["index"] = index
 
     async def search(self, query: str) -> str:
         passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)
