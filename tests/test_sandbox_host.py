@@ -19,7 +19,7 @@ from python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start
 from arpo.tools.base import ToolResult
 from arpo.tools.sandbox.host import NUM_SPARES
 from arpo.tools.sandbox.host_process import HostProcess
-from arpo.tools.sandbox.limits import CallLimits
+from arpo.tools.sandbox.limits import LEAST_PRIORITY, CallLimits
 from arpo.tools.sandbox.selftest import Canaries
 
 REPO = Path(__file__).resolve().parents[1]
@@ -221,6 +221,33 @@ def test_good_calls_beside_hostile_ones_are_answered_as_if_alone(tier):
     asyncio.run(tool.aclose())
     assert [(result.text, result.ok) for result in good] == [(str(n * (n - 1) // 2), True) for n in range(10)]
     assert not any(result.infra_error for result in hostile) and restarts == 0
+
+
+SPIN = """
+import os, threading, time
+def priority():
+    return os.getpriority(os.PRIO_PROCESS, 0)
+def spin():
+    ends = time.process_time() + 2
+    while time.process_time() < ends and priority() == before:
+        pass
+    print(priority() - before)
+before = priority()
+thread = threading.Thread(target=spin)
+thread.start()
+spin()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_all_threads_of_a_call_that_computes_long_let_others_go_first(tier):
+    tool = start(tier=tier)
+    steps_back = [int(word) for word in text_of(tool, SPIN).split()]
+    short = text_of(tool, "import os, time\ntime.sleep(0.2)\nprint(os.getpriority(os.PRIO_PROCESS, 0))")
+    asyncio.run(tool.aclose())
+    assert len(steps_back) == 2 and all(step > 0 for step in steps_back)
+    assert int(short) < LEAST_PRIORITY
 
 
 def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from . import syscalls as kernel
 from . import wire
 from .jail import Jail
-from .limits import CallLimits, usage
+from .limits import CallLimits, step_back, usage
 from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
 """Where files are counted and not limited by the kernel."""
+BUSY_CPU_S = 0.2
+"""A call that has used more lets those go first that have not: a few endless loops must not hold up all others."""
 KILL_PATIENCE_S = 2.0
 IO_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
@@ -183,7 +185,10 @@ class _Call:
                 return None
 
     def _exceeded(self) -> str | None:
-        current = usage(self.jail.processes(self.worker), self.host_bytes)
+        pids = self.jail.processes(self.worker)
+        current = usage(pids, self.host_bytes)
+        if current.cpu_s > BUSY_CPU_S:
+            step_back(pids)
         if current.cpu_s > self.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
             return "cpu_limit"
         if current.memory_bytes > self.limits.memory_bytes:
