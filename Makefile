@@ -71,7 +71,7 @@ redis-server:
 	  echo "redis-server could not be installed; its tests will be skipped"
 
 # Most of a test's time is one process that imports torch and vLLM; more of them at once would only wait for memory.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
 test: setup redis-server
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile
