@@ -1,7 +1,10 @@
 """The reference is always the Hugging Face model's own forward pass, full logits, one row at a time, in float32."""
 
 import json
+import shutil
+import sysconfig
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,7 +267,7 @@ def test_the_chunked_head_equals_full_logits_in_values_and_gradients(chunk_token
 
 @pytest.fixture
 def compiled_without_code_generation(monkeypatch):
-    """That takes half a minute here; benchmarks/head_memory.py has it."""
+    """That takes half a minute; the one test that needs a compiler has it."""
     monkeypatch.setattr(head, "compiled", lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
 
 
@@ -291,6 +294,15 @@ def test_a_policy_uses_the_compiled_head_when_asked(compiled_without_code_genera
     plain, ours = (load_policy(replace(cfg_of(folder), compile_head=c), mesh, device=CPU)(micro) for c in (False, True))
     assert calls == ["chunk_statistics", "chunk_gradient", "chunk_statistics"]  # checked at the start, then used
     torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.slow
+def test_generated_code_equals_the_plain_head(monkeypatch, tmp_path):
+    if shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("torch.compile needs g++ and Python.h")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    head.check_compiled(384, CPU)
+    assert list(tmp_path.rglob("*.cpp")), "nothing was compiled"
 
 
 def test_a_compiler_that_fails_or_errs_is_named(folder, mesh, monkeypatch):
