@@ -8,7 +8,10 @@ import os
 import resource
 from dataclasses import dataclass
 
-LEAST_PRIORITY = 19
+NICE = 5
+"""By how much the code's processes are below the supervisors, which have to stop them."""
+BUSY_NICE = 10
+"""The same of a call that has computed for a while. Not 19, with which it would hardly run beside a busy trainer."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -91,11 +94,12 @@ def usage(pids: list[int], host_bytes: int) -> Usage:
 
 
 def step_back(pids: list[int]) -> None:
-    """Let all threads of these processes run when no other call wants to; priorities are of threads."""
+    """Let calls that have computed less go first. Of all threads of these processes, since priorities are theirs."""
+    nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
     for pid in pids:
         with contextlib.suppress(OSError):  # it ended since it was listed
             for thread in os.listdir(f"/proc/{pid}/task"):
-                os.setpriority(os.PRIO_PROCESS, int(thread), LEAST_PRIORITY)
+                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def _status(pid: int | str, names: tuple[str, ...]) -> list[int]:

@@ -202,7 +202,7 @@ class _Call:
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         if not poller.poll(KILL_PATIENCE_S * 1000):  # in an uninterruptible sleep: the kernel will finish it
-            return {"status": "killed"}
+            return {"status": verdict or "killed"}
         _, status, used = os.wait4(self.worker, 0)
         for stream in (stdout, stderr):
             stream.drain()

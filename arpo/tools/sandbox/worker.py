@@ -19,11 +19,11 @@ from typing import NoReturn
 
 from . import syscalls as kernel
 from .jail import Jail
+from .limits import NICE
 
 CHANNEL_FD = 3
 """Where the code comes from, and where a worker says why it could not be confined. Closed before the code runs, which
 could else pretend that."""
-NICE = 10
 SEED = 0
 
 
@@ -35,7 +35,7 @@ def run_worker(jail: Jail, scratch: str, stdout_fd: int, stderr_fd: int, channel
     kernel.close_from(CHANNEL_FD + 1)
     try:
         os.setsid()
-        os.nice(NICE)  # below the supervisors: they have to stop us
+        os.nice(NICE)
         os.chdir(scratch)
         os.umask(0o077)
         if scratch != os.environ["HOME"]:
