@@ -97,8 +97,12 @@ def step_back(pids: list[int]) -> None:
     """Let calls that have computed less go first. Of all threads of these processes, since priorities are theirs."""
     nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
     for pid in pids:
-        with contextlib.suppress(OSError):  # it ended since it was listed
-            for thread in os.listdir(f"/proc/{pid}/task"):
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:  # it ended since it was listed
+            continue
+        for thread in threads:
+            with contextlib.suppress(OSError):  # the same, or it has gone further back by itself
                 os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
