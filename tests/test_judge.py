@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,14 +216,30 @@ def test_a_slow_judge_is_waited_for_though_the_queue_is_longer_than_the_deadline
     assert {v.status for v in verdicts} == {"correct"}  # 3 s in all: the wait for a turn does not count
 
 
-def test_an_outage_is_waited_for_and_a_dead_judge_is_given_up(make_judge, service):
-    service.then(says(reply(RIGHT)), *[says("starting", 503)] * 90, says(reply(RIGHT)))
-    verdicts = make_judge(time_source=fast_time(), timeout_s=6000.0).judge(tasks(60))
-    assert sum(v.status == "correct" for v in verdicts) > 30  # those that found the breaker open came through
+def test_an_outage_is_waited_for(make_judge, service, caplog):
+    async def down_until_it_is_left_alone(request: web.Request) -> web.StreamResponse:
+        is_left_alone = any("no calls for" in message for message in caplog.messages)
+        return await (says(reply(RIGHT)) if is_left_alone else says("starting", 503))(request)
+
+    service.then(says(reply(RIGHT)), down_until_it_is_left_alone)
+    verdicts = make_judge(time_source=fast_time(20), timeout_s=6000.0).judge(tasks(60))
+    failed = [v.reply for v in verdicts if v.status == "failed"]
+    assert all("tried 5 x" in text for text in failed) and len(failed) < 60  # only those from before it was left alone
+
+
+def test_a_dead_judge_is_not_asked_about_the_rest(make_judge, service):
     service.then(says(reply(RIGHT)), says("dead", 500))
-    more = [replace(task, question=f"again {task.question}") for task in tasks(500)]
-    assert {v.status for v in make_judge(time_source=fast_time(), timeout_s=60.0).judge(more)} == {"failed"}
+    verdicts = make_judge(time_source=fast_time(100), timeout_s=60.0).judge(tasks(500))
+    assert {v.status for v in verdicts} == {"failed"}
     assert len(service.requests) <= 1 + (3 * 16 + 16) * 5  # not five tries for each of them
+
+
+def test_a_silent_judge_is_not_asked_about_the_rest_though_few_fail_at_a_time(make_judge, service):
+    """While one judgement takes its deadline, the failures before it become too old to open the breaker."""
+    service.then(says(reply(RIGHT)), never)
+    verdicts = make_judge(time_source=fast_time(1000), timeout_s=0.4, concurrency=4, retries=0).judge(tasks(100))
+    assert {v.status for v in verdicts} == {"failed"}
+    assert len(service.requests) <= 1 + 3 * 4 + 4
 
 
 # -- what is wrong with the settings ---------------------------------------------------------------------------------

@@ -145,9 +145,9 @@ async def never(_: web.Request) -> web.StreamResponse:
 # ---- the clock
 
 
-def fast_time() -> Time:
-    """A hundred seconds pass in one. For callers that sleep side by side, each of whom moves the clock of FakeTime."""
-    return Time(now=lambda: 100 * time.monotonic(), sleep=lambda seconds: asyncio.sleep(seconds / 100))
+def fast_time(rate: float) -> Time:
+    """`rate` seconds pass in one. For callers that sleep side by side, each of whom moves the clock of FakeTime."""
+    return Time(now=lambda: rate * time.monotonic(), sleep=lambda seconds: asyncio.sleep(seconds / rate))
 
 
 class FakeTime:
