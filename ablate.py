@@ -14,7 +14,8 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arpo.config import UserError, load_or_exit, run_or_exit
+from arpo.config import load_or_exit, run_or_exit
+from arpo.errors import UserError
 
 # Name -> what distinguishes it, as flags of train_rl.py.
 ALGORITHMS: dict[str, list[str]] = {

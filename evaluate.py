@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.contradictions import check_result_room
-from arpo.evals.options import EvalSection
+from arpo.checks import check_result_room
+from arpo.config import load_or_exit, run_or_exit
+from arpo.errors import UserError
+from arpo.evals.options import EvalSection, JudgeConfig
 from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
-from arpo.rewards.options import JudgeConfig
 from arpo.tools.options import ToolsConfig
 
 
@@ -62,24 +62,25 @@ CONFIG = (
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from arpo import distributed  # noqa: E402
+from arpo import ranks  # noqa: E402
 from arpo.data import load_prompts, tokenize_prompts  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
+from arpo.engine.server_engine import ServerEngine  # noqa: E402
+from arpo.engine.team import form_team  # noqa: E402
 from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select  # noqa: E402
 from arpo.evals.compare import compare_runs  # noqa: E402
 from arpo.evals.grading import grade_records  # noqa: E402
+from arpo.evals.judge import Judge  # noqa: E402
 from arpo.evals.prompts import asked_as  # noqa: E402
 from arpo.evals.records import Record, append_records, group_records, read_records  # noqa: E402
 from arpo.evals.report import RunMeta, write_report  # noqa: E402
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides  # noqa: E402
-from arpo.evals.server import ServerEngine  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
-from arpo.model import check_model_folder, load_tokenizer  # noqa: E402
+from arpo.model import load_tokenizer  # noqa: E402
+from arpo.model.policy import check_model_folder  # noqa: E402
 from arpo.protocol import Codec  # noqa: E402
 from arpo.rewards import load_custom  # noqa: E402
-from arpo.rewards.judge import Judge  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
-from arpo.tensor_parallel import form_team  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
 from arpo.tools.base import MutedTool  # noqa: E402
 from arpo.trajectory import Prompt  # noqa: E402
@@ -93,7 +94,7 @@ def main(cfg: EvalConfig) -> None:
         run = Path(cfg.eval.regrade)
         report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
         return
-    dist = distributed.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
+    dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
 
     # ---- everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from arpo.config import UserError, load_or_exit, run_or_exit
-from arpo.contradictions import check_algorithm, check_parallel, check_result_room, check_sizes
+from arpo.checks import check_algorithm, check_parallel, check_result_room, check_sizes
+from arpo.config import load_or_exit, run_or_exit
+from arpo.errors import UserError
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -86,21 +87,23 @@ CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before to
 
 from pathlib import Path  # noqa: E402
 
-from arpo import distributed  # noqa: E402
+from arpo import ranks  # noqa: E402
 from arpo.checkpoint import Checkpoints  # noqa: E402
-from arpo.critic import fill_values, load_critic, update_critic  # noqa: E402
+from arpo.checkpoint.export import export_hf  # noqa: E402
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts  # noqa: E402
 from arpo.engine import Engine  # noqa: E402
-from arpo.evals.summary import summarize  # noqa: E402
-from arpo.export import export_hf  # noqa: E402
+from arpo.engine.team import form_team  # noqa: E402
+from arpo.evals.scores import summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.metrics import rollout_metrics  # noqa: E402
-from arpo.model import check_companion, check_model_folder, load_policy, load_tokenizer  # noqa: E402
-from arpo.optim import build_optimizer, set_learning_rate  # noqa: E402
-from arpo.protocol import Codec, with_system_prompt  # noqa: E402
+from arpo.model import load_policy, load_tokenizer  # noqa: E402
+from arpo.model.critic import fill_values, load_critic, update_critic  # noqa: E402
+from arpo.model.optim import build_optimizer, set_learning_rate  # noqa: E402
+from arpo.model.policy import check_companion, check_model_folder  # noqa: E402
+from arpo.protocol import Codec  # noqa: E402
+from arpo.protocol.codec import with_system_prompt  # noqa: E402
 from arpo.rewards import load_custom, score_groups  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
-from arpo.tensor_parallel import form_team  # noqa: E402
 from arpo.tools import make_tools  # noqa: E402
 from arpo.tools.health import ToolHealth  # noqa: E402
 from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
@@ -116,7 +119,7 @@ from arpo.update import (  # noqa: E402
 
 
 def main(cfg: RLConfig) -> None:
-    dist = distributed.init(
+    dist = ranks.init(
         cfg.run.peer_timeout_minutes,
         cfg.run.silence_timeout_s,
         shard_size=cfg.model.shard_size,
@@ -148,7 +151,7 @@ def main(cfg: RLConfig) -> None:
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
-    distributed.seed_everything(cfg.run.seed + dist.rank)
+    ranks.seed_everything(cfg.run.seed + dist.rank)
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     critic = critic_optimizer = reference = None
@@ -172,7 +175,7 @@ def main(cfg: RLConfig) -> None:
 
     def sample(
         prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str,
-        timers: distributed.Timers,
+        timers: ranks.Timers,
     ) -> list[Group]:  # fmt: skip
         """All ranks sample their share; every rank gets all groups, scored, in the order of `prompts`."""
         share = team.share(prompts)
@@ -190,7 +193,7 @@ def main(cfg: RLConfig) -> None:
         """Greedy, one trajectory per prompt, no branching."""
         greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
         none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
-        groups = sample(valid_prompts, greedy, none, step, "validation", distributed.Timers())
+        groups = sample(valid_prompts, greedy, none, step, "validation", ranks.Timers())
         log.trajectories(step, groups, kind="valid")
         log.transcripts(step, groups, tag="valid")
         return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
@@ -202,7 +205,7 @@ def main(cfg: RLConfig) -> None:
 
     health = ToolHealth()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics = distributed.Timers(), Metrics()
+        timers, metrics = ranks.Timers(), Metrics()
 
         # ---- rollout and reward
         prompts = [train_prompts[i] for i in order.indices(step - 1)]

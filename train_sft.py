@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arpo.config import UserError, load_or_exit, run_or_exit
+from arpo.config import load_or_exit, run_or_exit
+from arpo.errors import UserError
 from arpo.options import ModelConfig, OptimConfig, RunConfig
-from arpo.sft_options import SFTDataConfig
+from arpo.sft.options import SFTDataConfig
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,24 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from arpo import distributed  # noqa: E402
+from arpo import ranks  # noqa: E402
 from arpo.batch import MicroBatch, Row, microbatches  # noqa: E402
 from arpo.checkpoint import Checkpoints  # noqa: E402
-from arpo.context_parallel import spread  # noqa: E402
+from arpo.checkpoint.export import export_hf  # noqa: E402
 from arpo.data import PromptOrder  # noqa: E402
-from arpo.distributed import Ranks  # noqa: E402
-from arpo.export import export_hf  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
-from arpo.model import Policy, check_model_folder, load_policy, load_tokenizer  # noqa: E402
-from arpo.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
+from arpo.model import Policy, load_policy, load_tokenizer  # noqa: E402
+from arpo.model.context_parallel import spread  # noqa: E402
+from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
+from arpo.model.policy import check_model_folder  # noqa: E402
 from arpo.protocol import Codec  # noqa: E402
-from arpo.sft_rows import tokenise  # noqa: E402
+from arpo.ranks import Ranks  # noqa: E402
+from arpo.sft.token_store import tokenise  # noqa: E402
 from arpo.trajectory import Metrics  # noqa: E402
 
 
 def main(cfg: SFTConfig) -> None:
-    dist = distributed.init(
+    dist = ranks.init(
         cfg.run.peer_timeout_minutes,
         cfg.run.silence_timeout_s,
         shard_size=cfg.model.shard_size,
@@ -86,7 +88,7 @@ def main(cfg: SFTConfig) -> None:
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
 
     # ---- policy and optimizer
-    distributed.seed_everything(cfg.run.seed + dist.rank)
+    ranks.seed_everything(cfg.run.seed + dist.rank)
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = checkpoints.resume(policy, optimizer, allow=cfg.run.resume)
@@ -110,7 +112,7 @@ def main(cfg: SFTConfig) -> None:
 
     loop_started = time.perf_counter()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics = distributed.Timers(), Metrics()
+        timers, metrics = ranks.Timers(), Metrics()
 
         # ---- every rank knows the whole batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]

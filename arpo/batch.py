@@ -13,14 +13,14 @@ row by row (attention.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from arpo.advantages import is_dead, teaching
-from arpo.attention import RowPaths
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Trajectory
 
@@ -47,37 +47,76 @@ class Row:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+@dataclass(frozen=True)
+class RowPaths:
+    """Which tokens of a micro-batch attend to which."""
+
+    num_queries: tuple[int, ...]
+    """Of each row: its own tokens, at least one, which lie one row behind the other."""
+    num_keys: tuple[int, ...]
+    """Of each row: its tokens with those that it shares with earlier rows. At least its queries."""
+    keys: Tensor | None = None
+    """(sum of num_keys,) which tokens the keys are, row after row; None = all in their order."""
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, compare=False)
+    """What the layers of one forward pass have computed so far: see `mask`."""
+
+    def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
+        """(queries, keys) of this row, to be added to the scores: 0 or -inf. None = plainly causal."""
+        num_queries, num_keys = self.num_queries[row], self.num_keys[row]
+        if num_queries == num_keys and not window:
+            return None
+        if (row, window) not in self.masks:
+            hidden = ~visible(num_queries, num_keys, window, like.device)
+            self.masks[row, window] = like.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        return self.masks[row, window]
+
+    def for_one_pass(self) -> RowPaths:
+        return replace(self, masks={})
+
+    def padded(self, num_tokens: int) -> RowPaths:
+        """With so many rows of one token behind."""
+        ones, keys = (1,) * num_tokens, self.keys
+        if keys is not None:
+            num_tokens_before = sum(self.num_queries)
+            more = torch.arange(num_tokens_before, num_tokens_before + num_tokens, device=keys.device)
+            keys = torch.cat([keys, more])
+        return RowPaths(self.num_queries + ones, self.num_keys + ones, keys)
+
+    def to(self, device: torch.device | str) -> RowPaths:
+        return self if self.keys is None else replace(self, keys=self.keys.to(device))
+
+
 @dataclass
 class MicroBatch:
     """What one forward/backward pass sees. All (B, T) tensors are aligned with the responses, 0 beyond a row's end."""
 
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """(1, N)"""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """(1, N), from 0 within each row"""
-    predict_from: torch.Tensor
+    predict_from: Tensor
     """(B, T) flat position whose hidden state predicts response token (b, t): the position just before it"""
-    targets: torch.Tensor
+    targets: Tensor
     """(B, T) response token ids"""
-    loss_mask: torch.Tensor
+    loss_mask: Tensor
     """(B, T) bool"""
-    rollout_logprobs: torch.Tensor
+    rollout_logprobs: Tensor
     """(B, T) float32"""
     paths: RowPaths
     """Which tokens attend to which"""
-    old_logprobs: torch.Tensor | None = None
+    old_logprobs: Tensor | None = None
     """(B, T), like all that follow filled before the update or by it, and only what the options ask for"""
-    old_entropies: torch.Tensor | None = None
+    old_entropies: Tensor | None = None
     """(B, T) nats, filled with old_logprobs"""
-    ref_logprobs: torch.Tensor | None = None
+    ref_logprobs: Tensor | None = None
     """(B, T) of the reference policy"""
-    rollout_weights: torch.Tensor | None = None
+    rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction"""
-    advantages: torch.Tensor | None = None
+    advantages: Tensor | None = None
     """(B, T)"""
-    old_values: torch.Tensor | None = None
+    old_values: Tensor | None = None
     """(B, T) of the critic before the update"""
-    returns: torch.Tensor | None = None
+    returns: Tensor | None = None
     """(B, T) what the critic learns"""
     row_ids: tuple[int, ...] = ()
     """Each row's index in the global mini-batch; () = an empty micro-batch, which only keeps the ranks in step"""
@@ -93,11 +132,11 @@ class MicroBatch:
         """Rows with at least one loss token."""
         return int(self.loss_mask.any(dim=1).sum())
 
-    def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_inputs(self) -> tuple[Tensor, Tensor]:
         """(flat positions, target ids) that the head scores; `to_rows` takes its outputs."""
         return self.predict_from[self.loss_mask], self.targets[self.loss_mask]
 
-    def to_rows(self, values: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, values: Tensor) -> Tensor:
         """(B, T) float32 of one value for each of `head_inputs`, 0 where the loss mask is 0. Differentiable."""
         rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
         return rows.masked_scatter(self.loss_mask, values)
@@ -111,7 +150,7 @@ class MicroBatch:
         """What the attention layers get beyond that."""
         return {"paths": self.paths.for_one_pass()}
 
-    def rows_to_tensor(self, values: Sequence[np.ndarray]) -> torch.Tensor:
+    def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:
         """(B, T) float32 of `values`, one array per row of the global mini-batch; 0 where the loss mask is 0."""
         out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
         for b, row_id in enumerate(self.row_ids):
@@ -119,8 +158,15 @@ class MicroBatch:
         return out.to(self.loss_mask.device) * self.loss_mask
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor | RowPaths) else v for k, v in vars(self).items()}
+        moved = {k: v.to(device) if isinstance(v, Tensor | RowPaths) else v for k, v in vars(self).items()}
         return type(self)(**moved)
+
+
+def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(num_queries, num_keys) bool. 2 queries, 4 keys: [[1, 1, 1, 0], [1, 1, 1, 1]]; window 2: [[0, 1, 1, 0], ...]."""
+    last = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
+    return mask.triu(last - window + 1) if window else mask
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
@@ -208,7 +254,7 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
     rows = rows or [Row(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))]
     longest = max(len(row.response_ids) for row in rows)
 
-    def padded(values: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:  # (B, T)
+    def padded(values: list[np.ndarray], dtype: torch.dtype) -> Tensor:  # (B, T)
         out = torch.zeros(len(rows), longest, dtype=dtype)
         for i, value in enumerate(values):
             out[i, : len(value)] = torch.as_tensor(value, dtype=dtype)

@@ -8,35 +8,16 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar, get_type_hints
+from typing import TypeVar, get_type_hints
+
+from arpo.errors import UserError, exit_with
 
 C = TypeVar("C")
-
-
-class UserError(Exception):
-    """Bad input. The message is one line that names the file, the field and the fix."""
-
-
-def exit_with(error: UserError) -> NoReturn:
-    """Print the one line (once, from rank 0 where it can) and leave with code 2, which no launcher should retry.
-
-    What is wrong is mostly wrong on every rank. Then rank 0 says so, and torchrun ends the others while they wait here;
-    a rank that is still there afterwards is alone with its error, and must say it itself.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        print(f"error: {error}", file=sys.stderr)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(10)
-        print(f"error (rank {rank}): {error}", file=sys.stderr)
-    sys.exit(2)
 
 
 def load_config(root: type[C], argv: list[str] | None = None) -> C:

@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from arpo.config import UserError
-from arpo.rows import BadRow, read_rows
+from arpo.errors import UserError
+from arpo.files import BadRow, read_rows
 from arpo.trajectory import Prompt
 
 log = logging.getLogger("arpo")

@@ -16,13 +16,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from arpo.kl import KLEstimator, token_kl
 from arpo.trajectory import Metrics
 
 Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
 KINDS: tuple[Kind, ...] = ("ppo", "gspo", "cispo", "reinforce")
 Aggregation = Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"]
 AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean")
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "abs", "k2", "k3")
+Correction = Literal["tis", "mis"]
+MAX_K3 = 10.0
 MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range, and still finite in float32
 
 
@@ -152,6 +155,68 @@ def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     detached = torch.where(mask, log_ratio, 0.0).detach()
     mean = detached.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
     return (mean + (log_ratio - log_ratio.detach())).exp()
+
+
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate KL(policy || reference) for each token. (B, T), (B, T) -> (B, T) nats, differentiable in `logprobs`.
+
+    With d = logprobs - ref_logprobs (http://joschu.net/blog/kl-approx.html). In the loss it is the *gradient* that
+    counts, in expectation over tokens that the policy samples:
+
+        estimator  value             expected value  d value / d logprobs  expected gradient is that of
+        k1         d                 KL              1                     nothing: it is 0, whatever the reference
+        abs        |d|               above KL        sign(d)               the total variation distance (times 2)
+        k2         d^2 / 2           biased          d                     KL(policy || reference)
+        k3         exp(-d) + d - 1   KL              1 - exp(-d)           KL(reference || policy)
+
+    So k1 belongs into the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code; where a
+    bound holds, the gradient is 0.
+
+    logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
+    """
+    difference = logprobs - ref_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_K3, MAX_K3)
+    raise ValueError(f"loss.kl_estimator={estimator!r} is unknown; use one of {', '.join(KL_ESTIMATORS)}")
+
+
+def rollout_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    kind: Correction,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> tuple[Tensor, Metrics]:
+    """Importance weights for what vLLM and the trainer compute differently from the same weights, and metrics.
+
+    w = exp(old_logprobs - rollout_logprobs), (B, T) without gradient, 0 where mask is 0.
+
+    - tis, truncated importance sampling: min(w, high).
+    - mis, masked importance sampling: w within [low, high], 0 outside. Such a token still counts in the denominator
+      of the mean, so that the other tokens' weights do not depend on it.
+
+    w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0.
+    """
+    keep = mask.bool()
+    with torch.no_grad():
+        difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
+        weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        outside = (weights > high) if kind == "tis" else (weights > high) | (weights < low)
+        weights = weights.clamp(max=high) if kind == "tis" else torch.where(outside, 0.0, weights)
+        metrics = Metrics()
+        if num_tokens := int(keep.sum()):
+            name = "truncated_share" if kind == "tis" else "masked_share"
+            metrics.mean(name, int((outside & keep).sum()) / num_tokens, num_tokens)
+        return weights * keep, metrics
 
 
 def value_loss(

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from arpo import branching as br
+from arpo.branching import Decision, GroupState, Live
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import LIMIT_REACHED, TOOL_LIMIT_REACHED, Codec, parse_call, stop_strings
-from arpo.rollout_state import Decision, GroupState, Live
+from arpo.protocol import Codec
+from arpo.protocol.codec import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 

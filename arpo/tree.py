@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from arpo.attention import RowPaths
-from arpo.batch import MicroBatch, Row, assign_to_ranks, collate, pack, training_rows
-from arpo.config import UserError
+from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack, training_rows
+from arpo.errors import UserError
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group
 

@@ -12,17 +12,15 @@ import torch
 from transformers import AutoConfig
 
 from arpo.advantages import assign_advantages, gae_advantages, token_advantages
-from arpo.attention import attention_backend
 from arpo.batch import MicroBatch, microbatches, training_rows, training_trajectories
-from arpo.config import UserError
-from arpo.context_parallel import spread
-from arpo.distributed import Ranks
-from arpo.kl import token_kl
-from arpo.losses import policy_loss, statistics_of, token_moments
+from arpo.errors import UserError
+from arpo.losses import policy_loss, rollout_weights, statistics_of, token_kl, token_moments
 from arpo.model import Policy
-from arpo.optim import clip_grad_norm
+from arpo.model.attention import attention_backend
+from arpo.model.context_parallel import spread
+from arpo.model.optim import clip_grad_norm
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
-from arpo.rollout_correction import rollout_weights
+from arpo.ranks import Ranks
 from arpo.trajectory import Group, Metrics, Trajectory
 from arpo.tree import check_attention, tree_microbatches
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from arpo.head import token_logprobs
+from arpo.model.head import token_logprobs
 
 SIZES = {  # N tokens, D hidden size, V vocabulary
     "cuda": {"quick": (4096, 2048, 151_936), "full": (16_384, 3584, 152_064)},  # full: Qwen2.5-7B

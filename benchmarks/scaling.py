@@ -100,7 +100,7 @@ def from_config(path: str) -> tuple[str, Workload]:
 
 def shape_of(path: str) -> Shape:
     """Of a folder with config.json, or of a name that contains one of ours."""
-    from arpo.config import UserError
+    from arpo.errors import UserError
 
     if (Path(path) / "config.json").exists():
         c = json.loads((Path(path) / "config.json").read_text())

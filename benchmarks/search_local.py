@@ -21,9 +21,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.tools.bm25 import Bm25Index, fts_query
-from arpo.tools.corpus import STOP_WORDS
-from arpo.tools.tantivy_index import TantivyIndex
+from arpo.tools.search.bm25 import Bm25Index, fts_query
+from arpo.tools.search.corpus import STOP_WORDS
+from arpo.tools.search.tantivy_index import TantivyIndex
 
 TOP_K = 10
 NUM_CONTENT_WORDS, NUM_STOP_WORDS = 50, 30

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from arpo.attention import attention_backend
 from arpo.batch import MicroBatch, Row, collate, microbatches, training_rows
-from arpo.head import token_logprobs
-from arpo.model import Policy, attention_implementation
+from arpo.model import Policy
+from arpo.model.attention import attention_backend
+from arpo.model.head import token_logprobs
+from arpo.model.policy import attention_implementation
 from arpo.options import AdvantageConfig, ModelConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.tree import pack_trees

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from arpo import distributed
 from arpo.batch import MicroBatch, Row, collate
-from arpo.model import Policy, attention_implementation, reshard_all, shard
-from arpo.optim import build_optimizer, clip_grad_norm
+from arpo.model import Policy
+from arpo.model.optim import build_optimizer, clip_grad_norm
+from arpo.model.policy import attention_implementation, reshard_all, shard
 from arpo.options import ModelConfig, OptimConfig
+from arpo.ranks import Ranks, init
 
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 
@@ -52,7 +53,7 @@ SHAPES = {
 }
 
 
-def build_policy(shape: Shape, cfg: ModelConfig, ranks: distributed.Ranks) -> Policy:
+def build_policy(shape: Shape, cfg: ModelConfig, ranks: Ranks) -> Policy:
     """As `load_policy`, but for the weights: small random numbers."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -125,7 +126,7 @@ def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.de
         return "out of memory"
 
 
-def measure(name: str, ranks: distributed.Ranks, repeats: int) -> dict:
+def measure(name: str, ranks: Ranks, repeats: int) -> dict:
     shape, device = SHAPES[name], ranks.device
     sizes = (2, 32, 96) if name == "tiny" else (4, 512, 3584)
     cfg = ModelConfig(compute_dtype="bfloat16" if device.type == "cuda" else "float32")
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else tiny")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    ranks = distributed.init()
+    ranks = init()
     shape = args.shape or (("0.5b" if args.quick else "1.5b") if on_gpu else "tiny")
     result = measure(shape, ranks, repeats=3 if args.quick else 7)
     ranks.close()

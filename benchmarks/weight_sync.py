@@ -64,8 +64,8 @@ def measure(folder: str, *, quick: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from arpo.engine import Engine
+    from arpo.engine.weight_sync import full_tensors
     from arpo.options import EngineConfig
-    from arpo.weight_sync import full_tensors
 
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")

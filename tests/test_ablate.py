@@ -11,7 +11,8 @@ from conftest import build_tiny_model
 
 import ablate
 from ablate import AblationConfig
-from arpo.config import UserError, load_config
+from arpo.config import load_config
+from arpo.errors import UserError
 from arpo.evals.ablation import compare, markdown, read_run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ablate import AblationConfig
-from arpo.config import UserError, load_config, save_config
+from arpo.config import load_config, save_config
+from arpo.errors import UserError
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.config import load_config
-from arpo.loading import check_head
+from arpo.model.loading import check_head
 from arpo.options import BranchingConfig, OptimConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig

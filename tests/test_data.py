@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config import UserError
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
+from arpo.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_published_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the published data files are not here")

@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import build_tiny_model
-from eval_sets import write_sets
-from fakes import byte_tokenizer
-from test_server import ScriptedServer
-from web_service import WebService, says
+from engine.test_server import ScriptedServer
+from helpers.eval_sets import write_sets
+from helpers.fakes import byte_tokenizer
+from helpers.web_service import WebService, says
 
 import evaluate
-from arpo.config import UserError, load_config
+from arpo.config import load_config
+from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.records import read_records
 

@@ -7,7 +7,7 @@ import functools
 import math
 
 import pytest
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 from test_end_to_end import world  # noqa: F401 (a fixture)
 
 import train_rl

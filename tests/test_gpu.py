@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from arpo import distributed
-from arpo.attention import attention_backend, register
 from arpo.batch import MicroBatch, Row, collate
 from arpo.checkpoint import Checkpoints
-from arpo.config import UserError
-from arpo.head import token_logprobs
+from arpo.errors import UserError
 from arpo.model import Policy, load_policy
-from arpo.optim import build_optimizer
+from arpo.model.attention import attention_backend, register
+from arpo.model.head import token_logprobs
+from arpo.model.optim import build_optimizer
 from arpo.options import EngineConfig, ModelConfig, OptimConfig
+from arpo.ranks import init
 from arpo.tree import tree_microbatches
 
 ON_GPU = torch.cuda.is_available()
@@ -35,7 +35,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 
 @pytest.fixture(scope="module")
 def ranks():
-    ranks = distributed.init()
+    ranks = init()
     yield ranks
     ranks.close()
 

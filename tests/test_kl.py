@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from arpo.kl import KL_ESTIMATORS, token_kl
-from arpo.losses import policy_loss
+from arpo.losses import KL_ESTIMATORS, policy_loss, token_kl
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import build_tiny_model
-from nodes import two_nodes
-from redis_server import redis_server
-from test_distributed import is_running
+from helpers.nodes import two_nodes
+from helpers.redis_server import redis_server
+from ranks.test_distributed import is_running
 from test_end_to_end import CONFIG, REWARD
 
 from arpo.log import read_metrics
@@ -24,14 +24,14 @@ WORKER = """
 import os, pathlib, signal, sys, time
 import torch
 import torch.distributed as dist
-from arpo import distributed
+from arpo import ranks
 
 folder, wait_s, silence_s, mood = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 rank, attempt = os.environ["RANK"], len(list(folder.glob(f"started{os.environ['RANK']}*")))
 (folder / f"started{rank}.{attempt}").write_text(str(os.getpid()))
 if mood == "rank 0 is late" and rank == "0":
     time.sleep(5)
-ranks = distributed.init(wait_s / 60, silence_s)
+ranks = ranks.init(wait_s / 60, silence_s)
 (folder / f"joined{rank}.{attempt}").write_text(str(os.getpid()))
 
 def rest():
@@ -125,7 +125,7 @@ def test_a_peer_that_does_not_come_is_told_by_where_it_stands(work):
     output = here.communicate(timeout=HANG_S)[0] + there.communicate(timeout=HANG_S)[0]
     line = lines_of(output)[0]
     assert "did not meet" in line and "all are alive" in line and "run.peer_timeout_minutes=0.133" in line, line
-    assert re.search(r"rank 0 \(.*in distributed.py:\d+ all_reduce_sum\); rank 1 \(.*in worker.py:\d+ rest\)", line)
+    assert re.search(r"rank 0 \(.*in ranks.py:\d+ all_reduce_sum\); rank 1 \(.*in worker.py:\d+ rest\)", line)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Every rule of the rollout by name, on a scripted engine; test_rollout_vllm.py runs the same loop on real vLLM."""
 
 import pytest
-from fakes import EchoTool, ScriptedEngine, byte_tokenizer
+from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from arpo.losses import policy_loss
-from arpo.rollout_correction import rollout_weights
+from arpo.losses import policy_loss, rollout_weights
 
 WEIGHTS = [0.4, 0.5, 1.0, 2.0, 3.0]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from fakes import EchoTool
+from helpers.fakes import EchoTool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arpo.engine import Engine

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import build_tiny_model, build_tiny_tokenizer
-from ranks import mesh_of_one
+from helpers.ranks import mesh_of_one
 
 from arpo.batch import Row, microbatches
-from arpo.config import UserError
-from arpo.critic import load_critic
-from arpo.distributed import Ranks
+from arpo.errors import UserError
 from arpo.model import load_policy
+from arpo.model.critic import load_critic
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
+from arpo.ranks import Ranks
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.tree import collate_tree, cut, depth_first, pack_trees, plan, tree_microbatches
 from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import build_tiny_model
-from ranks import mesh_of_one, run_ranks
+from helpers.ranks import mesh_of_one, run_ranks
 
 from arpo.advantages import group_advantages
-from arpo.config import UserError
-from arpo.distributed import Ranks
+from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, KINDS
 from arpo.model import load_policy
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
+from arpo.ranks import Ranks
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.update import (
     fill_advantages,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from arpo.config import UserError
 from arpo.data import parse_prompt
+from arpo.errors import UserError
 from arpo.evals.prompts import asked_as, is_chinese
+from arpo.files import BadRow, read_rows
 from arpo.rewards.format import last_box
-from arpo.rows import BadRow, read_rows
 from arpo.trajectory import Prompt
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of
 from arpo.evals.grading import read_grades
 from arpo.evals.report import GRADES_FOLDER

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from arpo.config import UserError
+from arpo.errors import UserError
+from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.options import RewardConfig
 from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.format import derive_segments, format_error, last_box, model_text
-from arpo.rewards.judge import Judge, JudgeTask, Verdict
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import option_letter, qa_accuracy, tokens, unwrap
 from arpo.trajectory import Prompt, ToolCall, Trajectory, Turn

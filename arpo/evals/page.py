@@ -20,7 +20,7 @@ from typing import Any
 from arpo.evals.grading import Grade, segments_of
 from arpo.evals.records import Record
 from arpo.evals.tables import Table
-from arpo.viewer import finite
+from arpo.viewer.viewer import finite
 
 BLOCK = 64
 """Transcripts that are unpacked together."""

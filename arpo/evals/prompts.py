@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from arpo.protocol import SYSTEM_PROMPT, with_system_prompt
+from arpo.protocol.codec import SYSTEM_PROMPT, with_system_prompt
 from arpo.trajectory import Prompt
 
 

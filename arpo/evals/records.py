@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.trajectory import Group
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.evals.options import EvalSection
 from arpo.evals.records import Record
 from arpo.log import flat

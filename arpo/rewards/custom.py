@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.trajectory import Prompt, Trajectory
 
 

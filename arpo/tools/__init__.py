@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.tools.base import Tool
 from arpo.tools.ledger import PricedTool, prices
 from arpo.tools.options import ToolsConfig
 
 TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {
-    "python": lambda cfg: import_module("arpo.tools.python_cache").make_python(cfg.python),
+    "python": lambda cfg: import_module("arpo.tools.cache.python_cache").make_python(cfg.python),
     "search": lambda cfg: import_module("arpo.tools.search").SearchTool(cfg.search),
 }
 """By tag. Imported here and not above, so that a tool's own imports are paid only where it is used."""

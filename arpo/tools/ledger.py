@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.tools.base import Tool, ToolResult
 from arpo.trajectory import Group, Metrics, ToolCall
 

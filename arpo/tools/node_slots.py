@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from arpo.config import UserError
+from arpo.errors import UserError
 
 POLL_S = 0.005
 """Between looks for a free slot; of the threads of a process only one looks."""

@@ -7,7 +7,7 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from arpo.config import UserError
+from arpo.errors import UserError
 from arpo.tools.base import ToolResult
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.options import PythonConfig

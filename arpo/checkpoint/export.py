@@ -1,0 +1,165 @@
+"""Hugging Face folders, which transformers and vLLM load, and peft adapters: of a live policy, or of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from arpo.checkpoint.checkpoints import errors_of_all_ranks, verify
+from arpo.engine.weight_sync import full_tensors
+from arpo.errors import UserError
+from arpo.model import Policy, lora
+from arpo.model.loading import build_on_meta, materialize, read_weights
+from arpo.options import ModelConfig
+
+MAX_FILE_BYTES = 4 << 30
+
+
+def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = None) -> None:
+    """Safetensors, config, generation config, tokenizer; adapters merged. Collective; rank 0 holds one file at a time.
+
+    All but the weights comes from `source`, the dtype too; `link` becomes a symbolic link to the folder, so that the
+    newest export of a run has a stable name.
+    """
+    device = next(policy.parameters()).device
+    tensors = full_tensors(policy.hf_parameters(), dtype=source_dtype(source), device=device)
+    if dist.get_rank() == 0:
+        write_hf(tensors, folder, source)
+        if link:
+            temporary = link.with_name(link.name + ".tmp")
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(os.path.relpath(folder, link.parent))
+            temporary.rename(link)
+    else:
+        for _ in tensors:  # rank 0 needs this rank's shards
+            pass
+    dist.barrier()
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:
+    """The same from a checkpoint of any number of ranks, in one process without process group.
+
+    model: the folder that the run started from, if it is no longer where the run's config.yaml says. adapter: only the
+    LoRA adapters, in peft's format. Raises UserError.
+    """
+    if problem := verify(checkpoint):
+        raise UserError(f"{checkpoint}: {problem}; choose another checkpoint")
+    if folder.exists():
+        raise UserError(f"{folder}: exists already; choose another folder")
+    cfg = model_of_run(checkpoint, model)
+    if adapter and not cfg.lora_rank:
+        raise UserError(f"{checkpoint}: its run trained all weights (model.lora_rank=0); leave --adapter out")
+    hf = load_checkpoint(checkpoint, cfg, base=not adapter)
+    if adapter:
+        adapters = {name: p.detach() for name, p in hf.named_parameters() if p.requires_grad}
+        lora.write_adapter(adapters, folder, base=cfg.path, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
+    else:
+        dtype = source_dtype(cfg.path)
+        write_hf(((name, p.detach().to(dtype)) for name, p in lora.merged_parameters(hf)), folder, cfg.path)
+
+
+def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> nn.Module:
+    """The whole model on the CPU. base: with LoRA, also what the run did not train."""
+    hf = build_on_meta(cfg.path, "sdpa")
+    if cfg.lora_rank:
+        lora.add_lora(hf, cfg)
+    materialize(hf, torch.device("cpu"))
+    hf.tie_weights()  # plain tensors lose it on the way out of meta
+    if cfg.lora_rank and base:
+        read_weights(lora.base_parameters(hf), cfg.path)
+    trained = {name: p.detach() for name, p in hf.named_parameters() if p.requires_grad}
+    what = f"{checkpoint}: cannot be loaded; is {cfg.path} the model that the run started with?"
+    with errors_of_all_ranks(what), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+        dcp.load({"model": trained}, checkpoint_id=checkpoint, no_dist=True)  # in place
+    return hf
+
+
+def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
+    """The model section of the run's config, RUN/config.yaml; `model`, where given, is its path."""
+    import yaml
+
+    file = checkpoint.resolve().parent.parent / "config.yaml"
+    if file.exists():
+        section = yaml.safe_load(file.read_text())["model"]
+        known = {f.name for f in fields(ModelConfig)}
+        cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
+        return replace(cfg, path=model or cfg.path)
+    if not model:
+        raise UserError(f"{file}: not there, so nobody knows the run's model; pass --model FOLDER")
+    return ModelConfig(path=model)
+
+
+def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
+    """(name, whole tensor) -> a folder that replaces `folder`; what is no weight is that of `source`."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write_safetensors(tensors, temporary)
+        config = AutoConfig.from_pretrained(source)
+        config.dtype = source_dtype(source)
+        config.save_pretrained(temporary)
+        with contextlib.suppress(OSError):  # a model folder need not have one
+            GenerationConfig.from_pretrained(source).save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+
+
+def write_safetensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """model.safetensors, or several files of at most that size with their index; one is held in memory at a time."""
+    from safetensors.torch import save_file
+
+    parts: list[list[str]] = []
+    part: dict[str, torch.Tensor] = {}
+    num_bytes = total_bytes = 0
+
+    def flush() -> None:
+        save_file(part, folder / f"{len(parts)}.safetensors", metadata={"format": "pt"})
+        parts.append(list(part))
+        part.clear()
+
+    for name, tensor in tensors:
+        if part and num_bytes + tensor.nbytes > max_file_bytes:
+            flush()
+            num_bytes = 0
+        part[name] = tensor.to("cpu", copy=True)  # out of the buffer that several tensors came in
+        num_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    if len(parts) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def source_dtype(source: str) -> torch.dtype:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source).dtype or torch.float32

@@ -1,0 +1,1 @@
+"""The offline demo: worlds, data, a tiny model, the report."""

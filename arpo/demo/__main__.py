@@ -1,0 +1,46 @@
+"""Build the offline demo, and show what came of it.
+
+    python -m arpo.demo build --out data/demo --seed 0
+    python -m arpo.demo build --task hard --out data/demo_hard --seed 0
+    python -m arpo.demo report --runs runs
+
+`build` writes data and a tiny model; `report` prints the table at the end of `make demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from arpo.demo.build import TASKS, build
+from arpo.demo.report import draw, report
+from arpo.errors import UserError, exit_with
+
+
+def show_report(args: argparse.Namespace) -> None:
+    print(report(args.runs))
+    if args.picture:
+        draw(args.runs, args.picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m arpo.demo", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("build", help="write the demo's data and model")
+    command.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write")
+    command.add_argument("--seed", type=int, default=0, help="seed of world, data and model")
+    command.add_argument("--task", choices=list(TASKS), default="plain", help="hard = results may be ambiguous")
+    command.set_defaults(run=lambda args: build(args.out, args.seed, args.task))
+    command = commands.add_parser("report", help="print the demo's results")
+    command.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders of demo runs, by seed")
+    command.add_argument("--picture", type=Path, help="also draw the reward curves of all folders to this PNG")
+    command.set_defaults(run=show_report)
+    args = parser.parse_args()
+    try:
+        args.run(args)
+    except UserError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

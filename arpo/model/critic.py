@@ -1,0 +1,86 @@
+"""The critic of advantage.kind=gae: a value head on an FSDP2 backbone of its own, with its own optimizer.
+
+The value of response token t is the expected reward to go from just before it, so it is read off the hidden state that
+predicts it (`predict_from` in batch.py), and gae_advantages may compare it with what came after.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from arpo.batch import MicroBatch
+from arpo.losses import value_loss
+from arpo.model.loading import build_on_meta, read_weights
+from arpo.model.optim import clip_grad_norm
+from arpo.model.policy import attention_implementation, check_model_folder, hidden_states, residence, shard
+from arpo.options import CriticConfig, ModelConfig
+from arpo.ranks import Ranks
+from arpo.trajectory import Metrics
+
+
+class Critic(nn.Module):
+    """(B, T) values of the loss tokens. The head begins at 0: an untrained critic changes nothing."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """(B, T) float32, 0 where the loss mask is 0."""
+        sources, _ = micro.head_inputs()
+        return micro.to_rows(self.value_head(hidden_states(self.backbone, micro)[sources])[:, 0])
+
+
+def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:
+    """The backbone of `cfg.path` with a fresh head. Collective over `mesh`; raises UserError like `load_policy`."""
+    check_model_folder(cfg.path)
+    hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
+    critic = Critic(hf.base_model).train()
+    # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
+    exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
+    placement, home = residence(cfg, device)
+    fully_shard(critic.value_head.to(home), mesh=mesh, mp_policy=exact, offload_policy=placement)
+    shard(critic, critic.backbone, cfg, mesh, device)
+    read_weights({f"{hf.base_model_prefix}.{name}": p for name, p in critic.backbone.named_parameters()}, cfg.path)
+    return critic
+
+
+def fill_values(critic: Critic, micros: list[MicroBatch]) -> None:
+    """The critic's values before the update, as `old_values`."""
+    for micro in micros:
+        with torch.no_grad():
+            micro.old_values = critic(micro)
+
+
+def update_critic(
+    critic: Critic,
+    optimizer: torch.optim.Optimizer,
+    micros: list[MicroBatch],
+    cfg: CriticConfig,
+    max_grad_norm: float,
+    dist: Ranks,
+) -> Metrics:
+    """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
+    metrics = Metrics()
+    [num_tokens] = dist.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
+    for micro in micros:
+        loss, loss_metrics = value_loss(
+            critic(micro),
+            micro.old_values,
+            micro.returns,
+            micro.loss_mask,
+            clip_value=cfg.clip_value,
+            denominators=num_tokens,
+        )
+        (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks
+        metrics.merge(loss_metrics, prefix="critic/")
+    metrics.mean("critic/grad_norm", clip_grad_norm(critic, max_grad_norm))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return metrics

@@ -1,0 +1,164 @@
+"""From a model folder to sharded parameters: built on the meta device, filled from safetensors slice by slice.
+
+    hf = build_on_meta(path, "sdpa")       # no memory for parameters
+    ... fully_shard ...
+    materialize(hf, device)                # memory for this rank's shards
+    read_weights(dict(hf.named_parameters()), path)
+
+No rank ever holds, or reads, more than its own rows of a weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from arpo.errors import UserError
+
+
+def build_on_meta(path: str, attention: str) -> nn.Module:
+    """The transformers model of the folder's config, float32, its parameters without memory.
+
+    Raises UserError where transformers does not know the model type, or the loading or head.py cannot do with it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if quantization := getattr(config, "quantization_config", None):
+            method = quantization.get("quant_method", "quantized")
+            raise UserError(f"model.path={path}: {method} weights cannot be trained; use the model in bfloat16")
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path={path}: cannot build the model ({' '.join(str(error).split())[:300]})") from None
+    check_head(hf)
+    for name, module in modules_with_buffers(hf):
+        if not type(module).__name__.endswith("RotaryEmbedding"):
+            raise UserError(f"model.path={path}: {type(hf).__name__} has buffers in {name}, which is not supported")
+    return hf
+
+
+def check_head(hf: nn.Module) -> None:
+    """Raises UserError where logits are not just hidden states times lm_head.weight, which is what head.py computes."""
+    extras = {
+        "final_logit_softcapping": (None,),
+        "logit_scale": (None, 1.0),
+        "logits_scaling": (None, 1.0),
+    }
+    for name, neutral in extras.items():
+        if (value := getattr(hf.config, name, None)) not in neutral:
+            raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
+    if not isinstance(getattr(hf, "lm_head", None), nn.Linear) or hf.lm_head.bias is not None:
+        raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
+
+
+def modules_with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if next(module.buffers(recurse=False), None) is not None
+    ]
+
+
+def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
+    """Memory for parameters (of arbitrary content), and the buffers that a constructor on `device` computes.
+
+    parameter_device: where the shards live, if elsewhere (CPU offload).
+    """
+    model.to_empty(device=parameter_device or device)
+    for _, module in modules_with_buffers(model):
+        fresh = type(module)(module.config).to(device)  # RoPE frequencies: no file has them
+        for name, buffer in fresh.named_buffers(recurse=False):
+            module.register_buffer(name, buffer, persistent=False)
+
+
+def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
+    """Fill parameters (or shards of them), given by their names in the checkpoint, each rank its own rows.
+
+    Raises UserError, the same on every rank and before anything is read, where a weight is missing, unknown, of another
+    shape, or the file is broken.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        shapes: dict[Path, dict[str, tuple[int, ...]]] = {}
+        for file in weight_files(path):
+            with safe_open(file, "pt") as tensors:
+                shapes[file] = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        check_weights(parameters, {name: shape for part in shapes.values() for name, shape in part.items()}, path)
+        for file, names in shapes.items():
+            for name in names.keys() & parameters.keys():
+                # One handle per weight: what it has mapped counts as this process's memory until it is closed.
+                with safe_open(file, "pt") as tensors, torch.no_grad():
+                    copy_rows(parameters[name], tensors.get_slice(name))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"model.path={path}: cannot load the weights ({' '.join(str(error).split())[:300]})") from None
+
+
+def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tuple[int, ...]], path: str) -> None:
+    """Compare names and shapes. A head may be there although it is tied, and old files hold RoPE's frequencies."""
+    if missing := sorted(parameters.keys() - found.keys()):
+        raise UserError(
+            f"model.path={path}: {len(missing)} weights are missing, {missing[0]} first; was it saved completely?"
+        )
+    unknown = sorted(
+        name for name in found.keys() - parameters.keys() if name != "lm_head.weight" and "rotary_emb." not in name
+    )
+    if unknown:
+        raise UserError(
+            f"model.path={path}: {len(unknown)} weights are not in the model of its config.json, {unknown[0]} first; "
+            "do they belong together?"
+        )
+    for name, parameter in parameters.items():
+        if found[name] != tuple(parameter.shape):
+            raise UserError(
+                f"model.path={path}: {name} has shape {found[name]}, config.json says {tuple(parameter.shape)}; "
+                "do they belong together?"
+            )
+
+
+def weight_files(path: str) -> list[Path]:
+    """The folder's safetensors files; of a hub name, those of the local cache, downloaded where they are not yet."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():  # other files beside those it lists may hold the same weights again
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"model.path={path}: no weights (*.safetensors); was the model saved completely?")
+    return files
+
+
+def copy_rows(parameter: torch.Tensor, weight) -> None:
+    """`weight` is a safetensors slice, of which only the rows of this rank are read."""
+    rows = own_rows(parameter)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if rows.start < rows.stop:
+        local.copy_(weight[rows])  # casts
+
+
+def own_rows(parameter: torch.Tensor) -> slice:
+    """The rows (of dimension 0) that this rank holds of an FSDP2 shard; all of a plain tensor.
+
+    FSDP2 cuts like torch.chunk, 5 rows on 2 ranks: [0, 3) and [3, 5).
+    """
+    num_rows = parameter.shape[0]
+    if not isinstance(parameter, DTensor):
+        return slice(0, num_rows)
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, parameter.placements
+            chunk = -(-num_rows // parameter.device_mesh.size(dim))
+            start = min(chunk * parameter.device_mesh.get_local_rank(dim), num_rows)
+            return slice(start, min(start + chunk, num_rows))
+    return slice(0, num_rows)

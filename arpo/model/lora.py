@@ -1,0 +1,113 @@
+"""LoRA (Hu et al., arXiv 2106.09685): each target matrix is W + (alpha / rank) B A, and only A and B learn.
+
+B is cut over the ranks by the same rows as W, so that a rank merges its own rows, and needs only the small A whole.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from arpo.errors import UserError
+from arpo.model.loading import own_rows
+from arpo.options import ModelConfig
+
+A, B = "lora_A", "lora_B"
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with adapters lora_A (r, in) and lora_B (out, r); its weight (out, in) keeps name and value."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scale = base.in_features, base.out_features, scale
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=base.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+
+    def merged_weight(self) -> torch.Tensor:
+        """W + scale * B A in float32, cut like W. Collective over the mesh: gathers A."""
+        weight, a, b = self.weight.detach(), self.lora_A.detach(), self.lora_B.detach()
+        if not isinstance(weight, DTensor):
+            return torch.addmm(weight.float(), b, a, alpha=self.scale)
+        local = torch.addmm(weight.to_local().float(), b.to_local(), a.full_tensor(), alpha=self.scale)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+def add_lora(hf: nn.Module, cfg: ModelConfig) -> None:
+    """Freeze the model, in the compute dtype, and put adapters on `cfg.lora_targets`. Before sharding, on meta.
+
+    Raises UserError for a target that the model does not have.
+    """
+    dtype = getattr(torch, cfg.compute_dtype)
+    for parameter in hf.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)  # what does not learn needs no float32 master
+    for target in cfg.lora_targets:
+        names = [name for name, module in hf.base_model.named_modules() if name.rpartition(".")[2] == target]
+        if not names or not all(isinstance(hf.base_model.get_submodule(name), nn.Linear) for name in names):
+            kinds = sorted({n.rpartition(".")[2] for n, m in hf.base_model.named_modules() if type(m) is nn.Linear})
+            raise UserError(f"model.lora_targets: {target} is no linear layer of this model; it has {', '.join(kinds)}")
+        for name in names:
+            linear = hf.base_model.get_submodule(name)
+            hf.base_model.set_submodule(name, LoraLinear(linear, cfg.lora_rank, cfg.lora_alpha / cfg.lora_rank))
+
+
+@torch.no_grad()
+def initialize(hf: nn.Module, seed: int) -> None:
+    """A uniform (as peft does), B zero: the policy begins as its base model. The same for any number of ranks."""
+    for name, module in adapted(hf):
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        whole = nn.init.kaiming_uniform_(torch.empty(module.lora_A.shape), a=5**0.5, generator=generator)
+        for parameter, value in ((module.lora_A, whole), (module.lora_B, torch.zeros(module.lora_B.shape))):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(value[own_rows(parameter)])
+
+
+def adapted(hf: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    return ((name, module) for name, module in hf.named_modules() if isinstance(module, LoraLinear))
+
+
+def base_parameters(hf: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of the model folder, by their names there."""
+    return {name: p for name, p in hf.named_parameters() if not name.endswith((A, B))}
+
+
+def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`base_parameters`, one merged at a time. Collective."""
+    modules = {f"{name}.weight": module for name, module in adapted(hf)}
+    for name, parameter in base_parameters(hf).items():
+        yield name, modules[name].merged_weight() if name in modules else parameter
+
+
+def write_adapter(adapters: dict[str, torch.Tensor], folder: Path, *, base: str, rank: int, alpha: float) -> None:
+    """peft's format: adapter_config.json and adapter_model.safetensors. `adapters`: our names -> whole tensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    state = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in adapters.items()}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".")[-2] for name in adapters}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

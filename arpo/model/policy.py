@@ -1,0 +1,218 @@
+"""The policy: a Hugging Face causal LM under FSDP2, and a head that never holds all logits.
+
+Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V vocabulary (see batch.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from arpo.batch import MicroBatch
+from arpo.errors import UserError
+from arpo.model import lora
+from arpo.model.attention import attention_backend, register
+from arpo.model.context_parallel import check_model, ulysses
+from arpo.model.head import check_compiled, token_logprobs
+from arpo.model.loading import build_on_meta, materialize, read_weights
+from arpo.options import ModelConfig
+
+logger = logging.getLogger("arpo")
+
+
+class Policy(nn.Module):
+    """Wraps the HF model so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
+
+    def __init__(self, hf: nn.Module, head_chunk_tokens: int, *, compile_head: bool = False):
+        super().__init__()
+        self.hf = hf
+        self.head_chunk_tokens = head_chunk_tokens
+        self.compile_head = compile_head
+
+    def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
+
+        0 where the loss mask is 0: the head is only computed for tokens that count.
+        """
+        hidden = hidden_states(self.hf.base_model, micro)
+        # Without a loss token the head runs on none: its gradients are zeros, and the ranks' collectives still match.
+        sources, targets = micro.head_inputs()
+        logprobs, entropies = token_logprobs(
+            hidden[sources],
+            self.hf.lm_head.weight,  # whole: inside the root's forward, gathered once whatever the number of chunks
+            targets,
+            temperature=temperature,
+            chunk_tokens=self.head_chunk_tokens,
+            fused=self.compile_head,
+        )
+        return micro.to_rows(logprobs), micro.to_rows(entropies)
+
+    def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export.
+
+        Adapters are merged into what they adapt, one matrix at a time. Then it is collective.
+        """
+        reshard_all(self)
+        yield from lora.merged_parameters(self.hf)
+
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """What an optimizer holds and a checkpoint must: name -> parameter or its shard. With LoRA the adapters."""
+        reshard_all(self)
+        return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
+
+
+def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """(N, D) of the last layer. No cache: it would let the rows see each other."""
+    return backbone(
+        input_ids=micro.input_ids,
+        position_ids=micro.position_ids,
+        attention_mask=micro.attention_mask(backbone.config),
+        use_cache=False,
+        **micro.attention_options(),
+    ).last_hidden_state[0]
+
+
+def load_policy(
+    cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, offload: bool = False, seed: int = 0
+) -> Policy:
+    """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
+    compute in `cfg.compute_dtype`.
+
+    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: of what is not
+    in the folder (adapters). Collective over `mesh`. Raises UserError where weights are missing or broken, or the head
+    is not a plain matrix.
+    """
+    check_model_folder(cfg.path)
+    logger.info("attention: %s (model.attention=%s)", attention_backend(cfg, device), cfg.attention)
+    hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
+    if cfg.context_parallel > 1:
+        check_model(hf.config, cfg.context_parallel)
+    if cfg.lora_rank:
+        lora.add_lora(hf, cfg)
+    if cfg.compile_head:
+        check_compiled(hf.config.vocab_size, device)
+    policy = Policy(hf, cfg.head_chunk_tokens, compile_head=cfg.compile_head).train()
+    shard(policy, hf, cfg, mesh, device, offload=offload)
+    read_weights(lora.base_parameters(hf), cfg.path)
+    lora.initialize(hf, seed)
+    return policy
+
+
+def shard(
+    model: nn.Module,
+    hf: nn.Module,
+    cfg: ModelConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    offload: bool = False,
+) -> None:
+    """FSDP2 over `model`, of which `hf` is the part on meta, and whose layers are gathered one at a time. Collective.
+
+    Afterwards `hf` has memory for its shards, and in them anything. Raises UserError for what the device cannot.
+    """
+    if cfg.activation_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        for index, layer in enumerate(hf.base_model.layers):
+            layer.gradient_checkpointing = index % cfg.checkpoint_every_n_layers == 0
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
+    placement, home = residence(cfg, device, offload=offload)
+    options = {"mesh": mesh, "mp_policy": precision, "offload_policy": placement}
+    for layer in hf.base_model.layers:
+        if cfg.compile_layers:
+            layer.compile(dynamic=True)
+        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
+    # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
+    fully_shard(model, reshard_after_forward=True, **options)
+    materialize(hf, device, parameter_device=home)
+
+
+def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) -> tuple[OffloadPolicy, torch.device]:
+    """(FSDP2's policy, the device) for the shards: the GPU, or the CPU's memory. Raises UserError without a GPU."""
+    if cfg.cpu_offload and device.type != "cuda":
+        raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
+    if (offload or cfg.cpu_offload) and device.type == "cuda":
+        return CPUOffloadPolicy(), torch.device("cpu")
+    return OffloadPolicy(), device
+
+
+def reshard_all(model: nn.Module) -> None:
+    """FSDP2 may leave modules unsharded after a forward without backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
+    """`attention_backend` as transformers knows it. Raises UserError."""
+    attention = attention_backend(cfg, device)
+    return ulysses(attention) if cfg.context_parallel > 1 else register(attention)
+
+
+def load_tokenizer(path: str):
+    """The model folder's tokenizer. Raises UserError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.path={path}: cannot load the tokenizer ({' '.join(str(error).split())[:200]})"
+        ) from None
+
+
+def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
+    """Name what is missing before anything is loaded; a path that is no folder, and does not look local, is a hub name.
+
+    Raises UserError: no folder, no config.json, no weights or not all of their files, no tokenizer, no chat template,
+    `max_model_len` beyond the model's positions. The message begins with the `option` that set the path.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith((".", "runs/")) or path.count("/") != 1:
+            raise UserError(f"{option}={path}: no such folder; train or download the model first")
+        return
+    config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")
+    if not [*folder.glob("*.safetensors")]:
+        old = " but pytorch_model*.bin: load it with transformers and save_pretrained it again"
+        fix = old if [*folder.glob("pytorch_model*.bin")] else "; was the model saved completely?"
+        raise UserError(f"{option}={path}: no weights (*.safetensors){fix}")
+    if (folder / "model.safetensors.index.json").exists():
+        index = read_json(option, folder, "model.safetensors.index.json", "copy it again")
+        if absent := sorted({name for name in index.get("weight_map", {}).values() if not (folder / name).exists()}):
+            raise UserError(f"{option}={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
+    tokenizer = read_json(option, folder, "tokenizer_config.json", "save the tokenizer into the folder")
+    if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
+        raise UserError(f"{option}={path}: the tokenizer has no chat template; add chat_template.jinja")
+    positions = config.get("max_position_embeddings")
+    if positions and max_model_len > positions:
+        raise UserError(
+            f"{option}={path}: max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
+            f"model's max_position_embeddings = {positions}; lower one of them"
+        )
+
+
+def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:
+    """A second model that reads the policy's tokens (critic, reference). Raises UserError like `check_model_folder`."""
+    check_model_folder(path, max_model_len=max_model_len, option=option)
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{option}={path}: its tokenizer is not that of model.path; use a model of the same family")
+
+
+def read_json(option: str, folder: Path, name: str, fix: str) -> dict:
+    """A JSON object of the model folder. Raises UserError where it is absent or broken."""
+    try:
+        return json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{option}={folder}: no {name}; {fix}") from None
+    except ValueError as error:
+        raise UserError(f"{option}={folder}: {name} is not valid JSON ({error}); {fix}") from None

@@ -1,0 +1,5 @@
+"""Text between model and tools."""
+
+from arpo.protocol.codec import Codec
+
+__all__ = ["Codec"]

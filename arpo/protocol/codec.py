@@ -1,0 +1,258 @@
+"""The text protocol: <think>, <search>, <python>, <result>, <answer>; the same in SFT, RL and evaluation.
+
+A turn ends when the model closes a tool tag or emits EOS. The result is appended as ` <result>\\n{text}\\n</result>`
+(one leading space). Result text is data: our own tags in it are escaped, special tokens in it are plain characters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from arpo.errors import UserError
+
+SYSTEM_PROMPT = """You are a helpful assistant that solves the given question step by step, with the help of a search \
+tool and a Python interpreter.
+Think inside <think> </think>. To search, write <search> query </search>; to run code, write <python> code </python> \
+and print what you need. After each call the result appears between <result> and </result>; then think again, and call \
+again if you need to. When you are sure, give the final answer inside <answer> </answer>, the exact answer in \\boxed{}.
+Example: <think> what is needed </think><search> query </search> <result> found passages </result><think> what follows \
+</think><python> print(6 * 7) </python> <result> 42 </result><think> done </think><answer> The final answer is \
+\\[ \\boxed{42} \\] </answer>"""
+
+TAGS = ("think", "search", "python", "result", "answer")
+_TAG = re.compile(rf"<(/?(?:{'|'.join(TAGS)}))>")
+_RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
+# Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
+DATE_STRING = "26 Jul 2024"
+
+TRUNCATION_MARK = "\n[... result truncated]"
+UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
+EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
+LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
+TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without {tag}."
+
+
+@dataclass(frozen=True)
+class Call:
+    """A parsed tool call; `error_kind` is set, and `error` says to the model what is wrong, where it is malformed."""
+
+    argument: str
+    error_kind: str | None = None
+    error: str = ""
+
+
+def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
+    """("python", "search") -> ("</python>", "</search>")"""
+    return tuple(f"</{tag}>" for tag in tools)
+
+
+def parse_call(turn_text: str, tag: str) -> Call:
+    """The call that ends a turn: what stands between the last <tag> of this turn and its closing tag.
+
+    Only the turn's own text is searched, never the prompt or an earlier result (UPSTREAM B14).
+
+    >>> parse_call("<think>look</think><search> Paris </search>", "search").argument
+    'Paris'
+    """
+    head = turn_text[: turn_text.rfind(f"</{tag}>")]
+    opened = head.rfind(f"<{tag}>")
+    if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
+        return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag))
+    argument = head[opened + len(tag) + 2 :].strip()
+    if not argument:
+        return Call("", "empty_call", EMPTY_CALL.format(tag=tag))
+    return Call(argument)
+
+
+def escape_result(text: str) -> str:
+    """Our own tags inside a result become text, so that a web page cannot answer or call for the model.
+
+    >>> escape_result("see <answer>4</answer>")
+    'see &lt;answer&gt;4&lt;/answer&gt;'
+    """
+    return _TAG.sub(r"&lt;\1&gt;", text)
+
+
+def render_result(text: str) -> str:
+    """What is appended to the response after a call."""
+    return f" <result>\n{text}\n</result>"
+
+
+def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:
+    """`keep` = as they are, `none` = without, `default` = SYSTEM_PROMPT, anything else = that text."""
+    if system_prompt == "keep":
+        return messages
+    rest = [m for m in messages if m["role"] != "system"]
+    text = {"none": "", "default": SYSTEM_PROMPT}.get(system_prompt, system_prompt)
+    return [{"role": "system", "content": text}, *rest] if text else rest
+
+
+class Rendered(NamedTuple):
+    """A conversation as tokens."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    """1 on what the policy must produce; as long as token_ids."""
+    turn_ends: list[int]
+    """Numbers of tokens up to the end of each turn (a call before its result, an EOS): where a row may be cut."""
+
+
+class Codec:
+    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text is.
+
+    Raises UserError for a chat template with which prompts or masks cannot be exact: none at all, no generation
+    prompt, assistant turns that do not end with the tokenizer's EOS.
+    """
+
+    def __init__(self, tokenizer, *, enable_thinking: bool = False):
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"{tokenizer.name_or_path}: the tokenizer has no chat template; add chat_template.jinja to it"
+            )
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self._after_eos, self._trims = self._probe_template()
+        self.vocab_size = len(tokenizer)
+        self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
+
+    def encode(self, text: str) -> list[int]:
+        """Without BOS, and with special tokens in the text as plain characters: for text that is data."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _template(self, messages: list[dict[str, str]], *, generation: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation,
+            enable_thinking=self.enable_thinking,
+            date_string=DATE_STRING,
+        )
+
+    def _probe_template(self) -> tuple[str, bool]:
+        """(what the template writes behind the EOS of an assistant turn, does it trim the turn's text)."""
+        name, eos = self.tokenizer.name_or_path, self.tokenizer.eos_token
+        question = [{"role": "user", "content": "question"}]
+        if self._template(question, generation=True) == self._template(question, generation=False):
+            raise UserError(
+                f"{name}: the chat template has no generation prompt: nothing tells the model that its turn begins; "
+                "end the template with {% if add_generation_prompt %} ... {% endif %}"
+            )
+        mark = " an answer "
+        dialogue = self._template([*question, {"role": "assistant", "content": mark}], generation=False)
+        before, found, closing = dialogue.rpartition(mark.strip())
+        if not found:
+            raise UserError(f"{name}: the chat template leaves out what the assistant says; repair chat_template.jinja")
+        trims = not (before.endswith(" ") and closing.startswith(" "))
+        closing = closing if trims else closing[1:]
+        if not eos or not closing.startswith(eos):
+            raise UserError(
+                f"{name}: the chat template ends an assistant turn with {closing.strip()!r}, but the tokenizer's "
+                f"eos_token is {eos!r}, where sampling stops; take the instruct model, or make the former eos_token "
+                "in tokenizer_config.json and the eos_token_id in generation_config.json"
+            )
+        return closing[len(eos) :], trims
+
+    def render_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Chat messages -> token ids up to where the response begins."""
+        return self.tokenizer.encode(self._template(messages, generation=True), add_special_tokens=False)
+
+    def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
+        """Escape, render and tokenise a result within `max_tokens`; (text as the model reads it, token ids).
+
+        None when not even the truncation mark fits.
+        """
+        if max_tokens < self._min_result_tokens:
+            return None
+        text = escape_result(text)
+        token_ids = self.encode(render_result(text))
+        if len(token_ids) <= max_tokens:
+            return text, token_ids
+        body = self.encode(text)
+        keep = max_tokens - self._min_result_tokens
+        while True:  # cutting tokens and encoding again may give a few tokens more: then cut a little deeper
+            cut = self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK
+            token_ids = self.encode(render_result(cut))
+            if len(token_ids) <= max_tokens:
+                return cut, token_ids
+            keep -= len(token_ids) - max_tokens
+
+    def segments(self, token_ids: list[int], loss_mask: list[int]) -> list[tuple[str, bool]]:
+        """The response as (text, written by the model) runs."""
+        runs: list[tuple[list[int], bool]] = []
+        for token, mask in zip(token_ids, loss_mask, strict=True):
+            if not runs or runs[-1][1] != bool(mask):
+                runs.append(([], bool(mask)))
+            runs[-1][0].append(token)
+        return [(self.decode(ids), by_model) for ids, by_model in runs]
+
+    def render_conversation(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        mask_results: bool = True,
+        train_turns: Literal["all", "last"] = "all",
+    ) -> Rendered:
+        """A whole SFT conversation; the mask is 1 on assistant text and its EOS, but not on <result> spans.
+
+        The template renders what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant
+        says is never put through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands
+        as the file has it, each result tokenised apart from the text around it, as in a rollout.
+
+        `mask_results` False trains on results too, as upstream; `train_turns` "last" only on the last assistant turn.
+        Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all.
+        """
+        messages = merge_tool_messages(messages)
+        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        row = Rendered([], [], [])
+        done = ""
+        for i in assistant if train_turns == "all" else assistant[-1:]:
+            prompt = self._template(messages[:i], generation=True)
+            if not prompt.startswith(done):
+                raise ValueError(
+                    "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot "
+                    "train them all; set data.train_turns=last"
+                )
+            self._add(row, self.tokenizer.encode(prompt[len(done) :], add_special_tokens=False), False)
+            text = messages[i]["content"].strip() if self._trims else messages[i]["content"]
+            self._add_assistant(row, text, mask_results)
+            done = prompt + text + self.tokenizer.eos_token
+        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
+        return row
+
+    def _add_assistant(self, row: Rendered, text: str, mask_results: bool) -> None:
+        position = 0
+        for span in _RESULT_SPAN.finditer(text):
+            self._add(row, self.encode(text[position : span.start()]), True)
+            row.turn_ends.append(len(row.token_ids))
+            self._add(row, self.encode(span.group()), not mask_results)
+            position = span.end()
+        self._add(row, self.encode(text[position:]), True)
+        self._add(row, [self.tokenizer.eos_token_id], True)
+        row.turn_ends.append(len(row.token_ids))
+
+    @staticmethod
+    def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:
+        row.token_ids.extend(token_ids)
+        row.loss_mask.extend([int(trained)] * len(token_ids))
+
+
+def merge_tool_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """assistant / tool / assistant ... -> one assistant turn with <result> spans, as the rollout writes it."""
+    merged: list[dict[str, str]] = []
+    for message in messages:
+        previous = merged[-1] if merged else None
+        if message["role"] == "tool":
+            if previous is None or previous["role"] != "assistant":
+                raise ValueError("a tool message must follow an assistant message")
+            previous["content"] += render_result(escape_result(message["content"]))
+            previous["after_tool"] = "yes"
+        elif message["role"] == "assistant" and previous is not None and previous.pop("after_tool", None):
+            previous["content"] += message["content"]
+        else:
+            merged.append({"role": message["role"], "content": message["content"]})
+    return [{"role": m["role"], "content": m["content"]} for m in merged]

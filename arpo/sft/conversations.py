@@ -1,0 +1,101 @@
+"""SFT conversations of every style that is around -> messages, one row after the other.
+
+ShareGPT `conversations` (from / value, as LLaMA-Factory reads them, `system` beside them), OpenAI `messages` (role /
+content, tool_calls), and whole trajectories inside one assistant turn. Function calls written as JSON become the text
+protocol's tags. A `tools` field is not rendered: the system prompt says what the tools are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from arpo.data import BOX, DAMAGED_BOX, parse_message
+from arpo.errors import UserError
+from arpo.files import BadRow, read_rows
+
+
+def read_conversations(
+    path: str | Path, *, part: int = 0, num_parts: int = 1
+) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """(place, [{role: system | user | assistant | tool, content}]) of each row, streamed; parts as in `read_rows`.
+
+    Raises UserError naming file and line at the first conversation that cannot be used.
+
+    >>> next(read_conversations("sft.jsonl"))  # {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt"...
+    ('sft.jsonl:1', [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}])
+    """
+    for place, row in read_rows(path, part=part, num_parts=num_parts):
+        try:
+            yield place, parse_conversation(row)
+        except BadRow as error:
+            raise UserError(f"{place}: {error}; repair or remove it") from None
+
+
+def parse_conversation(row: dict) -> list[dict[str, str]]:
+    """One conversation of either style. Raises BadRow."""
+    turns = row.get("conversations") or row.get("messages")
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("needs a list 'conversations' (ShareGPT) or 'messages' (OpenAI)")
+    sharegpt = isinstance(turns[0], dict) and "from" in turns[0]
+    messages = [_turn(turn, *(("from", "value") if sharegpt else ("role", "content"))) for turn in turns]
+    if row.get("system") and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": str(row["system"])})
+    _check_order([message["role"] for message in messages])
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+        raise BadRow("an assistant message is empty")
+    return [{**m, "content": m["content"].replace(DAMAGED_BOX, BOX)} for m in messages]
+
+
+def _check_order(roles: list[str]) -> None:
+    previous = ""
+    for role in roles:
+        if role == "system" and previous:
+            raise BadRow("the system message must come first")
+        if role == "tool" and previous not in ("assistant", "tool"):
+            raise BadRow("a tool message must follow an assistant message")
+        if role == "assistant" and previous in ("", "system"):
+            raise BadRow("the first message must be a user's: an assistant has nothing to answer")
+        previous = role
+    if "assistant" not in roles:
+        raise BadRow("there is no assistant message to learn from")
+    if roles[-1] == "tool":
+        raise BadRow("the last message is a tool result, to which the assistant does not answer")
+
+
+def _turn(turn: object, role_key: str, text_key: str) -> dict[str, str]:
+    """A message, its calls as text: <search> query </search>."""
+    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+    if calls:
+        if not isinstance(calls, list) or len(calls) > 1:
+            raise BadRow("one message has several tool_calls, but in the text protocol a turn ends with its first call")
+        text = turn.get(text_key) or ""
+        message = parse_message({**turn, text_key: text}, role_key, text_key)
+        return {**message, "content": message["content"] + _tag_of_call(calls[0])}
+    message = parse_message(turn, role_key, text_key)
+    if turn[role_key] == "function_call":
+        try:
+            call = json.loads(message["content"])
+        except ValueError:
+            return message  # written in the text protocol already
+        return {**message, "content": _tag_of_call(call[0] if isinstance(call, list) and len(call) == 1 else call)}
+    return message
+
+
+def _tag_of_call(call: object) -> str:
+    """{"name": "search", "arguments": {"query": "Paris"}} -> "<search> Paris </search>"."""
+    call = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise BadRow(f"a function call must be an object with 'name' and 'arguments', not {str(call)[:80]!r}")
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise BadRow(f"the arguments of the call of {call['name']!r} are not valid JSON") from None
+    # parquet gives every call the arguments of all calls, those of others as None
+    values = [v for v in arguments.values() if v is not None] if isinstance(arguments, dict) else []
+    if len(values) != 1 or not isinstance(values[0], str):
+        raise BadRow(f"the call of {call['name']!r} must have one argument, a text: all that a tag can hold")
+    return f"<{call['name']}> {values[0]} </{call['name']}>"

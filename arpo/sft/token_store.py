@@ -1,0 +1,224 @@
+"""Tokenised conversations on disk: made once by all ranks together, then read row by row, whatever their size.
+
+    runs/NAME/tokens/train/manifest.json   what they were made of, and how many there are
+                           part_00000.bin  little-endian uint32 per token: id * 2 + loss mask; one file per rank
+                           lengths.npy     int32 tokens of each row, in file order
+                           overlong.jsonl  what was cut or left out: {"place", "tokens", "kept_tokens"}
+
+Which rows there are, and their order, depends on the file and the options alone, not on the number of ranks. In memory
+are 12 bytes per row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from jinja2 import TemplateError
+from tqdm import tqdm
+
+from arpo.batch import Row
+from arpo.errors import UserError
+from arpo.protocol import Codec
+from arpo.protocol.codec import Rendered, with_system_prompt
+from arpo.ranks import Ranks
+from arpo.sft.conversations import read_conversations
+from arpo.sft.options import SFTDataConfig
+
+log = logging.getLogger("arpo")
+
+OVERLONG = "overlong.jsonl"
+FORMAT = 1  # raise it when the same file would give other tokens, or another layout
+
+
+class ConversationRows(Sequence):
+    """The rows of a folder that `tokenise` made. Rows are read when they are asked for."""
+
+    def __init__(self, folder: Path):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self.folder = folder
+        self.num_dropped: int = manifest["num_dropped"]
+        self.num_truncated: int = manifest["num_truncated"]
+        self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
+        self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
+        self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`; its "response" begins with the first token that counts in the loss."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = int(np.searchsorted(self._first_rows, index, side="right")) - 1
+        start = self._starts[index] - self._starts[self._first_rows[part]]
+        coded = np.fromfile(_part(self.folder, part), "<u4", int(self._lengths[index]), offset=4 * int(start))
+        token_ids, loss_mask = (coded >> 1).astype(np.int32), (coded & 1).astype(np.int8)
+        first = int(loss_mask.argmax())
+        return Row(prompt_ids=token_ids[:first], response_ids=token_ids[first:], loss_mask=loss_mask[first:])
+
+
+def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> ConversationRows:
+    """The conversations of `path` as rows of at most `cfg.max_tokens`, in file order, kept in `folder`.
+
+    Collective: each rank tokenises its part of the file, into a folder that all ranks see. What an earlier run made of
+    the same file with the same tokenizer and options is used again. Raises UserError, the same on every rank, for a
+    conversation that cannot be used or masked exactly, and where none is short enough.
+    """
+    origin = _origin(Path(path), cfg, codec)
+    state = dist.all_gather_objects(_state(folder, origin) if dist.is_main else "")[0]
+    if state != "ready":
+        if state == "other":
+            log.warning("%s holds rows of another file, tokenizer or options; tokenising again", folder)
+        _build(path, cfg, codec, folder, dist, origin)
+    rows = ConversationRows(folder)
+    log.info(
+        "%s: %d conversations, %d tokens; longer than %d: %d left out, %d cut (%s)",
+        path, len(rows), rows.num_tokens, cfg.max_tokens, rows.num_dropped, rows.num_truncated, folder / OVERLONG,
+    )  # fmt: skip
+    return rows
+
+
+def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks, origin: dict) -> None:
+    log.info("tokenising %s", path)
+    building = folder.with_name(f"{folder.name}.building")
+    if dist.is_main:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+    dist.barrier()
+    parts = dist.all_gather_objects(_try_part(path, cfg, codec, building, dist))
+    try:
+        if error := next((part.error for part in parts if part.error), ""):
+            raise UserError(error)
+        lengths = np.concatenate([np.frombuffer(part.lengths, np.int32) for part in parts])
+        if not len(lengths):
+            raise UserError(_why_none(path, cfg, parts))
+        if dist.is_main:
+            _finish(building, folder, parts, lengths, origin)
+    finally:
+        if dist.is_main:
+            shutil.rmtree(building, ignore_errors=True)
+    dist.barrier()
+
+
+@dataclass
+class _Part:
+    """What one rank made of its part of the file."""
+
+    lengths: array = field(default_factory=lambda: array("i"))
+    overlong: list[dict] = field(default_factory=list)
+    error: str = ""
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part_{number:05d}.bin"
+
+
+def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
+    """Write this rank's tokens; a bad conversation becomes `error`, so that all ranks hear of it."""
+    part = _Part()
+    try:
+        with _part(folder, dist.rank).open("wb") as file:
+            conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size)
+            silent = not (dist.is_main and sys.stderr.isatty())
+            for place, messages in tqdm(conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent):
+                rendered = _render(messages, cfg, codec, place)
+                num_tokens = len(rendered.token_ids)
+                kept = num_tokens if num_tokens <= cfg.max_tokens else _cut(rendered.turn_ends, cfg)
+                if kept < num_tokens:
+                    part.overlong.append({"place": place, "tokens": num_tokens, "kept_tokens": kept})
+                if kept:
+                    coded = np.asarray(rendered.token_ids[:kept], "<u4") * 2 + np.asarray(rendered.loss_mask[:kept])
+                    coded.astype("<u4").tofile(file)
+                    part.lengths.append(kept)
+            file.flush()
+            os.fsync(file.fileno())
+    except UserError as error:
+        part.error = str(error)
+    except OSError as error:  # of the writing: read_rows names its own
+        part.error = f"{folder}: cannot write the tokens ({error.strerror}); run.dir must be a folder all nodes share"
+    return part
+
+
+def _render(messages: list[dict[str, str]], cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
+    messages = with_system_prompt(messages, cfg.system_prompt)
+    try:
+        return codec.render_conversation(messages, mask_results=cfg.mask_results, train_turns=cfg.train_turns)
+    except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
+        raise UserError(f"{place}: {error}") from None
+
+
+def _cut(turn_ends: list[int], cfg: SFTDataConfig) -> int:
+    """How many tokens of an overlong conversation are kept; 0 = it is left out."""
+    return max((end for end in turn_ends if cfg.overlong == "truncate" and end <= cfg.max_tokens), default=0)
+
+
+def _finish(building: Path, folder: Path, parts: list[_Part], lengths: np.ndarray, origin: dict) -> None:
+    np.save(building / "lengths.npy", lengths)
+    overlong = [entry for part in parts for entry in part.overlong]
+    (building / OVERLONG).write_text("".join(json.dumps(entry) + "\n" for entry in overlong))
+    num_truncated = sum(entry["kept_tokens"] > 0 for entry in overlong)
+    manifest = {
+        "origin": origin,
+        "rows_per_part": [len(part.lengths) for part in parts],
+        "num_dropped": len(overlong) - num_truncated,
+        "num_truncated": num_truncated,
+    }
+    (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+
+
+def _why_none(path: str | Path, cfg: SFTDataConfig, parts: list[_Part]) -> str:
+    overlong = [entry["tokens"] for part in parts for entry in part.overlong]
+    if not overlong:
+        return f"{path}: the file has no conversations; was the export interrupted?"
+    return (
+        f"{path}: no conversation has at most data.max_tokens={cfg.max_tokens} tokens (the shortest has "
+        f"{min(overlong)}); raise it"
+    )
+
+
+def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
+    """All that the tokens depend on. A file is known by its path, size and time of change: to hash it is to read it."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file ({error.strerror}); check the path") from None
+    tokenizer = codec.tokenizer.backend_tokenizer.to_str() + codec.tokenizer.chat_template
+    options = ("max_tokens", "overlong", "mask_results", "train_turns", "system_prompt")
+    return {
+        "format": FORMAT,
+        "file": [str(path.resolve()), stat.st_size, stat.st_mtime_ns],
+        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "enable_thinking": codec.enable_thinking,
+        **{name: getattr(cfg, name) for name in options},
+    }
+
+
+def _state(folder: Path, origin: dict) -> str:
+    """ready = made of the same; other = made of something else; none = not there, or not whole."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        starts = np.concatenate([[0], np.cumsum(np.load(folder / "lengths.npy"), dtype=np.int64)])
+        first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
+        sizes = [_part(folder, i).stat().st_size for i in range(len(manifest["rows_per_part"]))]
+        whole = sizes == (4 * np.diff(starts[first_rows])).tolist()
+    except (OSError, EOFError, ValueError, KeyError, IndexError):
+        return "none"
+    if not whole:
+        return "none"
+    return "ready" if manifest["origin"] == origin else "other"

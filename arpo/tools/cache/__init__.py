@@ -1,0 +1,1 @@
+"""Record and replay of tool calls."""

@@ -1,0 +1,1 @@
+"""Using an HTTP service that fails in every way."""

@@ -1,0 +1,235 @@
+"""POST JSON to a service that may fail in every way, without ever waiting past a deadline or telling the key.
+
+    turn (concurrency, rate) -> try -> answer
+                                 | 429, 503 with Retry-After: everybody waits that long, then goes slower
+                                 | 408, 429, 5xx, no or half an answer, no valid JSON: again, after a pause with jitter
+                                 | other statuses, too large an answer: no second try
+                                 | 401, 403: the run ends, a wrong key does not get better
+
+What happens to one call is in `http_policy`; failures of many calls open the circuit breaker there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from arpo.errors import UserError
+from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, Throttle, Time
+from arpo.tools.http.rate_limit import RateLimit
+
+MAX_REASON_CHARS = 200
+
+
+class Unavailable(ConnectionError):
+    """The service gave no usable answer. The message names it and the reason; it never contains a key."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Failure:
+    reason: str
+    may_retry: bool = True
+    pause_s: float = 0.0
+    """What the service asked for (Retry-After)."""
+
+
+@dataclass
+class _Call:
+    body: bytes
+    parse: Callable[[Any], Any]
+    is_probe: bool
+    gives_up_at_s: float
+    num_tries: int = 0
+
+
+class HttpClient:
+    """One service, one process. Its session is made by the first call, on the event loop of that call."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        policy: HttpPolicy,
+        *,
+        headers: dict[str, str] | None = None,
+        secret: str = "",
+        refused: str = "the service refuses access",
+        limit: RateLimit | None = None,
+        breaker: CircuitBreaker | None = None,
+        time_source: Time | None = None,
+        rng: random.Random | None = None,
+    ):
+        """`secret` is cut out of everything that is said about a failure; `refused` is what to say of 401 and 403."""
+        self._time = time_source or Time()
+        self._name, self._url, self._policy = name, url, policy
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | (headers or {})
+        self._secret, self._refused = secret, refused
+        self._throttle = Throttle(limit, self._time)
+        self._breaker = breaker or CircuitBreaker(name, self._time)
+        self._rng = rng or random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
+        self._slots = asyncio.Semaphore(policy.max_concurrent)
+        self._proxy = proxy_of(url)
+        self._session: aiohttp.ClientSession | None = None
+        self._fatal: str | None = None
+
+    async def post(self, payload: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
+        """`parse` of the decoded JSON answer; a ValueError of it means that the answer is not one.
+
+        Raises Unavailable, BreakerOpen (not sent at all) or TimeoutError (the deadline); all three are OSErrors, and
+        none is the caller's fault. Raises UserError when the service refuses access: no call will ever succeed.
+        """
+        if self._fatal:
+            raise UserError(self._fatal)
+        call = _Call(
+            json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode(),
+            parse,
+            is_probe=self._breaker.admit(),
+            gives_up_at_s=self._time.now() + self._policy.deadline_s,
+        )
+        outcome = None
+        try:
+            async with asyncio.timeout(self._policy.deadline_s):
+                outcome = await self._tries(call)
+        except TimeoutError:
+            raise TimeoutError(f"{self._name}: no answer within {self._policy.deadline_s:g} s") from None
+        finally:
+            self._tell_breaker(call, outcome)
+        if isinstance(outcome, _Answer):
+            return outcome.value
+        raise Unavailable(f"{self._name}: {outcome.reason} (tried {call.num_tries} x)")
+
+    async def aclose(self) -> None:
+        """Safe to call twice; a later call would make a new session."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _tell_breaker(self, call: _Call, outcome: _Answer | _Failure | None) -> None:
+        """None: cut short, by the deadline or by the caller; a call that was not even sent accuses nobody."""
+        cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
+        if outcome is None and (cancelled or not call.num_tries):
+            self._breaker.forget(is_probe=call.is_probe)
+        else:
+            self._breaker.record(isinstance(outcome, _Answer), is_probe=call.is_probe)
+
+    async def _tries(self, call: _Call) -> _Answer | _Failure:
+        max_tries = 1 if call.is_probe else self._policy.max_tries
+        while True:
+            async with self._slots:
+                await self._throttle.acquire()
+                if self._breaker.is_open and not call.is_probe:
+                    self._breaker.refuse()
+                call.num_tries += 1
+                outcome = await self._try(call)
+            if isinstance(outcome, _Answer) or not outcome.may_retry or call.num_tries == max_tries:
+                return outcome
+            if self._time.now() + outcome.pause_s >= call.gives_up_at_s:
+                return outcome
+            await self._time.sleep(self._policy.backoff_s(call.num_tries, self._rng))
+
+    async def _try(self, call: _Call) -> _Answer | _Failure:
+        """One request. Failures are values: an exception of aiohttp holds the request's headers, and so the key."""
+        try:
+            async with asyncio.timeout(self._policy.try_s), self._send(call) as response:
+                status, retry_after, body = (
+                    response.status,
+                    response.headers.get("Retry-After"),
+                    await self._read(response),
+                )
+        except TimeoutError:
+            return _Failure(f"no answer within {self._policy.try_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            return _Failure(self._clean(f"{type(error).__name__} {error}"))
+        if body is None:
+            return _Failure(f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
+        if status == 200:
+            return self._parsed(call, body)
+        if status in (401, 403):
+            self._fatal = f"{self._refused} (HTTP {status})"
+            raise UserError(self._fatal)
+        pause_s = self._policy.retry_after_s(retry_after, time.time()) if status in (429, 503) else None
+        if status == 429 or pause_s is not None:
+            self._throttle.slow_down(pause_s or 0.0)
+        reason = self._clean(f"HTTP {status} {body[:MAX_REASON_CHARS].decode(errors='replace')}")
+        return _Failure(reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
+
+    def _send(self, call: _Call):
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._policy.max_concurrent),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None),  # ours are around it
+            )
+        # A redirect would carry the key to wherever it points.
+        return self._session.post(
+            self._url, data=call.body, headers=self._headers, allow_redirects=False, proxy=self._proxy
+        )
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes | None:
+        """The body; None as soon as it is longer than allowed, whatever its headers promised."""
+        body = bytearray()
+        async for chunk in response.content.iter_chunked(65536):
+            body += chunk
+            if len(body) > self._policy.max_body_bytes:
+                return None
+        return bytes(body)
+
+    def _parsed(self, call: _Call, body: bytes) -> _Answer | _Failure:
+        try:
+            return _Answer(call.parse(json.loads(body)))
+        except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
+            return _Failure(self._clean(f"unusable answer: {error}"))
+
+    def _clean(self, reason: str) -> str:
+        """One short line without the key, which a service may quote."""
+        if self._secret:
+            reason = reason.replace(self._secret, "***")
+        return " ".join(reason.split())[:MAX_REASON_CHARS]
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment (https_proxy, no_proxy, ...) wants for a URL."""
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.proxy_bypass(parts.netloc):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
+def check_url(url: str, setting: str = "tools.search.url") -> None:
+    """Raises UserError where no request can go there, or where it holds a password: it would be saved with the run."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket without its other
+        usable = False
+    if not usable:
+        raise UserError(f"{setting}: {url!r} is not an address like http://host:8000/retrieve")
+    if parts.username or parts.password:
+        raise UserError(f"{setting} must not hold a user or password: it is saved with the run")
+
+
+def read_key(backend: str, variable: str) -> str:
+    """The key from the environment; empty where the service needs none. Raises UserError, without quoting the key."""
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"tools.search.backend {backend} needs a key; set the environment variable {variable}")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")
+    return key

@@ -1,0 +1,5 @@
+"""The search tool."""
+
+from arpo.tools.search.tool import SearchTool
+
+__all__ = ["SearchTool"]

@@ -1,0 +1,224 @@
+"""The <search> tool: query hygiene, the cache, the backend. A new backend is a class and a line in BACKENDS."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib.util
+import logging
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from arpo.errors import UserError
+from arpo.tools.base import ToolResult
+from arpo.tools.cache.cache import Cache, open_cache
+from arpo.tools.cache.store import cache_key, clean_query
+from arpo.tools.http.policy import BreakerOpen
+from arpo.tools.options import SearchConfig
+from arpo.tools.search.bm25 import Bm25Index
+from arpo.tools.search.passages import format_passages
+
+logger = logging.getLogger(__name__)
+
+EMPTY_QUERY = "Error: the search query is empty. Write what to look for between <search> and </search>."
+UNAVAILABLE = "Error: search is unavailable."
+NOT_RECORDED = "Error: there is no recorded result for this query. Try other words."
+
+
+class Backend(Protocol):
+    """Answers clean queries. TimeoutError, OSError and sqlite3.Error mean that it is down, whatever the query was."""
+
+    params: dict[str, object]
+    """All that changes an answer besides the query; part of the cache key."""
+
+    async def search(self, query: str) -> str:
+        """The text for the model; NO_RESULTS where nothing matches."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Index(Protocol):
+    """What local search needs of an index; `Bm25Index` says what is to be expected of it."""
+
+    corpus_sha256: str
+
+    def search(self, query: str, top_k: int, *, deadline_s: float) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+def _tantivy(corpus: str | Path) -> Index:
+    if importlib.util.find_spec("tantivy") is None:
+        raise UserError("tools.search.index tantivy needs the tantivy package; pip install 'arpo-torch[tantivy]'")
+    from arpo.tools.search.tantivy_index import TantivyIndex
+
+    return TantivyIndex(corpus)
+
+
+INDEXES: dict[str, Callable[[str | Path], Index]] = {"sqlite": Bm25Index, "tantivy": _tantivy}
+"""By name, of a corpus."""
+
+
+LARGE_CORPUS_BYTES = 50_000_000
+"""About 100,000 passages, among which SQLite takes a tenth of a second for a query, and longer in proportion."""
+
+
+def choose_index(cfg: SearchConfig) -> str:
+    """tools.search.index with auto decided."""
+    corpus = Path(cfg.corpus)
+    if cfg.index != "auto":
+        return cfg.index
+    if not corpus.is_file() or corpus.stat().st_size < LARGE_CORPUS_BYTES:  # a missing one is the index's to name
+        return "sqlite"
+    if importlib.util.find_spec("tantivy") is None:
+        logger.warning(
+            "%s is large, and a query will take SQLite long; pip install 'arpo-torch[tantivy]', or set "
+            "tools.search.index sqlite",
+            corpus,
+        )
+        return "sqlite"
+    return "tantivy"
+
+
+class LocalBackend:
+    """BM25 over the user's own corpus."""
+
+    def __init__(self, cfg: SearchConfig):
+        """Builds the index if need be, which may take a while. Raises UserError for a corpus that cannot be used."""
+        if not cfg.corpus:
+            raise UserError("tools.search.corpus is empty, and backend local searches it; set it to a .jsonl file")
+        for name in ("top_k", "max_passage_chars"):
+            if getattr(cfg, name) < 1:
+                raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
+        self.top_k, self.max_passage_chars, self.deadline_s = cfg.top_k, cfg.max_passage_chars, cfg.deadline_s
+        index = choose_index(cfg)
+        if index not in INDEXES:
+            raise UserError(f"tools.search.index: no index {index!r}; use {' or '.join(['auto', *INDEXES])}")
+        self.index = INDEXES[index](cfg.corpus)
+        self.params = {
+            "corpus_sha256": self.index.corpus_sha256,
+            "top_k": cfg.top_k,
+            "max_passage_chars": cfg.max_passage_chars,
+        }
+        if index != "sqlite":  # which is what the keys of caches without this entry mean
+            self.params["index"] = index
+
+    async def search(self, query: str) -> str:
+        passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)
+        return format_passages(passages, self.max_passage_chars)
+
+    async def aclose(self) -> None:
+        self.index.close()
+
+
+def _over_the_network(cfg: SearchConfig) -> Backend:
+    from arpo.tools.search.web import HttpBackend
+
+    return HttpBackend(cfg)
+
+
+def _reading_pages(backend: Backend, cfg: SearchConfig, cache: Cache | None) -> Backend:
+    """Raises UserError where there are no pages, or they cannot be read."""
+    from arpo.tools.search.browse import ReadingBackend
+
+    if cfg.read_pages < 0 or cfg.backend == "local":
+        hint = "must not be negative" if cfg.read_pages < 0 else "reads web pages, and backend local finds none; set 0"
+        raise UserError(f"tools.search.read_pages {hint}")
+    return ReadingBackend(backend, cfg, cache)
+
+
+BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
+    "local": LocalBackend,
+    "http": _over_the_network,
+    "brightdata": _over_the_network,
+    "serper": _over_the_network,
+}
+"""By name. `replay` is none of them: it has nothing but the cache."""
+
+
+def _open_cache(cfg: SearchConfig) -> Cache | None:
+    """None where the config wants no cache. Raises UserError for a replay of nothing."""
+    if cfg.mode == "live" and cfg.backend == "replay":
+        raise UserError(
+            "tools.search.mode live ignores the cache, and backend replay has nothing else; set mode replay"
+        )
+    if cfg.replays and not cfg.cache:
+        setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
+        raise UserError(
+            f"tools.search.cache is empty, and {setting} reads it; set it to a .sqlite or released .json cache, "
+            "or set tools.search.backend local and tools.search.corpus FILE.jsonl"
+        )
+    if cfg.mode == "live" or not cfg.cache:
+        return None
+    return open_cache(cfg.cache, read_only=cfg.replays)
+
+
+class SearchTool:
+    """<search>query</search> -> "Page 1: ...". Identical queries that overlap in time are asked once."""
+
+    tag = "search"
+
+    def __init__(self, cfg: SearchConfig):
+        """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
+        if cfg.backend != "replay" and cfg.backend not in BACKENDS:
+            [close, *_] = [*difflib.get_close_matches(cfg.backend, ["replay", *BACKENDS], n=1), ""]
+            hint = f"did you mean {close}?" if close else f"use replay, {', '.join(BACKENDS)}"
+            raise UserError(f"tools.search.backend: no backend {cfg.backend!r}; {hint}")
+        self.cfg = cfg
+        self.cache = _open_cache(cfg)
+        self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None
+        if cfg.read_pages and self.backend:
+            self.backend = _reading_pages(self.backend, cfg, self.cache)
+        self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
+
+    async def run(self, argument: str) -> ToolResult:
+        """Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on."""
+        query = clean_query(argument)
+        if not query:
+            return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
+        joins = query in self._in_flight
+        if not joins:
+            task = self._in_flight[query] = asyncio.create_task(self._answer(query))
+            task.add_done_callback(lambda _: self._in_flight.pop(query))
+        result = await asyncio.shield(self._in_flight[query])
+        return replace(result, cached=True) if joins and result.ok else result  # nobody was asked, nobody is paid
+
+    async def _answer(self, query: str) -> ToolResult:
+        recorded = await asyncio.to_thread(self._recorded, query) if self.cache else None
+        if recorded is not None:
+            return ToolResult(recorded, ok=True, cached=True)
+        if self.cfg.replays:
+            if self.cfg.mode == "replay_strict":
+                raise UserError(f"{self.cfg.cache}: no recorded result for {query!r}; record it, or set mode replay")
+            return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
+        try:
+            text = await self.backend.search(query)
+        except TimeoutError:
+            message = f"Error: search gave no answer within {self.cfg.deadline_s:g} s."
+            return ToolResult(message, ok=False, error_kind="timeout", infra_error=True)
+        except BreakerOpen:  # said once, when it opened
+            return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("search failed: %s", error)
+            return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
+        if self.cache:
+            await asyncio.to_thread(self.cache.put, self._key(query), self.cfg.backend, query, text)
+        return ToolResult(text, ok=True)
+
+    def _recorded(self, query: str) -> str | None:
+        return self.cache.get(self._key(query), query) if self.backend else self.cache.get_any(query)
+
+    def _key(self, query: str) -> bytes:
+        return cache_key(self.cfg.backend, self.backend.params, query)
+
+    async def aclose(self) -> None:
+        """Waits for calls in flight. Safe to call twice."""
+        await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
+        if self.backend:
+            await self.backend.aclose()
+        if self.cache:
+            self.cache.close()

@@ -1,0 +1,1 @@
+"""A trajectory dump as one static page."""

@@ -1,0 +1,168 @@
+"""Branch trees of a run as one web page: `python -m arpo.viewer RUN [--step N | --file PATH] [--out FILE.html]`.
+
+Reads one trajectory dump (written by arpo/log.py) and embeds it in viewer.html. The page is self-contained: it
+opens with file://, loads nothing, and shows what the model wrote as text only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+
+from arpo.errors import UserError, exit_with
+from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
+
+
+def find_dump(run: Path, *, step: int | None = None) -> Path:
+    """The dump of training step `step`, by default the newest; a run without any has validation or test dumps.
+
+    Raises UserError where there is no such run, or no such dump in it.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run folder; pass runs/NAME")
+    dumps: dict[str, dict[int, Path]] = {}  # kind -> step -> file
+    for path in sorted((run / "trajectories").glob("*.jsonl")):
+        if match := re.fullmatch(r"(.+)_(\d+)", path.stem):
+            dumps.setdefault(match[1], {})[int(match[2])] = path
+    steps = dumps.pop("step", {})
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "of no training step"
+        raise UserError(f"{run}: --step {step} was not dumped; there are dumps {known}; or name one with --file")
+    if not steps and not dumps:
+        raise UserError(f"{run}: no trajectory dumps in {run / 'trajectories'}; train with run.dump_every above 0")
+    if steps:
+        return steps[max(steps) if step is None else step]
+    return max((number, path) for files in dumps.values() for number, path in files.items())[1]
+
+
+def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
+    """(the first `max_groups` groups as the page shows them, number of groups in the dump).
+
+    The dump has one trajectory a line, group after group. Raises UserError with the line's number where a line is not
+    a whole, consistent trajectory.
+    """
+    groups: list[dict] = []
+    num_groups = 0
+    prompt_id: str | None = None
+    seen: set[str] = set()  # trajectory ids of the current group
+    try:
+        with dump.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line)
+                    question, answers = row.pop("question"), row.pop("answers")
+                    trajectory = parse_trajectory(row)
+                except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                    raise UserError(
+                        f"{dump}:{number}: not a trajectory ({reason}); drop the line or dump again"
+                    ) from None
+                # One prompt may come twice in a step: a path that comes again starts the next group.
+                if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
+                    prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
+                    if num_groups <= max_groups:
+                        head = {"prompt_id": prompt_id, "question": question, "answers": answers}
+                        groups.append(head | {"trajectories": []})
+                seen.add(trajectory.trajectory_id)
+                if num_groups <= max_groups:
+                    groups[-1]["trajectories"].append(trajectory_view(trajectory))
+    except OSError as error:
+        raise UserError(f"{dump}: cannot read the dump ({error.strerror}); check the path") from None
+    if not groups:
+        raise UserError(f"{dump}: the dump is empty; choose another with --step or --file")
+    for group in groups:
+        group |= group_summary([t["reward"] for t in group["trajectories"]])
+    return groups, num_groups
+
+
+def parse_trajectory(row: dict) -> Trajectory:
+    """The inverse of Trajectory.to_dict, for well-formed rows; ValueError, TypeError or AssertionError for others."""
+    trajectory = Trajectory(**row)
+    trajectory.turns = [Turn(**turn) for turn in trajectory.turns]
+    for turn in trajectory.turns:
+        turn.tool_call = ToolCall(**turn.tool_call) if turn.tool_call else None
+        turn.decision = BranchDecision(**turn.decision) if turn.decision else None
+    if not isinstance(trajectory.reward, int | float | None):
+        raise TypeError(f"reward {trajectory.reward!r} is not a number")
+    num_spans = sum((t.end > t.start) + (t.result_end > t.end) for t in trajectory.turns)
+    if num_spans != len(trajectory.segments):
+        raise ValueError(f"{num_spans} spans of turns and results, but {len(trajectory.segments)} segments of text")
+    trajectory.check()
+    return trajectory
+
+
+def trajectory_view(t: Trajectory) -> dict:
+    """What the page shows of a trajectory: each turn with its text and the text of its result, no token lists."""
+    num_sampled = t.num_sampled_tokens
+    view = {name: getattr(t, name) for name in SHOWN} | {
+        "num_tokens": len(t.token_ids),
+        "num_sampled": num_sampled,
+        "mean_logprob": sum(t.rollout_logprobs) / num_sampled if num_sampled else None,
+    }
+    texts = iter([text for text, _ in t.segments])
+    view["turns"] = []
+    for turn in t.turns:  # segments are the runs of the loss mask: a turn's sampled tokens, then those of its result
+        shown = asdict(turn)
+        shown["text"] = next(texts) if turn.end > turn.start else ""
+        shown["result_text"] = next(texts) if turn.result_end > turn.end else ""
+        if shown["result_text"]:  # the same text, as the model read it
+            del shown["tool_call"]["result"]
+        view["turns"].append(shown)
+    return view
+
+
+SHOWN = ("trajectory_id", "parent_id", "fork_at", "stop_reason")
+SHOWN += ("reward", "reward_parts", "reward_reason", "kl_penalty", "advantage")
+
+
+def group_summary(rewards: list[float | None]) -> dict:
+    """Mean reward, and `kind`: "mixed" = rewards differ, "dead" = all alike, "single" = only one trajectory."""
+    known = [reward for reward in rewards if reward is not None]
+    kind = "single" if len(rewards) == 1 else "mixed" if len(set(known)) > 1 else "dead"
+    return {"mean_reward": sum(known) / len(known) if known else None, "kind": kind}
+
+
+def render(title: str, dump: Path, groups: list[dict], num_groups: int) -> str:
+    """The page's HTML with the data in it."""
+    data = {"title": title, "dump": str(dump), "num_groups": num_groups, "groups": groups}
+    # ASCII JSON without "<" can neither end the script element nor start a comment, whatever the model wrote.
+    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return resources.files("arpo.viewer").joinpath("viewer.html").read_text(encoding="utf-8").replace("@@DATA@@", text)
+
+
+def finite(tree: object) -> object:
+    """JSON has no NaN: such numbers become the words "nan", "inf", which the page prints as they are."""
+    if isinstance(tree, dict):
+        return {key: finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m arpo.viewer", description="Branch trees of a run as one web page.")
+    parser.add_argument("run", type=Path, help="runs/NAME")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="training step of the dump; default: the newest")
+    which.add_argument("--file", type=Path, help="a dump by its path, e.g. runs/NAME/trajectories/valid_000100.jsonl")
+    parser.add_argument("--out", type=Path, help="page to write; default: RUN/viewer.html")
+    parser.add_argument("--max_groups", type=int, default=200, help="show only the first N prompts (default 200)")
+    args = parser.parse_args(argv)
+    try:
+        if args.max_groups < 1:
+            raise UserError(f"--max_groups {args.max_groups}: must be at least 1")
+        dump = args.file or find_dump(args.run, step=args.step)
+        groups, num_groups = read_groups(dump, args.max_groups)
+        out = args.out or args.run / "viewer.html"
+        try:
+            out.write_text(render(f"{args.run.resolve().name} · {dump.stem}", dump, groups, num_groups), "utf-8")
+        except OSError as error:
+            raise UserError(f"{out}: cannot write the page ({error.strerror}); choose another --out") from None
+    except UserError as error:
+        exit_with(error)
+    print(out)

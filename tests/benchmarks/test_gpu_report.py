@@ -1,0 +1,89 @@
+"""The GPU kit on a machine without one: its driver against sections that fail in every way, and the kit itself."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("gpu_report", ROOT / "benchmarks" / "gpu_report.py")
+gpu_report = sys.modules["gpu_report"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(gpu_report)
+
+
+def outcome(code: str, *, limit_s: float = 60, needs: tuple[str, ...] = ()):
+    section = gpu_report.Section("some/section", ("-S", "-c", code), needs)
+    return gpu_report.run(section, "cpu", quick=True, limit_s=limit_s)
+
+
+def test_a_benchmarks_last_line_is_its_result():
+    done = outcome('print(\'hello\'); print(\'{"name": "x", "ratio": 2.5}\')')
+    assert (done.status, done.result, done.reason) == ("passed", {"name": "x", "ratio": 2.5}, "")
+    assert outcome("print('hello')").reason == "no JSON in its last line"
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        ("raise ValueError('no such shape')", "ValueError: no such shape"),
+        ("print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB'); exit(1)", "out of memory"),
+        ("import os; print('before'); os.abort()", "before"),
+        ("import os; os._exit(3)", "no output"),
+    ],
+)
+def test_a_section_that_fails_says_why_and_takes_nothing_with_it(code, reason):
+    failed = outcome(code)
+    assert (failed.status, failed.reason) == ("failed", reason)
+
+
+def test_a_section_that_hangs_ends_at_its_limit_with_all_its_processes(tmp_path):
+    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'alive')!r}).write_text('')"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    hung = outcome(code, limit_s=1.5)
+    assert hung.status == "failed" and hung.reason.startswith("no end within 2 s")
+    time.sleep(3)
+    assert not (tmp_path / "alive").exists()
+
+
+def test_a_section_without_its_packages_is_skipped():
+    skipped = outcome("print('{}')", needs=("json", "no_such_package"))
+    assert (skipped.status, skipped.reason, skipped.seconds) == ("skipped", "no_such_package is not installed", 0.0)
+
+
+def test_the_report_is_complete_after_each_section_and_keeps_what_was_measured_before(tmp_path):
+    first = gpu_report.Outcome("speed/a", "passed", 3.0, result={"name": "a", "ratio": 1.23456, "unit": "s"})
+    gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first])
+    assert gpu_report.read_outcomes(tmp_path) == [first]
+    second = gpu_report.Outcome("speed/b", "failed", 4.0, "a | b")
+    gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first, second])
+    assert json.loads((tmp_path / "report.json").read_text())["machine"] == {"gpu": "some GPU"}
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert lines[-2:] == ["| speed/a | passed | 3 | ratio 1.235, unit s |", "| speed/b | failed | 4 | a / b |"]
+
+
+def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_hold():
+    names = [section.name for section in gpu_report.sections("cuda")]
+    assert len(names) == len(set(names)) > 12
+    for part in ("fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
+                 "tree_training", "head_memory", "weight_sync", "rollout_streaming"):  # fmt: skip
+        assert any(part in name for name in names), part
+    for section in gpu_report.sections("cuda"):
+        script = next(part for part in section.command if "/" in part).partition("::")[0]
+        assert (ROOT / script).exists(), script
+
+
+@pytest.mark.slow
+def test_the_kit_runs_on_the_cpu(tmp_path):
+    """All that needs no vLLM, whose sections the engine's own tests and benchmarks cover here."""
+    parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "mfu"]
+    command = [sys.executable, "benchmarks/gpu_report.py", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    outcomes = gpu_report.read_outcomes(tmp_path)
+    assert [(o.name, o.reason) for o in outcomes if o.status != "passed"] == [], done.stdout
+    assert done.returncode == 0
+    assert all(any(part in o.name for o in outcomes) for part in parts), [o.name for o in outcomes]
+    assert outcomes[-1].result["name"] == "update_mfu" and 0 < outcomes[-1].result["ratio"] < 1

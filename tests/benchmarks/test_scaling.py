@@ -1,0 +1,98 @@
+"""The model of memory and time against what can be measured on a CPU, and against itself where it cannot."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from arpo.model import load_policy
+from arpo.model.optim import build_optimizer
+from arpo.options import ModelConfig, OptimConfig
+from benchmarks import scaling
+from benchmarks.shared import cost_model
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = cost_model.HARDWARE["8xH100-80GB"]
+
+
+@pytest.mark.parametrize("name", cost_model.MODELS)
+def test_parameters_are_those_of_the_real_model(name):
+    shape = cost_model.MODELS[name]
+    cls = {"Qwen2.5": Qwen2Config, "Qwen3": Qwen3Config, "Llama": LlamaConfig}[name.split("-")[0]]
+    config = cls(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert cost_model.shape_from_json(config.to_dict()) == shape
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_of_a_training_step_are_as_predicted(tied):
+    shape = cost_model.Shape(64, 160, 3, 4, 2, 32, 512, tied=tied, qk_norm=True)
+    found = scaling.measure(shape, 100)
+    for name in ("parameters", "gradients", "optimizer"):
+        predicted, measured = found[name]
+        assert predicted == measured, name
+    predicted, measured = found["activations"]
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def state_bytes(ranks, folder: str) -> tuple[int, int]:
+    """Of this rank's shards: parameters, and the optimizer's moments after a step."""
+    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False)
+    policy = load_policy(cfg, ranks.mesh, device=ranks.device)
+    optimizer = build_optimizer(policy, OptimConfig())
+    for p in policy.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moments = [t.to_local() for s in optimizer.state.values() for t in s.values() if t.dim()]
+    return sum(p.to_local().nbytes for p in policy.parameters()), sum(t.nbytes for t in moments)
+
+
+def test_shards_of_two_ranks_are_as_predicted(tiny_model_dir):
+    shape = cost_model.shape_from_json(AutoConfig.from_pretrained(tiny_model_dir).to_dict())
+    parameters, _, optimizer = cost_model.states_bytes(shape, 2)
+    for measured in run_ranks(2, state_bytes, str(tiny_model_dir)):
+        assert measured == pytest.approx((parameters, optimizer), rel=0.01)
+
+
+def test_more_nodes_are_never_slower_to_train_nor_need_more_memory_when_shards_span_them():
+    shape, work = cost_model.MODELS["Qwen3-14B"], cost_model.Workload()
+    one, two = (cost_model.train_seconds(shape, work, NODE, gpus) for gpus in (8, 16))
+    assert two[1] < one[1]
+    wide = replace(work, shard_gpus=16)
+    assert cost_model.memory(shape, wide, NODE).training < cost_model.memory(shape, work, NODE).training
+
+
+def test_what_cannot_fit_is_said_with_the_knob_that_changes_it():
+    shape = cost_model.MODELS["Qwen3-14B"]
+    assert not cost_model.misfits(shape, cost_model.Workload(), NODE, 8)
+    [reason] = cost_model.misfits(shape, cost_model.Workload(gpu_memory_utilization=0.9), NODE, 8)
+    assert "engine.gpu_memory_utilization" in reason
+    assert "training" in cost_model.misfits(shape, cost_model.Workload(activation_checkpointing=False), NODE, 8)[0]
+    assert "not a multiple of 24 ranks" in cost_model.misfits(shape, cost_model.Workload(), NODE, 24)[0]
+
+
+def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "big.yaml"
+    config.write_text(f"base: {ROOT / 'configs' / 'arpo_7b.yaml'}\nengine:\n  gpu_memory_utilization: 0.95\n")
+    argv = ["scaling.py", "--quick", "--nodes", "1", "--model", "Qwen2.5-7B", "--config"]
+    monkeypatch.setattr(sys, "argv", [*argv, str(ROOT / "configs" / "arpo_7b.yaml")])
+    scaling.main()
+    monkeypatch.setattr(sys, "argv", [*argv, str(config)])
+    with pytest.raises(SystemExit, match=r"warning: .* does not fit on 1 node"):
+        scaling.main()
+    assert "does not fit: trainer and engine need" in capsys.readouterr().out

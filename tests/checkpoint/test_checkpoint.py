@@ -1,0 +1,506 @@
+"""Real gloo ranks, real files, real SIGKILLs; "equal" means bit for bit."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model
+from helpers.ranks import mesh_of_one, run_ranks, start_ranks
+from torch.distributed.tensor import DTensor
+
+from arpo.batch import Row, collate
+from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.checkpoints import verify
+from arpo.checkpoint.export import export_checkpoint, export_hf
+from arpo.checkpoint.manifest import MANIFEST
+from arpo.errors import UserError
+from arpo.model import load_policy
+from arpo.model.optim import build_optimizer, clip_grad_norm
+from arpo.options import ModelConfig, OptimConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIM = OptimConfig(lr=1e-2)
+
+
+def load(mesh, model: str | Path):
+    policy = load_policy(ModelConfig(str(model), compute_dtype="float32"), mesh, device=torch.device("cpu"))
+    return policy, build_optimizer(policy, OPTIM)
+
+
+def train_step(policy, optimizer) -> None:
+    """On a random row, for which every generator is drawn from."""
+    ids = torch.randint(0, 380, (6,)).numpy()
+    mask = np.array([1, 1, random.randrange(2), int(np.random.random() < 0.5)])
+    logprobs, _ = policy(collate([Row(ids[:2], ids[2:], mask)]))
+    (-logprobs.sum()).backward()
+    clip_grad_norm(policy, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(policy, optimizer) -> str:
+    """Of this rank's parameters, optimizer state and random generators (which it draws from, on a copy)."""
+    tensors = [p.detach() for _, p in policy.hf_parameters()]
+    tensors += [value for p in policy.parameters() for value in optimizer.state.get(p, {}).values()]
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy().tobytes())
+    sha.update(repr(random.getstate()).encode() + np.random.get_state()[1].tobytes())
+    sha.update(torch.get_rng_state().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def seed(ranks) -> None:
+    random.seed(ranks.rank)
+    np.random.seed(ranks.rank)
+    torch.manual_seed(ranks.rank)
+
+
+def train(ranks, model: str, folder: str, last_step: int, save_at: tuple[int, ...]) -> dict[int, str]:
+    """From wherever the folder is to `last_step`; this rank's digest after every step, and where it began."""
+    seed(ranks)
+    policy, optimizer = load(ranks.mesh, model)
+    checkpoints = Checkpoints(Path(folder), keep=3)
+    begin = checkpoints.resume(policy, optimizer)
+    digests = {begin: digest(policy, optimizer)}
+    for step in range(begin + 1, last_step + 1):
+        train_step(policy, optimizer)
+        digests[step] = digest(policy, optimizer)
+        if step in save_at:
+            checkpoints.save(step, policy, optimizer)
+    return digests
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model_dir, tmp_path_factory):
+    """[rank] -> step -> digest, of five steps without a save."""
+    return run_ranks(2, train, str(tiny_model_dir), str(tmp_path_factory.mktemp("none")), 5, ())
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model_dir, tmp_path_factory, undisturbed) -> Path:
+    """Checkpoints of steps 1, 2 and 3 of the same run."""
+    folder = tmp_path_factory.mktemp("saved")
+    digests = run_ranks(2, train, str(tiny_model_dir), str(folder), 3, (1, 2, 3))
+    assert digests == [{step: rank[step] for step in range(4)} for rank in undisturbed]
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------- exact resume
+
+
+def test_new_processes_continue_bit_for_bit(tiny_model_dir, saved, undisturbed, tmp_path):
+    """Parameters, optimizer state and random generators, after the load and after every further step."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    resumed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path), 5, ())
+    assert resumed == [{step: rank[step] for step in (3, 4, 5)} for rank in undisturbed]
+
+
+def test_a_run_that_was_never_saved_starts_at_step_0(tiny_model_dir, tmp_path):
+    (tmp_path / "step_000007.tmp").mkdir()  # a kill during the first save
+    with mesh_of_one() as mesh:
+        assert Checkpoints(tmp_path / "absent").resume(*load(mesh, tiny_model_dir)) == 0
+        assert Checkpoints(tmp_path).resume(*load(mesh, tiny_model_dir)) == 0
+
+
+def whole_state(ranks, model: str, folder: str) -> tuple[int, dict[str, bytes]]:
+    policy, optimizer = load(ranks.mesh, model)
+    step = Checkpoints(Path(folder)).resume(policy, optimizer)
+    whole = {name: p.detach() for name, p in policy.hf_parameters()}
+    for name, p in policy.hf_parameters():
+        whole |= {f"{name} {key}": value for key, value in optimizer.state[p].items()}
+    return step, {n: (t.full_tensor() if isinstance(t, DTensor) else t).numpy().tobytes() for n, t in whole.items()}
+
+
+def test_another_world_size_loads_the_same_state(tiny_model_dir, saved):
+    states = [state for size in (1, 2, 3) for state in run_ranks(size, whole_state, str(tiny_model_dir), str(saved))]
+    assert len(states) == 6 and all(state == states[0] for state in states)
+    assert states[0][0] == 3
+
+
+def test_the_optimizers_settings_are_those_of_the_config_not_of_the_checkpoint(tiny_model_dir, saved):
+    with mesh_of_one() as mesh:
+        policy, _ = load(mesh, tiny_model_dir)
+        optimizer = build_optimizer(policy, OptimConfig(weight_decay=0.3))
+        Checkpoints(saved).resume(policy, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_a_checkpoint_of_another_model_is_one_line(saved, tmp_path):
+    other = build_tiny_model(tmp_path, tied=False)
+    with (
+        mesh_of_one() as mesh,
+        pytest.raises(UserError, match=r"step_000003: cannot be loaded; are model\.path") as error,
+    ):
+        Checkpoints(saved).resume(*load(mesh, other))
+    assert "\n" not in str(error.value)
+
+
+def test_resume_false_refuses_to_touch_an_existing_run(tiny_model_dir, saved, tmp_path):
+    with mesh_of_one() as mesh:
+        policy, optimizer = load(mesh, tiny_model_dir)
+        with pytest.raises(UserError, match=r"run\.resume is False"):
+            Checkpoints(saved).resume(policy, optimizer, allow=False)
+        assert Checkpoints(tmp_path).resume(policy, optimizer, allow=False) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ broken folders
+
+
+def flip_tensor_bytes(folder: Path) -> None:
+    """Four bytes in the middle of the largest file, which is tensor data."""
+    file = max(folder.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    for i in range(len(data) // 2, len(data) // 2 + 4):
+        data[i] ^= 0xFF
+    file.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+# name -> (damage to a checkpoint folder, words of the logged reason)
+DAMAGES = {
+    "flipped bytes": (flip_tensor_bytes, "has size and checksum"),
+    "truncated shard": (lambda f: truncate(f / "__0_0.distcp"), "__0_0.distcp has size and checksum"),
+    "missing shard": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "missing metadata": (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
+    "missing random states": (lambda f: (f / "random_states.pt").unlink(), "random_states.pt is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "no readable manifest"),
+    "truncated manifest": (lambda f: truncate(f / MANIFEST), "no readable manifest"),
+    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[]"), "no readable manifest"),
+    "manifest is binary": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "no readable manifest"),
+    "manifest of another step": (lambda f: shutil.copy(f.parent / "step_000001" / MANIFEST, f), "no readable manifest"),
+}  # fmt: skip
+
+
+def resume_each(ranks, model: str, folders: list[str]) -> list[tuple[int | str, str, list[str]]]:
+    """Per folder: the step (or the error), the digest, and what was logged."""
+    policy, optimizer = load(ranks.mesh, model)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("arpo").addHandler(handler)
+    results = []
+    for folder in folders:
+        records.clear()
+        step: int | str
+        try:
+            step = Checkpoints(Path(folder)).resume(policy, optimizer)
+        except UserError as error:
+            step = str(error)
+        results.append((step, digest(policy, optimizer), list(records)))
+    return results
+
+
+@pytest.fixture(scope="module")
+def damaged(tiny_model_dir, saved, tmp_path_factory):
+    """name -> ([rank] -> (step, digest, log), folder)"""
+    root = tmp_path_factory.mktemp("damaged")
+    for name, (damage, _) in DAMAGES.items():
+        shutil.copytree(saved, root / name)
+        damage(root / name / "step_000003")
+    shutil.copytree(saved, root / "two broken")
+    for step in (2, 3):
+        flip_tensor_bytes(root / "two broken" / f"step_00000{step}")
+    shutil.copytree(saved, root / "all broken")
+    for step in (1, 2, 3):
+        flip_tensor_bytes(root / "all broken" / f"step_00000{step}")
+    shutil.copytree(saved, root / "no pointer")
+    (root / "no pointer" / "latest").write_text("step_000999\n")
+    names = sorted(path.name for path in root.iterdir())
+    per_rank = run_ranks(2, resume_each, str(tiny_model_dir), [str(root / name) for name in names])
+    return {name: ([rank[i] for rank in per_rank], root / name) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_broken_checkpoint_is_named_set_aside_and_the_one_before_is_loaded(damaged, undisturbed, name):
+    ranks, folder = damaged[name]
+    assert [(step, sha) for step, sha, _ in ranks] == [(2, rank[2]) for rank in undisturbed]
+    [line] = ranks[0][2]  # only rank 0 speaks
+    assert f"{folder}/step_000003 is skipped: " in line and DAMAGES[name][1] in line
+    assert ranks[1][2] == []
+    assert (folder / "step_000003.broken").is_dir() and not (folder / "step_000003").exists()
+
+
+def test_two_broken_ones_in_a_row_are_both_skipped(damaged, undisturbed):
+    ranks, _ = damaged["two broken"]
+    assert [(step, sha) for step, sha, _ in ranks] == [(1, rank[1]) for rank in undisturbed]
+    assert len(ranks[0][2]) == 2
+
+
+def test_a_run_whose_checkpoints_are_all_broken_stops_instead_of_starting_over(damaged):
+    ranks, folder = damaged["all broken"]
+    for step, _, _ in ranks:
+        assert "step_000003: " in step and "no other checkpoint is intact" in step
+    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000001", "step_000002", "step_000003"]
+
+
+def test_a_wrong_pointer_misleads_nobody(damaged, undisturbed):
+    ranks, _ = damaged["no pointer"]
+    assert [(step, sha) for step, sha, _ in ranks] == [(3, rank[3]) for rank in undisturbed]
+
+
+# ---------------------------------------------------------------------------------------------------------- the saving
+
+
+def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tmp_path):
+    with mesh_of_one() as mesh:
+        policy, optimizer = load(mesh, tiny_model_dir)
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        (tmp_path / "step_000001.tmp").mkdir(parents=True)
+        (tmp_path / "step_000001.tmp" / "half").write_text("")
+        (tmp_path / "step_000002.broken").mkdir()
+        for step in (9, 10, 11):
+            assert checkpoints.save(step, policy, optimizer) == tmp_path / f"step_{step:06d}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000010", "step_000011"]
+    assert (tmp_path / "latest").read_text() == "step_000011\n"
+    assert verify(tmp_path / "step_000010") is None and verify(tmp_path / "step_000011") is None
+
+
+def test_fewer_than_two_checkpoints_are_refused(tmp_path):
+    with pytest.raises(UserError, match="keep_checkpoints=1"):
+        Checkpoints(tmp_path, keep=1)
+
+
+def test_too_little_space_is_one_line_before_anything_is_written(tiny_model_dir, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 1000))
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"a checkpoint needs 0\.0 GiB.*make space"):
+        Checkpoints(tmp_path).save(1, *load(mesh, tiny_model_dir))
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_with_a_limit_on_rank_1(ranks, model: str, folder: str) -> str:
+    policy, optimizer = load(ranks.mesh, model)
+    checkpoints = Checkpoints(Path(folder))
+    checkpoints.resume(policy, optimizer)
+    if ranks.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        checkpoints.save(4, policy, optimizer)
+    except UserError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_cannot_write_stops_all_ranks_and_harms_no_other_checkpoint(tiny_model_dir, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    errors = run_ranks(2, save_with_a_limit_on_rank_1, str(tiny_model_dir), str(tmp_path))
+    assert errors[0] == errors[1] and "cannot write the checkpoint (rank 1: " in errors[0] and "\n" not in errors[0]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.suffix) == [
+        "latest", "step_000001", "step_000002", "step_000003"]  # fmt: skip
+    assert verify(tmp_path / "step_000003") is None
+
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+
+
+def save_and_die(ranks, model: str, folder: str, victim: int, event: int) -> int:
+    """Train from step 3 to 4 and save; the victim is killed just before its event-th file operation of the save.
+
+    Returns the number of file operations, if it survives them.
+    """
+    policy, optimizer = load(ranks.mesh, model)
+    checkpoints = Checkpoints(Path(folder), keep=2)  # so that this save also prunes steps 1 and 2
+    assert checkpoints.resume(policy, optimizer) == 3
+    train_step(policy, optimizer)
+    count = 0
+
+    def kill(name: str, args: tuple) -> None:
+        nonlocal count
+        if name in FILE_EVENTS and str(args[0]).startswith(folder):
+            count += 1
+            if count == event and ranks.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    checkpoints.save(4, policy, optimizer)
+    return count
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_third_file_operation_of_a_save_loses_at_most_that_save(
+    tiny_model_dir, saved, undisturbed, tmp_path
+):
+    shutil.copytree(saved, tmp_path / "whole")
+    counts = run_ranks(2, save_and_die, str(tiny_model_dir), str(tmp_path / "whole"), -1, 0)
+    assert sorted(p.name for p in (tmp_path / "whole").glob("step_*")) == ["step_000003", "step_000004"]
+    points = [(0, event) for event in range(2, counts[0] + 1, 3)] + [(1, counts[1])]
+    folders = []
+    for victim, event in points:
+        folder = tmp_path / f"{victim} {event}"
+        shutil.copytree(saved, folder)
+        context = start_ranks(2, save_and_die, str(tiny_model_dir), str(folder), victim, event, folder=str(tmp_path))
+        with pytest.raises(Exception, match="SIGKILL"):
+            while not context.join():
+                pass
+        assert verify(folder / "step_000003") is None, "the one before must survive"
+        folders.append(folder)
+
+    per_rank = run_ranks(2, resume_each, str(tiny_model_dir), [str(folder) for folder in folders])
+    outcomes = set()
+    for folder, first, second in zip(folders, *per_rank, strict=True):
+        for rank, (step, sha, _) in enumerate((first, second)):
+            assert step == first[0] and sha == undisturbed[rank][step], folder.name
+        outcomes.add(first[0])
+    assert outcomes == {3, 4}, "some kills must come before the rename, and some after"
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_of_a_save_lose_at_most_that_save(tiny_model_dir, saved, undisturbed, tmp_path):
+    """In the middle of writes too, where no file operation begins."""
+    rng = random.Random(0)
+    folders = []
+    for i in range(6):
+        folder = tmp_path / f"save {i}"  # a rank that outlives its save leaves its value in tmp_path, by its number
+        shutil.copytree(saved, folder)
+        delay_s = rng.uniform(0.0, 0.15)
+        context = start_ranks(
+            2, save_until_killed, str(tiny_model_dir), str(folder), i % 2, delay_s, folder=str(tmp_path)
+        )
+        with contextlib.suppress(Exception):
+            while not context.join():
+                pass
+        folders.append(folder)
+    per_rank = run_ranks(2, resume_each, str(tiny_model_dir), [str(folder) for folder in folders])
+    for folder, *ranks in zip(folders, *per_rank, strict=True):
+        for rank, (step, sha, _) in enumerate(ranks):
+            assert step in (3, 4) and sha == undisturbed[rank][step], folder.name
+
+
+def save_until_killed(ranks, model: str, folder: str, victim: int, delay_s: float) -> None:
+    policy, optimizer = load(ranks.mesh, model)
+    checkpoints = Checkpoints(Path(folder), keep=2)
+    checkpoints.resume(policy, optimizer)
+    train_step(policy, optimizer)
+    if ranks.rank == victim:
+        signal.setitimer(signal.ITIMER_REAL, max(delay_s, 1e-3))  # no handler: SIGALRM ends the process at once
+    checkpoints.save(4, policy, optimizer)
+
+
+# ---------------------------------------------------------------------------------------------------------- the export
+
+
+def hf_logits(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.arange(40, 60)[None], use_cache=False).logits[0]
+
+
+def export_after_resume(ranks, model: str, folder: str, out: str) -> None:
+    policy, optimizer = load(ranks.mesh, model)
+    Checkpoints(Path(folder)).resume(policy, optimizer)
+    for _ in range(2):  # the second replaces the first, as a run's next export replaces what the link points to
+        export_hf(policy, Path(out) / "hf", source=model, link=Path(out) / "newest")
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model_dir, saved, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    run_ranks(2, export_after_resume, str(tiny_model_dir), str(saved), str(folder))
+    return folder
+
+
+def test_the_export_of_two_ranks_has_the_trained_weights(tiny_model_dir, saved, exported):
+    from safetensors.torch import load_file
+
+    with mesh_of_one() as mesh:
+        policy, optimizer = load(mesh, tiny_model_dir)
+        Checkpoints(saved).resume(policy, optimizer)
+        expected = {name: p.full_tensor() for name, p in policy.hf_parameters()}
+    weights = load_file(exported / "hf" / "model.safetensors")
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in weights)
+    assert not torch.equal(hf_logits(exported / "hf"), hf_logits(tiny_model_dir))
+
+
+def test_the_export_has_everything_that_the_source_has_and_a_link(tiny_model_dir, exported):
+    from transformers import AutoTokenizer
+
+    assert {p.name for p in tiny_model_dir.iterdir()} <= {p.name for p in (exported / "hf").iterdir()}
+    assert sorted(p.name for p in exported.iterdir()) == ["hf", "newest"]
+    assert (exported / "newest").is_symlink() and (exported / "newest").resolve() == (exported / "hf").resolve()
+    text = [{"role": "user", "content": "who wrote the book? <search>"}]
+    source, export = (AutoTokenizer.from_pretrained(f) for f in (tiny_model_dir, exported / "newest"))
+    assert source.apply_chat_template(text) == export.apply_chat_template(text)
+
+
+def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, exported, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "arpo.checkpoint",
+        "export",
+        saved / "step_000003",
+        tmp_path / "out",
+        "--model",
+        tiny_model_dir,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'out'}\n", "")
+    assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(exported / "hf"))
+
+
+def test_an_export_overwrites_nothing(tiny_model_dir, saved, tmp_path):
+    with pytest.raises(UserError, match="exists already"):
+        export_checkpoint(saved / "step_000003", tmp_path, model=str(tiny_model_dir))
+
+
+def test_a_broken_checkpoint_is_not_exported(tiny_model_dir, saved, tmp_path):
+    shutil.copytree(saved / "step_000003", tmp_path / "step_000003")
+    flip_tensor_bytes(tmp_path / "step_000003")
+    with pytest.raises(UserError, match="size and checksum"):
+        export_checkpoint(tmp_path / "step_000003", tmp_path / "out", model=str(tiny_model_dir))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(saved, tmp_path):
+    other = build_tiny_model(tmp_path / "other", tied=False)
+    with pytest.raises(UserError, match=f"is {other} the model that the run") as error:
+        export_checkpoint(saved / "step_000003", tmp_path / "out", model=str(other))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["dtype", "torch_dtype"])
+def test_the_export_has_the_dtype_of_the_source(tiny_model_dir, saved, tmp_path, dtype):
+    """Published configs say torch_dtype, transformers 5 writes dtype."""
+    from safetensors.torch import load_file
+
+    source = shutil.copytree(tiny_model_dir, tmp_path / "source")
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace('"dtype": "float32"', f'"{dtype}": "bfloat16"'))
+    export_checkpoint(saved / "step_000003", tmp_path / "out", model=str(source))
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_vllm_samples_from_the_export(exported):
+    from arpo.engine import Engine, SamplingSpec
+    from arpo.options import EngineConfig
+
+    cfg = EngineConfig(
+        dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128, gpu_memory_utilization=0.2
+    )
+    engine = Engine(str(exported / "newest"), cfg, max_model_len=128, seed=0)
+    ids = list(range(40, 60))
+    engine.submit("a", ids, SamplingSpec(max_tokens=1, temperature=0.0))
+    [chunk] = engine.step()
+    engine.close()
+    logprobs = hf_logits(exported / "hf")[-1].log_softmax(-1)
+    assert chunk.token_ids == [int(logprobs.argmax())]
+    assert chunk.logprobs[0] == pytest.approx(float(logprobs.max()), abs=1e-4)

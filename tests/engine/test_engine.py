@@ -1,0 +1,439 @@
+"""The engine is a real vLLM on CPU, in float32; the reference is always the Hugging Face model's own forward pass."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model
+from safetensors.torch import load_file, save_file
+
+from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.errors import UserError
+from arpo.options import EngineConfig
+
+CFG = EngineConfig(
+    dtype="float32", kv_cache_gib=0.03, max_num_seqs=16, max_num_batched_tokens=512, gpu_memory_utilization=0.2
+)
+MAX_MODEL_LEN = 256
+END_TOKEN_IDS = (296, 298)  # <|endoftext|>, <|im_end|>
+
+
+def load_hf(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def hf(tiny_model_dir):
+    return load_hf(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_model_dir):
+    engine = Engine(str(tiny_model_dir), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine, hf):
+    """The tied model with the weights of `hf` and an empty cache."""
+    shared_engine.sync_weights(hf.named_parameters())
+    yield shared_engine
+    shared_engine.abort(list(shared_engine.running))
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """(engine, HF model) with a head of its own; the folder has no weights, so the engine's come from sync_weights."""
+    if torch.cuda.is_available():
+        pytest.skip("vLLM's sleep mode allows one engine per process on a GPU")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = build_tiny_model(tmp_path_factory.mktemp("untied"), tied=False, weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+    engine = Engine(str(folder), CFG, max_model_len=MAX_MODEL_LEN, seed=0, load_weights=False)
+    yield engine, model
+    engine.close()
+
+
+def run(engine: Engine, requests: dict[str, tuple[list[int], SamplingSpec]]) -> dict[str, Chunk]:
+    """Submit all, step until done, join each request's chunks into one."""
+    for request_id, (prompt, spec) in requests.items():
+        engine.submit(request_id, prompt, spec)
+    done: dict[str, Chunk] = {}
+    while engine.num_running:
+        for chunk in engine.step():
+            done[chunk.request_id] = join(done.get(chunk.request_id), chunk)
+    return done
+
+
+def join(before: Chunk | None, chunk: Chunk) -> Chunk:
+    if before is None:
+        return chunk
+    lists = ("token_ids", "logprobs", "entropies", "top_logprobs")
+    return replace(chunk, **{name: getattr(before, name) + getattr(chunk, name) for name in lists})
+
+
+def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """(len(response), V): the distribution that each response token was drawn from."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+
+def hf_greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        if ids[-1] in END_TOKEN_IDS:
+            break
+    return ids[len(prompt) :]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(20, 300) for _ in range(length)]
+
+
+def assert_matches(chunk: Chunk, logprobs: torch.Tensor) -> None:
+    expected = logprobs.gather(-1, torch.tensor(chunk.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(chunk.logprobs), expected, atol=1e-4, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------- what is reported
+
+
+def test_logprobs_and_entropies_are_those_of_the_hf_model_while_requests_come_and_go(engine, hf):
+    # given two requests of different lengths, and a third that joins while they decode
+    spec = SamplingSpec(max_tokens=6, num_entropy_tokens=-1, seed=1)
+    early = {"short": (prompt_of(3), spec), "long": (prompt_of(70, 1), replace(spec, max_tokens=20, seed=2))}
+    late = {"late": (prompt_of(40, 2), replace(spec, max_tokens=9, seed=3))}
+
+    # when
+    done: dict[str, Chunk] = {}
+    for request_id, (prompt, request_spec) in early.items():
+        engine.submit(request_id, prompt, request_spec)
+    for _ in range(3):
+        for chunk in engine.step():
+            done[chunk.request_id] = join(done.get(chunk.request_id), chunk)
+    for request_id, chunk in run(engine, late).items():
+        done[request_id] = join(done.get(request_id), chunk)
+
+    # then
+    for request_id, (prompt, request_spec) in (early | late).items():
+        chunk = done[request_id]
+        logprobs = hf_logprobs(hf, prompt, chunk.token_ids)
+        assert_matches(chunk, logprobs)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        torch.testing.assert_close(torch.tensor(chunk.entropies), entropies, atol=1e-4, rtol=0)
+        assert chunk.finish == "eos" or len(chunk.token_ids) == request_spec.max_tokens
+
+
+def test_logprobs_are_of_the_tempered_policy_but_entropies_are_at_temperature_one(engine, hf):
+    prompt = prompt_of(10)
+    for temperature in (0.6, 1.7):
+        spec = SamplingSpec(max_tokens=8, temperature=temperature, num_entropy_tokens=-1, seed=4)
+        chunk = run(engine, {"a": (prompt, spec)})["a"]
+        assert_matches(chunk, hf_logprobs(hf, prompt, chunk.token_ids, temperature))
+        logprobs = hf_logprobs(hf, prompt, chunk.token_ids)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        torch.testing.assert_close(torch.tensor(chunk.entropies), entropies, atol=1e-4, rtol=0)
+
+
+def test_top_p_narrows_what_is_sampled_but_not_what_is_reported(engine, hf):
+    prompt = prompt_of(10)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=20, top_p=0.01, num_entropy_tokens=-1, seed=4))})["a"]
+    logprobs = hf_logprobs(hf, prompt, chunk.token_ids)
+    assert chunk.token_ids == logprobs.argmax(-1).tolist()  # the nucleus is the likeliest token alone
+    assert_matches(chunk, logprobs)
+
+
+def test_greedy_tokens_carry_the_logprobs_of_temperature_one(engine, hf):
+    chunk = run(engine, {"a": (prompt_of(10), SamplingSpec(max_tokens=8, temperature=0.0))})["a"]
+    assert chunk.token_ids == hf_greedy(hf, prompt_of(10), 8)
+    assert_matches(chunk, hf_logprobs(hf, prompt_of(10), chunk.token_ids))
+
+
+def test_entropies_and_top_logprobs_cover_only_the_tokens_asked_for(engine, hf):
+    prompt = prompt_of(12)
+    asked = SamplingSpec(max_tokens=7, num_entropy_tokens=3, num_top_logprobs=5, seed=0)
+    done = run(engine, {"asked": (prompt, asked), "plain": (prompt, SamplingSpec(max_tokens=7, seed=9))})
+    assert (len(done["asked"].entropies), len(done["asked"].top_logprobs)) == (3, 3)
+    expected = hf_logprobs(hf, prompt, done["asked"].token_ids)[:3].topk(5).values
+    torch.testing.assert_close(torch.tensor(done["asked"].top_logprobs), expected, atol=1e-4, rtol=0)
+    assert_matches(done["plain"], hf_logprobs(hf, prompt, done["plain"].token_ids))
+    assert done["plain"].entropies == done["plain"].top_logprobs == []
+
+
+def test_stats_count_generated_prefilled_and_cached_tokens(engine):
+    before = replace(engine.stats)
+    chunk = run(engine, {"a": (prompt_of(64), SamplingSpec(max_tokens=4, temperature=0.0))})["a"]
+    run(engine, {"b": (prompt_of(64) + chunk.token_ids, SamplingSpec(max_tokens=1, temperature=0.0))})
+    assert engine.stats.generated_tokens - before.generated_tokens == len(chunk.token_ids) + 1
+    assert engine.stats.cached_tokens - before.cached_tokens == 64
+    assert engine.stats.prefilled_tokens - before.prefilled_tokens == 64 + len(chunk.token_ids)
+
+
+# ------------------------------------------------------------------------------------------- how requests end
+
+
+def script(model, successors: list[int]) -> None:
+    """Set the weights so that greedy decoding walks along `successors`: no layer adds anything, and the head's row for
+    a token is the embedding of the token before it."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        for token, successor in itertools.pairwise(successors):
+            embedding = model.model.embed_tokens.weight[token]
+            model.lm_head.weight[successor] = embedding / embedding.norm()
+
+
+@pytest.fixture
+def scripted(untied):
+    """(engine, say): `say(token_ids)` makes greedy decoding continue the first token with the others."""
+    engine, model = untied
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def say(token_ids: list[int]) -> None:
+        assert len(set(token_ids)) == len(token_ids), "a token has one successor"
+        script(model, token_ids)
+        engine.sync_weights(model.named_parameters())
+
+    yield engine, say
+    engine.abort(list(engine.running))
+    model.load_state_dict(kept)
+
+
+def test_a_stop_string_ends_the_request_with_its_closing_tag(scripted, tokenizer):
+    engine, say = scripted
+    ids = tokenizer("w<python>prit(1+2)</python>o<search>", add_special_tokens=False).input_ids
+    say(ids)
+    spec = SamplingSpec(max_tokens=50, temperature=0.0, stop=("</search>", "</python>"))
+    chunk = run(engine, {"a": (ids[:1], spec)})["a"]
+    assert (chunk.finish, chunk.stop_string) == ("stop", "</python>")
+    assert tokenizer.decode(chunk.token_ids) == "<python>prit(1+2)</python>"
+    assert len(chunk.logprobs) == len(chunk.token_ids)
+
+
+def test_a_stop_string_may_be_spread_over_several_tokens(scripted, tokenizer):
+    engine, say = scripted
+    ids = tokenizer("w1+2=k;z", add_special_tokens=False).input_ids
+    say(ids)
+    chunk = run(engine, {"a": (ids[:1], SamplingSpec(max_tokens=50, temperature=0.0, stop=("2=k;",)))})["a"]
+    assert (chunk.finish, chunk.stop_string, tokenizer.decode(chunk.token_ids)) == ("stop", "2=k;", "1+2=k;")
+
+
+def test_the_tokenizers_end_token_and_those_of_the_generation_config_are_eos(scripted, tokenizer):
+    engine, say = scripted
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id} == set(END_TOKEN_IDS)
+    for end in END_TOKEN_IDS:
+        ids = [*tokenizer("wo", add_special_tokens=False).input_ids, end]
+        say(ids)
+        spec = SamplingSpec(max_tokens=50, temperature=0.0, stop=("</python>",))
+        chunk = run(engine, {"a": (ids[:1], spec)})["a"]
+        assert (chunk.finish, chunk.stop_string, chunk.token_ids) == ("eos", None, ids[1:])
+
+
+def test_the_token_budget_ends_a_request_as_length(engine):
+    chunk = run(engine, {"a": (prompt_of(5), SamplingSpec(max_tokens=3, temperature=0.0))})["a"]
+    assert (chunk.finish, len(chunk.token_ids)) == ("length", 3)
+
+
+def test_an_aborted_request_yields_nothing_more_and_the_others_go_on(engine):
+    spec = SamplingSpec(max_tokens=30, temperature=0.0)
+    for request_id in ("kept", "dropped"):
+        engine.submit(request_id, prompt_of(5), spec)
+    engine.step()
+    engine.abort(["dropped", "never heard of"])
+    assert engine.num_running == 1
+    rest = [engine.step() for _ in range(5)]
+    assert {c.request_id for chunks in rest for c in chunks} == {"kept"}
+
+
+def test_a_continuation_finds_its_prompt_in_the_prefix_cache(engine):
+    prompt = prompt_of(100)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=40, temperature=0.0))})["a"]
+    assert chunk.num_cached_tokens == 0
+    seen = prompt + chunk.token_ids
+    chunk = run(engine, {"b": (seen + prompt_of(5, 3), SamplingSpec(max_tokens=2, temperature=0.0))})["b"]
+    assert len(seen) - 32 <= chunk.num_cached_tokens <= len(seen)
+
+
+# ------------------------------------------------------------------------------------------- randomness
+
+
+def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine):
+    spec = SamplingSpec(max_tokens=20, seed=11)
+    alone = run(engine, {"a": (prompt_of(9), spec)})["a"]
+    crowd = {f"r{i}": (prompt_of(5 + i, i), SamplingSpec(max_tokens=10 + i, seed=i)) for i in range(6)}
+    engine.reset_prefix_cache()
+    together = run(engine, {**crowd, "a": (prompt_of(9), spec)})["a"]
+    assert together.token_ids == alone.token_ids
+    assert run(engine, {"a": (prompt_of(9), replace(spec, seed=12))})["a"].token_ids != alone.token_ids
+
+
+def test_sampling_leaves_the_callers_random_generators_alone(engine):
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+    first = run(engine, {"a": (prompt_of(9), SamplingSpec(max_tokens=20))})["a"]
+    assert before[0] == random.getstate() and before[1] == np.random.get_state()[1].tolist()
+    assert torch.equal(before[2], torch.get_rng_state())
+    second = run(engine, {"a": (prompt_of(9), SamplingSpec(max_tokens=20))})["a"]
+    assert first.token_ids != second.token_ids  # its own generator moves on
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_leaves_nothing_behind(engine):
+    with pytest.raises(AssertionError, match="no room"):
+        engine.submit("a", prompt_of(MAX_MODEL_LEN), SamplingSpec(max_tokens=1))
+    assert engine.num_running == 0
+
+
+def test_a_request_ends_as_length_where_the_context_ends(engine):
+    prompt = prompt_of(MAX_MODEL_LEN - 3)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=50, temperature=0.0))})["a"]
+    assert (chunk.finish, len(chunk.token_ids)) == ("length", 3)
+
+
+def test_requests_of_two_temperatures_do_not_fly_together(engine):
+    engine.submit("a", prompt_of(5), SamplingSpec(max_tokens=5))
+    with pytest.raises(AssertionError, match="temperature"):
+        engine.submit("b", prompt_of(5), SamplingSpec(max_tokens=5, temperature=0.5))
+
+
+# ------------------------------------------------------------------------------------------- weights
+
+
+def perturbed(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.1)
+    return model
+
+
+def assert_samples_like(engine: Engine, model) -> None:
+    prompts = {f"p{i}": prompt_of(4 + 3 * i, i) for i in range(5)}
+    done = run(engine, {k: (p, SamplingSpec(max_tokens=12, temperature=0.0)) for k, p in prompts.items()})
+    for request_id, prompt in prompts.items():
+        assert done[request_id].token_ids == hf_greedy(model, prompt, 12)
+        assert_matches(done[request_id], hf_logprobs(model, prompt, done[request_id].token_ids))
+
+
+def test_after_a_sync_a_tied_model_samples_from_the_new_weights(engine, hf, tiny_model_dir):
+    assert_samples_like(engine, hf)
+    new = perturbed(load_hf(tiny_model_dir))
+    engine.sync_weights(new.named_parameters())
+    assert_samples_like(engine, new)
+
+
+def test_an_engine_without_weights_gets_them_from_the_first_sync_and_again_from_the_next(untied):
+    engine, model = untied
+    for _ in range(2):
+        engine.sync_weights(model.named_parameters())
+        assert_samples_like(engine, model)
+        perturbed(model)
+
+
+def test_a_sync_that_misses_a_parameter_fails_instead_of_keeping_the_old_one(engine, hf):
+    incomplete = [(name, p) for name, p in hf.named_parameters() if "layers.1.mlp.up_proj" not in name]
+    with pytest.raises(AssertionError, match=r"layers\.1\.mlp\.up_proj"):
+        engine.sync_weights(incomplete)
+
+
+def test_no_sync_while_requests_run(engine, hf):
+    engine.submit("a", prompt_of(5), SamplingSpec(max_tokens=5))
+    with pytest.raises(AssertionError, match="requests run"):
+        engine.sync_weights(hf.named_parameters())
+
+
+def test_after_sleep_and_wake_up_a_sync_makes_it_sample_again(engine, hf):
+    free_awake = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    engine.sleep()
+    if torch.cuda.is_available():
+        assert torch.cuda.mem_get_info()[0] - free_awake > 2**30, "the KV cache is still there"
+    engine.wake_up()
+    engine.sync_weights(hf.named_parameters())
+    assert_samples_like(engine, hf)
+
+
+@pytest.mark.slow
+def test_two_ranks_sync_from_fsdp2_shards_without_a_word_on_the_terminal(tiny_model_dir):
+    script = Path(__file__).parents[1] / "helpers" / "engine_ranks.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent.parent)}
+    done = subprocess.run(
+        [*torchrun, script, tiny_model_dir], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split()) == ["rank0:ok", "rank1:ok"]
+    assert done.stderr == ""
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_folder_without_weights_is_a_user_error_in_one_line(tmp_path):
+    folder = build_tiny_model(tmp_path, weights=False)
+    with pytest.raises(UserError, match=r"no weights \(\*\.safetensors\)") as caught:
+        Engine(str(folder), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def edit_weights(folder: Path, edit) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+FIXES = {
+    "unknown_architecture": "Transformers does not recognize this architecture",
+    "truncated_weights": "not a valid safetensors file",
+    "missing_parameter": "model.layers.1.mlp.up_proj.weight is missing",
+    "wrong_shape": r"model.norm.weight has shape \(5,\), the config says \(64,\)",
+    "kv_cache_too_small": "engine.kv_cache_gib",
+}
+
+
+@pytest.mark.parametrize("damage", FIXES)
+def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, capfd):
+    folder, cfg = build_tiny_model(tmp_path), CFG
+    if damage == "unknown_architecture":
+        config = folder / "config.json"
+        config.write_text(
+            config.read_text().replace("Qwen3ForCausalLM", "NobodyForCausalLM").replace("qwen3", "nobody")
+        )
+    elif damage == "truncated_weights":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "missing_parameter":
+        edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    elif damage == "wrong_shape":
+        edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+    elif torch.cuda.is_available():
+        pytest.skip("kv_cache_gib is the CPU's")
+    else:
+        cfg = replace(CFG, kv_cache_gib=1e-5)
+    capfd.readouterr()
+    with pytest.raises(UserError, match=FIXES[damage]) as caught:
+        Engine(str(folder), cfg, max_model_len=MAX_MODEL_LEN, seed=0)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")

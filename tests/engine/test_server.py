@@ -1,0 +1,330 @@
+"""The rollout against an OpenAI-compatible server: a scripted one on loopback, and a real `vllm serve` process.
+
+The scripted one plays tests/fakes.py's ScriptedEngine through HTTP, as vLLM's server would, or as one that knows
+nothing of token ids and stop reasons. The real one must sample what our own engine samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+from aiohttp import web
+from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.web_service import WebService, half_an_answer, never, resets, says
+from test_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
+
+from arpo.engine import Engine, SamplingSpec
+from arpo.engine.server_engine import ServerEngine, left_open
+from arpo.errors import UserError
+from arpo.evals.judge import Judge, JudgeTask
+from arpo.evals.options import JudgeConfig
+from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Prompt, StopReason
+
+KEY = "sk-policy-0123456789"
+
+
+class ScriptedServer(WebService):
+    """Answers completions with the script's turn for the results that stand in the prompt. `plain`: without vLLM's
+    fields, the stop string cut off."""
+
+    def __init__(self, script, *, plain: bool = False, max_model_len: int | None = 700):
+        super().__init__(plan=[self.answer])
+        self.script, self.plain, self.max_model_len = script, plain, max_model_len
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.path.endswith("/models"):
+            room = {} if self.plain else {"max_model_len": self.max_model_len}
+            return web.json_response({"object": "list", "data": [{"id": "tiny", **room}]})
+        assert request.path == "/v1/completions", request.path
+        body = json.loads(self.requests[-1].body if self.num_running == 1 else await request.read())
+        return web.json_response({"choices": [self.choice(body)]})
+
+    def choice(self, body: dict) -> dict:
+        turn = CODEC.decode(body["prompt"]).count("<result>\n")  # the system prompt speaks of <result> too
+        engine = ScriptedEngine(TOKENIZER, lambda *_: self.script("", "", turn), tokens_per_step=10**6)
+        engine.submit("p|0|0", body["prompt"], SamplingSpec(body["max_tokens"], stop=tuple(body.get("stop", ()))))
+        [chunk] = engine.step()
+        text = TOKENIZER.decode(chunk.token_ids, skip_special_tokens=True)
+        finish = "length" if chunk.finish == "length" else "stop"
+        if self.plain:
+            return {"text": text.removesuffix(chunk.stop_string or ""), "finish_reason": finish}
+        ids = {"token_ids": chunk.token_ids, "stop_reason": chunk.stop_string}
+        return {"text": text, "finish_reason": finish, **ids}
+
+
+def connect(url: str, *, model: str = "", max_model_len: int = 650, codec: Codec = CODEC, deadline_s: float = 20.0):
+    base = url.removesuffix("/retrieve")
+    return ServerEngine(base, model, codec, max_model_len=max_model_len, max_concurrent=4, deadline_s=deadline_s)
+
+
+def play_on(engine, *, prompts=None, cfg=SHORT, tools=None):
+    runner = ToolRunner({t.tag: t for t in tools or [EchoTool("search", "found"), EchoTool("python", "2")]})
+    try:
+        return rollout(prompts or [prompt()], engine, runner, CODEC, cfg, NO_BRANCHES, seed=0, max_at_once=8)
+    finally:
+        runner.close()
+
+
+@pytest.fixture(params=["vllm", "plain"])
+def server(request):
+    with ScriptedServer(call_then_answer, plain=request.param == "plain") as running:
+        yield running
+
+
+def test_a_server_gives_the_trajectories_of_the_engine(server):
+    """With and without token ids and stop reasons in its answers."""
+    engine = connect(server.url)
+    groups = play_on(engine, prompts=[prompt("a"), prompt("b"), prompt("c")])
+    engine.close()
+    expected = play_on(ScriptedEngine(TOKENIZER, call_then_answer), prompts=[prompt("a")])[0].trajectories[0]
+    for t in (t for group in groups for t in group.trajectories):
+        assert (t.token_ids, t.loss_mask, t.text) == (expected.token_ids, expected.loss_mask, expected.text)
+        assert t.stop_reason == StopReason.EOS and [call.result for call in t.tool_calls] == ["found"]
+        assert all(
+            (lp != lp) == bool(m) for lp, m in zip(t.rollout_logprobs, t.loss_mask, strict=True)
+        )  # NaN = unknown
+    assert engine.num_running == 0 and server.most_running <= 4
+
+
+def test_requests_say_everything_that_decides_a_turn(server):
+    engine = connect(server.url)
+    play_on(engine, cfg=replace(SHORT, group_size=2, temperature=0.6, top_p=0.95))
+    engine.close()
+    bodies = [json.loads(r.body) for r in server.requests if r.path == "/v1/completions"][1:]
+    assert len(bodies) == 4 and len({body["seed"] for body in bodies}) == 4
+    for body in bodies:
+        assert (body["model"], body["temperature"], body["top_p"]) == ("tiny", 0.6, 0.95)
+        assert body["stop"] == ["</python>", "</search>"] and body["include_stop_str_in_output"]
+        assert body["return_token_ids"] and body["skip_special_tokens"] is False
+        assert body["prompt"][: len(prompt().token_ids)] == list(prompt().token_ids)
+        assert body["max_tokens"] == 600 - (len(body["prompt"]) - len(prompt().token_ids))
+
+
+def test_a_turn_without_room_ends_as_length(server):
+    engine = connect(server.url)
+    [group] = play_on(engine, cfg=replace(SHORT, max_response_tokens=20))
+    engine.close()
+    assert {t.stop_reason for t in group.trajectories} == {StopReason.LENGTH}
+
+
+def test_which_tag_is_left_open_decides_the_stop_string_of_a_server_that_cuts_it_off():
+    stops = ("</python>", "</search>")
+    assert left_open("<think>a</think><search> otters", stops) == "</search>"
+    assert left_open("<search>a</search> <result>b</result><python>1", stops) == "</python>"
+    assert left_open("<search>a</search>", stops) == "</search>"
+    assert left_open("<search>a</search> so it is b", stops) is None
+    assert left_open("<answer>b</answer>", stops) is None and left_open("", ()) is None
+
+
+def test_an_aborted_request_is_forgotten(server):
+    engine = connect(server.url)
+    engine.submit("a", [1, 2], SamplingSpec(max_tokens=100))
+    engine.submit("b", [1, 2], SamplingSpec(max_tokens=100))
+    engine.abort(["a", "unknown"])
+    finished = []
+    while engine.num_running:
+        finished += [chunk.request_id for chunk in engine.step() if chunk.finish]
+    engine.close()
+    assert finished == ["b"]
+
+
+# ---- what is wrong is said before anything is generated
+
+
+def test_an_unreachable_server_is_one_line_with_its_address():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+    with pytest.raises(UserError, match=rf"eval\.server: cannot reach http://127\.0\.0\.1:{port}/v1/models"):
+        connect(f"http://127.0.0.1:{port}")
+    with pytest.raises(UserError, match=r"eval\.server: 'localhost:8000' is not an address"):
+        connect("localhost:8000")
+
+
+def test_a_wrong_model_is_named_with_those_that_are_there(server):
+    with pytest.raises(UserError, match=r"eval\.server_model: .* does not serve 'big'; it has tiny"):
+        connect(server.url, model="big")
+
+
+def test_a_model_with_too_little_room_is_named():
+    with ScriptedServer(call_then_answer) as running, pytest.raises(UserError, match="has room for 700 tokens"):
+        connect(running.url, max_model_len=701)
+
+
+TWO = {"data": [{"id": "a"}, {"id": "b"}]}
+ONE = {"data": [{"id": "a"}]}
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [
+        ([says({"detail": "no"}, 404)], "answers HTTP 404; is it the base URL"),
+        ([says({"detail": "no"}, 401)], "answers HTTP 401; set POLICY_API_KEY"),
+        ([says("<html>")], "cannot reach"),
+        ([half_an_answer], "cannot reach|lists no model"),
+        ([says({"data": []})], "lists no model"),
+        ([says([1])], "lists no model"),
+        ([says(TWO)], "serves a, b; choose one"),
+        ([says(ONE), says({"error": "token ids?"}, 400)], "of no use: .*HTTP 400 .*token ids"),
+        ([says(ONE), says({"choices": []})], "no choices"),
+        ([says(ONE), says({"choices": [{"text": "x", "finish_reason": "error"}]})], "ended with 'error'"),
+        ([says(ONE), says({"choices": [{"text": "x", "finish_reason": "stop", "token_ids": "1"}]})], "list of numbers"),
+        ([says(ONE), says({}, 403)], "refuses the key in POLICY_API_KEY"),
+    ],
+)
+def test_a_server_of_no_use_is_an_error_before_anything_is_generated(plan, words, monkeypatch):
+    monkeypatch.setenv("POLICY_API_KEY", KEY)
+    with WebService(plan) as running, pytest.raises(UserError, match=words) as error:
+        connect(running.url)
+    assert KEY not in str(error.value) and "\n" not in str(error.value)
+    assert len(running.requests) <= 5
+
+
+def test_the_key_goes_with_every_request_and_into_no_message(server, monkeypatch):
+    monkeypatch.setenv("POLICY_API_KEY", KEY)
+    engine = connect(server.url)
+    play_on(engine)
+    assert {r.headers["Authorization"] for r in server.requests} == {f"Bearer {KEY}"}
+    server.then(says({"error": f"bad key {KEY}"}, 400))
+    with pytest.raises(UserError, match="HTTP 400") as error:
+        play_on(engine)
+    engine.close()
+    assert KEY not in str(error.value)
+
+
+def test_a_server_that_hiccups_is_asked_again():
+    with ScriptedServer(call_then_answer) as running:
+        engine = connect(running.url)
+        running.then(resets, says("busy", 503), half_an_answer, running.answer)
+        [group] = play_on(engine)
+        engine.close()
+    assert all(t.text.endswith(ANSWER) and CALL in t.text for t in group.trajectories)
+
+
+def test_a_server_that_dies_ends_the_run_and_says_that_nothing_is_lost():
+    with ScriptedServer(call_then_answer) as running:
+        engine = connect(running.url, deadline_s=0.5)
+        running.then(never)
+        with pytest.raises(
+            UserError, match="what is finished is saved; start the server again, and repeat the command"
+        ):
+            play_on(engine)
+        engine.close()
+
+
+# ---- a real vllm serve
+
+
+@pytest.fixture(scope="module")
+def vllm_serve(tiny_model_dir, tmp_path_factory):
+    """A `vllm serve` process of the tiny model; its address."""
+    if missing := [
+        name for name in ("uvicorn", "watchfiles", "model_hosting_container_standards") if not find_spec(name)
+    ]:
+        pytest.skip(f"vLLM's server needs {', '.join(missing)}; they are pinned in requirements/cpu.txt")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("serve")
+    flags = {"model": tiny_model_dir, "host": "127.0.0.1", "port": port, "served-model-name": "tiny",
+             "dtype": "float32", "max-model-len": 500, "max-num-seqs": 16}  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 600
+        while not _answers(port):
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_vllm_serve_samples_what_our_own_engine_samples(vllm_serve, tiny_model_dir):
+    """The same seeds, prompts and tool results: token by token the same trajectories, tool calls included."""
+    from transformers import AutoTokenizer
+
+    codec = Codec(AutoTokenizer.from_pretrained(tiny_model_dir))
+    messages = [{"role": "user", "content": "who wrote the book?"}]
+    prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(4)]
+    cfg = RolloutConfig(group_size=4, max_response_tokens=300, max_result_tokens=60, answer_reserve_tokens=20)
+    branching = BranchingConfig(selector="none", num_initial_rollouts=4)
+
+    def play(engine):
+        runner = ToolRunner({"search": EchoTool("search", "the book"), "python": EchoTool("python", "42")})
+        try:
+            groups = rollout(prompts, engine, runner, codec, cfg, branching, seed=1)
+        finally:
+            runner.close()
+            engine.close()
+        return [t for group in groups for t in group.trajectories]
+
+    theirs = play(connect(vllm_serve, max_model_len=500, codec=codec, deadline_s=300))
+    engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=16)
+    ours = play(Engine(str(tiny_model_dir), engine_cfg, max_model_len=500, seed=0))
+    assert any(call.executed for t in ours for call in t.tool_calls)
+    assert {t.stop_reason for t in ours} >= {StopReason.EOS, StopReason.LENGTH}
+    for a, b in zip(theirs, ours, strict=True):
+        assert (a.token_ids, a.loss_mask, a.stop_reason) == (b.token_ids, b.loss_mask, b.stop_reason)
+
+
+@pytest.mark.slow
+def test_vllm_serve_refuses_what_it_does_not_serve(vllm_serve):
+    with pytest.raises(UserError, match="does not serve 'big'; it has tiny"):
+        connect(vllm_serve, model="big")
+    with pytest.raises(UserError, match="has room for 500 tokens"):
+        connect(vllm_serve, max_model_len=501)
+
+
+@pytest.mark.slow
+def test_vllm_serve_as_judge(vllm_serve, tmp_path, monkeypatch):
+    """A random model gives no verdict; what it said is kept, and read again without it."""
+    cfg = JudgeConfig(url=f"{vllm_serve}/v1/chat/completions", model="tiny", max_tokens=8, retries=0, timeout_s=300)
+    judge = Judge(cfg, tmp_path / "judge.sqlite")
+    with pytest.raises(UserError, match=r"^judge\.url: judge: HTTP 400 "):
+        judge.probe()  # the prompt does not fit into a context of 500 tokens
+    monkeypatch.setattr("arpo.evals.judge.PROMPT", "{question} {references} {prediction}")
+    tasks = [JudgeTask(f"who wrote book {i}?", ("42",), str(i)) for i in range(8)]
+    verdicts = judge.judge(tasks)
+    judge.close()
+    assert {verdict.status for verdict in verdicts} == {"unparsable"} and all(verdict.reply for verdict in verdicts)
+    gone = Judge(replace(cfg, url="http://127.0.0.1:9/v1"), tmp_path / "judge.sqlite")
+    assert gone.judge(tasks) == verdicts
+    gone.close()
+
+
+def test_closing_ends_what_is_in_flight():
+    with ScriptedServer(call_then_answer) as running:
+        engine = connect(running.url)
+        running.then(never)
+        engine.submit("a", [1], SamplingSpec(max_tokens=5))
+        while not running.num_running:
+            assert all(chunk.finish is None for chunk in engine.step())
+        engine.close()
+        assert engine.num_running == 0 and not engine._thread.is_alive() and not engine._tasks

@@ -1,0 +1,213 @@
+"""One engine over two ranks: real vLLM, real gloo; the reference is an engine alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model
+from helpers.fakes import EchoTool
+from helpers.ranks import run_ranks
+from test_multi_node import searching_model
+from transformers import AutoTokenizer
+
+from arpo.batch import Row, microbatches
+from arpo.engine import Engine
+from arpo.engine.team import Team, TeamToolRunner, check_split, form_team
+from arpo.errors import UserError
+from arpo.model import Policy, load_policy
+from arpo.model.optim import build_optimizer
+from arpo.options import BranchingConfig, EngineConfig, ModelConfig, OptimConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.ranks import Ranks
+from arpo.rollout import rollout
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.trajectory import Group, Prompt
+
+CFG = RolloutConfig(
+    group_size=6, max_response_tokens=160, max_tool_calls=2, max_result_tokens=40, answer_reserve_tokens=20
+)
+BRANCHING = BranchingConfig(num_initial_rollouts=4, weight=2.0, entropy_tokens=8)
+ENGINE = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=16)
+NUM_PROMPTS = 3
+CPU = torch.device("cpu")
+
+
+def echo_tools() -> dict[str, EchoTool]:
+    """Their delays are random, and so differ between ranks and runs."""
+    return {tag: EchoTool(tag, reply, jitter_s=0.05) for tag, reply in (("search", "the book"), ("python", "42"))}
+
+
+def sampled(engine: Engine, runner: ToolRunner, folder: str, step: int) -> list[Group]:
+    codec = Codec(AutoTokenizer.from_pretrained(folder))
+    messages = [{"role": "user", "content": "who wrote the book?"}]
+    token_ids = tuple(codec.render_prompt(messages))
+    prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=token_ids) for i in range(NUM_PROMPTS)]
+    return rollout(prompts, engine, runner, codec, CFG, BRANCHING, seed=1, step=step)
+
+
+def micros_of(groups: list[Group], ranks: Ranks):
+    arrays = [
+        [np.array(x) for x in (g.prompt.token_ids, t.token_ids, t.loss_mask, t.rollout_logprobs)]
+        for g in groups
+        for t in g.trajectories
+    ]
+    return microbatches([Row(*row) for row in arrays], ranks.rank, ranks.world_size, 400)
+
+
+def largest_mismatch(policy: Policy, groups: list[Group], ranks: Ranks) -> float:
+    """max |trainer's - vLLM's logprob| over this rank's share of the tokens."""
+    with torch.no_grad():
+        return max(float((policy(m)[0] - m.rollout_logprobs).abs().max()) for m in micros_of(groups, ranks))
+
+
+def two_steps_of_a_team(ranks: Ranks, folder: str) -> dict:
+    """Rollout, one optimizer step, sync, rollout, on two ranks that share an engine."""
+    team = form_team(ranks, 2, folder)
+    tools = echo_tools()
+    runner = team.tool_runner(tools)
+    model_cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False)
+    policy = load_policy(model_cfg, ranks.mesh, device=CPU)
+    optimizer = build_optimizer(policy, OptimConfig(lr=1e-3))
+    cfg = replace(ENGINE, tensor_parallel=2)
+    engine = Engine(folder, cfg, max_model_len=300, seed=team.index, load_weights=False)
+    engine.sync_weights(policy.hf_parameters())
+    first = sampled(engine, runner, folder, step=1)
+    at_first = largest_mismatch(policy, first, ranks)
+    for micro in micros_of(first, ranks):
+        (policy(micro)[0] * torch.sin(micro.targets.float())).sum().backward()
+    optimizer.step()
+    outdated = largest_mismatch(policy, first, ranks)
+    engine.sync_weights(policy.hf_parameters())
+    second = sampled(engine, runner, folder, step=2)
+    mismatches = (at_first, outdated, largest_mismatch(policy, second, ranks))
+    once = team.exchange(first, NUM_PROMPTS)
+    runner.close()
+    engine.close()
+    ran = sum(len(tool.arguments) for tool in tools.values())
+    return {"first": first, "second": second, "once": once, "mismatches": mismatches, "ran": ran}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(searching_model(tmp_path_factory.mktemp("searching")))
+
+
+@pytest.fixture(scope="module")
+def team_of_two(folder) -> list[dict]:
+    return run_ranks(2, two_steps_of_a_team, folder)
+
+
+def tokens_of(groups: list[Group]) -> list[tuple]:
+    return [(g.prompt.prompt_id, t.trajectory_id, t.token_ids, t.loss_mask) for g in groups for t in g.trajectories]
+
+
+@pytest.mark.slow
+def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
+    for step in ("first", "second"):
+        ours, theirs = ([t for g in rank[step] for t in g.trajectories] for rank in team_of_two)
+        assert len(ours) == NUM_PROMPTS * CFG.group_size and any(t.parent_id for t in ours)
+        assert [vars(t) for t in ours] == [vars(t) for t in theirs]
+
+
+@pytest.mark.slow
+def test_the_trainer_agrees_with_a_split_engine_before_and_after_an_optimizer_step(team_of_two):
+    for rank in team_of_two:
+        before, outdated, after = rank["mismatches"]
+        assert before < 1e-4 and after < 1e-4 and outdated > 1e-2, rank["mismatches"]
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
+    calls = [
+        call.executed
+        for step in ("first", "second")
+        for g in team_of_two[0][step]
+        for t in g.trajectories
+        for call in t.own_tool_calls
+    ]
+    assert sum(calls) > 10
+    assert [rank["ran"] for rank in team_of_two] == [sum(calls), 0]
+
+
+@pytest.mark.slow
+def test_a_team_counts_once_in_the_exchange(team_of_two):
+    for rank in team_of_two:
+        assert tokens_of(rank["once"]) == tokens_of(rank["first"])
+
+
+@pytest.mark.slow
+def test_a_split_engine_samples_the_trees_of_one_alone(team_of_two, folder):
+    engine, runner = Engine(folder, ENGINE, max_model_len=300, seed=0), ToolRunner(echo_tools())
+    alone = sampled(engine, runner, folder, step=1)
+    runner.close()
+    engine.close()
+    assert tokens_of(alone) == tokens_of(team_of_two[0]["first"])
+
+
+# ---------------------------------------------------------------------------------- without an engine
+
+
+def deal_out(ranks: Ranks, folder: str) -> dict:
+    """Four ranks in two teams; what each rank brings carries its number."""
+    team = form_team(ranks, 2, folder)
+    share = team.share(list(range(5)))
+    return {"share": share, "all": team.exchange([(number, ranks.rank) for number in share], 5)}
+
+
+def test_prompts_are_dealt_out_to_teams_and_come_back_in_order_from_their_first_ranks(tiny_model_dir):
+    ranks = run_ranks(4, deal_out, str(tiny_model_dir))
+    assert [rank["share"] for rank in ranks] == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
+    assert all(rank["all"] == [(0, 0), (1, 2), (2, 0), (3, 2), (4, 0)] for rank in ranks)
+
+
+def a_bug(argument: str) -> ToolResult:
+    raise ZeroDivisionError("a bug")
+
+
+def collect_a_bug(ranks: Ranks, folder: str) -> str:
+    runner = form_team(ranks, 2, folder).tool_runner({"python": EchoTool("python", a_bug)})
+    runner.start("a", "python", "1/0")
+    try:
+        return f"no error, but {runner.collect(block=True)}"
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        runner.close()
+
+
+def test_a_bug_in_a_tool_is_raised_on_every_rank_of_the_team(tiny_model_dir):
+    first, second = run_ranks(2, collect_a_bug, str(tiny_model_dir))
+    assert first == "ZeroDivisionError: a bug"
+    assert second.startswith("RuntimeError: a tool failed on the first") and second.endswith(first)
+
+
+def rank_of(world_size: int) -> Ranks:
+    return Ranks(0, world_size, CPU, mesh=None)
+
+
+def test_without_tensor_parallelism_a_rank_is_alone_and_runs_its_own_tools(tiny_model_dir):
+    team = form_team(rank_of(4), 1, str(tiny_model_dir))
+    assert team == Team(rank_of(4)) and team.is_first and team.share([0, 1, 2, 3, 4]) == [0, 4]
+    runner = team.tool_runner({})
+    runner.close()
+    assert not isinstance(runner, TeamToolRunner)
+
+
+def test_ranks_that_cannot_form_teams_are_refused(tiny_model_dir, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)  # vLLM on a CPU sets it in its own process
+    with pytest.raises(UserError, match=r"engine.tensor_parallel=2 does not divide the 3 ranks of a node; lower it"):
+        form_team(rank_of(3), 2, str(tiny_model_dir))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"engine.tensor_parallel=4 does not divide the 2 ranks of a node"):
+        form_team(rank_of(4), 4, str(tiny_model_dir))
+    with pytest.raises(ValueError, match=r"engine.tensor_parallel=0 must be at least 1"):
+        EngineConfig(tensor_parallel=0)
+
+
+def test_a_model_that_cannot_be_split_is_refused_with_the_number_that_does_not_fit(tmp_path):
+    folder = str(build_tiny_model(tmp_path, weights=False))  # 4 heads, 2 key-value heads, width 128, 384 words
+    for size in (2, 4):  # four parts share two key-value heads
+        check_split(folder, size)
+    with pytest.raises(UserError, match=r"engine.tensor_parallel=8 cannot split .* num_attention_heads=4; choose"):
+        check_split(folder, 8)

@@ -1,0 +1,157 @@
+"""The table of benchmarks: published files and small ones of the same schemas; what is wrong with a file is named."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers.eval_sets import write_sets
+
+from arpo.errors import UserError
+from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
+from arpo.evals.prompts import PROMPTS, asked_as, is_chinese
+from arpo.evals.published import PUBLISHED
+from arpo.protocol.codec import SYSTEM_PROMPT, TAGS
+from arpo.rewards.math_answer import math_accuracy
+from arpo.trajectory import Prompt
+
+PUBLISHED_SETS = Path(__file__).parents[3] / "shared" / "data" / "eval"
+ROWS = {
+    "2wiki": 200, "SimpleQA": 500, "aime24": 30, "aime25": 30, "bamboogle": 125, "gaia": 103, "gsm8k": 1319, "hle": 500,
+    "hotpotqa": 200, "math500": 500, "webwalker": 200, "xbench": 100,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return write_sets(tmp_path_factory.mktemp("sets"))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_published_file_loads_whole(name):
+    if not PUBLISHED_SETS.is_dir():
+        pytest.skip("the published evaluation files are not beside this checkout")
+    prompts = questions(name, BENCHMARKS[name], PUBLISHED_SETS)
+    assert len(prompts) == ROWS[name] and len({p.prompt_id for p in prompts}) == ROWS[name]
+    for prompt in prompts:
+        assert [m["role"] for m in prompt.messages] == ["system", "user"]
+        assert prompt.messages[0]["content"] in {kind.system_prompt for kind in PROMPTS.values()}
+        assert prompt.answers and all(answer.strip() and "####" not in answer for answer in prompt.answers)
+    if BENCHMARKS[name].grader == "math":
+        assert all(math_accuracy(p.answers[0], p.answers) == 1.0 for p in prompts[:20])
+    if BENCHMARKS[name].split:
+        assert len({p.meta["split"] for p in prompts}) > 2
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_gives_questions_answers_and_splits(name, data_dir):
+    prompts = questions(name, BENCHMARKS[name], data_dir)
+    answers = {"math": ["1"], "qa": ["Ann Lee 0", "A. Lee 0"], "deepsearch": ["Ann Lee"]}[BENCHMARKS[name].family]
+    answers = {"aime25": ["7"], "gaia": ["1"], "hle": ["D"], "xbench": ["5月1日"]}.get(name, answers)
+    assert prompts[0].answers == answers
+    assert prompts[0].meta == {"split": {"math": "Level 2", "gaia": "level 2", "hle": "Math"}.get(name, "")}
+    assert [p.prompt_id for p in prompts] == [f"{name}-000000", f"{name}-000001"]
+    assert prompts[0].data_source == name and set(prompts[0].tools) == {"python", "search"}
+    assert len(questions(name, BENCHMARKS[name], data_dir, max_questions=1)) == 1
+
+
+def test_chinese_questions_are_asked_in_chinese_and_others_as_in_training(data_dir, tmp_path):
+    (tmp_path / "webwalker").mkdir()
+    rows = [
+        {"question": "谁主持了会议", "answer": "a"},
+        {"question": "Who was 主持人 of the meeting?", "answer": "b"},
+    ]
+    (tmp_path / "webwalker" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chinese, english = [p.messages[0]["content"] for p in questions("webwalker", BENCHMARKS["webwalker"], tmp_path)]
+    assert is_chinese(chinese) and english == SYSTEM_PROMPT
+    assert questions("xbench", BENCHMARKS["xbench"], data_dir)[0].messages[0]["content"] == chinese
+    assert questions("gaia", BENCHMARKS["gaia"], data_dir)[0].messages[0]["content"] == SYSTEM_PROMPT
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_a_prompt_speaks_of_exactly_the_tools_that_it_offers(kind):
+    text, tools = PROMPTS[kind].system_prompt, PROMPTS[kind].tools
+    for tag in TAGS:
+        offered = tag in ("think", "answer") or tag in tools or (tag == "result" and tools)
+        assert (f"<{tag}>" in text and f"</{tag}>" in text) == bool(offered), tag
+    assert "\\boxed{" in text and not any(ord(c) < 32 and c != "\n" for c in text)
+    asked = asked_as(Prompt("p", [{"role": "system", "content": "x"}, {"role": "user", "content": "q"}], ["a"]), kind)
+    assert asked.tools == tools and [m["content"] for m in asked.messages] == [text, "q"]
+
+
+def test_names_families_and_all_choose_benchmarks(data_dir):
+    assert list(select(("all",), data_dir)[0]) == list(BENCHMARKS)
+    assert list(select(("math",), data_dir)[0]) == ["aime24", "aime25", "math500", "gsm8k", "math"]
+    assert list(select(("MATH",), data_dir)[0]) == ["math"]
+    assert list(select(("gaia", "gsm8k"), data_dir)[0]) == ["gsm8k", "gaia"]
+    assert select((), data_dir) == ({}, [])
+    families = [b.family for b in BENCHMARKS.values()]
+    assert len(BENCHMARKS) == 14 and set(families) == {"math", "qa", "deepsearch"}
+    assert {row.benchmark.partition(":")[0] for row in PUBLISHED} <= set(BENCHMARKS)
+
+
+def test_a_family_leaves_out_absent_sets_and_says_so_but_a_named_one_must_be_there(tmp_path):
+    write_sets(tmp_path)
+    (tmp_path / "musique" / "test.jsonl").unlink()
+    chosen, absent = select(("qa",), tmp_path)
+    assert absent == ["musique"] and "musique" not in chosen and "2wiki" in chosen
+    with pytest.raises(UserError, match=r"musique needs .*musique/test\.jsonl, which is not there"):
+        select(("qa", "musique"), tmp_path)
+    with pytest.raises(UserError, match=r"nowhere has none of aime24.*set eval\.data_dir"):
+        select(("all",), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "word, meant", [("gaai", "gaia"), ("simpleqa", "SimpleQA"), ("deep_search", "deepsearch"), ("AIME24", "aime24")]
+)
+def test_an_unknown_benchmark_is_an_error_that_suggests_the_right_one(word, meant, data_dir):
+    with pytest.raises(UserError, match=f"unknown benchmark '{word}'; did you mean '{meant}'?"):
+        select(("gaia", word), data_dir)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ('{"question": "q"}', "has no answer"),
+        ('{"answer": "a"}', "has no question"),
+        ('{"question": "q", "answer": ""}', "answer is blank"),
+        ('{"question": 3, "answer": "a"}', "the question must be text"),
+        ('{"question": "q", "ans', "not valid JSON"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_one_bad_row_of_a_published_set_is_an_error_with_file_line_and_field(line, words, tmp_path):
+    (tmp_path / "2wiki").mkdir()
+    good = '{"question": "q", "answer": "a"}\n'
+    (tmp_path / "2wiki" / "test.jsonl").write_text(good * 200 + line + "\n" + good)
+    with pytest.raises(UserError, match=rf"2wiki/test\.jsonl:201: .*{words}"):
+        questions("2wiki", BENCHMARKS["2wiki"], tmp_path)
+
+
+def test_a_solution_without_a_box_is_named(tmp_path):
+    (tmp_path / "math").mkdir()
+    row = {"problem": "p", "level": "Level 1", "solution": "so $\\boxed{3$"}
+    (tmp_path / "math" / "test.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"math/test\.jsonl:1: answer"):
+        questions("math", BENCHMARKS["math"], tmp_path)
+
+
+def test_the_entry_that_the_readme_shows_is_a_benchmark(tmp_path):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    [line] = re.findall(r'^"\w+": Benchmark\(.*\),$', readme, re.MULTILINE)
+    [(name, entry)] = eval("{" + line + "}", {"Benchmark": Benchmark}).items()
+    (tmp_path / name).mkdir()
+    row = {entry.question: "Who?", entry.answer: "Ann", entry.split: "Temporal"}
+    (tmp_path / name / "test.jsonl").write_text(json.dumps(row) + "\n")
+    [prompt] = questions(name, entry, tmp_path)
+    assert (prompt.messages[-1]["content"], prompt.answers, prompt.meta) == ("Who?", ["Ann"], {"split": "Temporal"})
+
+
+def test_a_benchmark_is_added_by_one_entry(tmp_path):
+    entry = Benchmark(
+        "qa", grader="qa", prompt="search", question="q", answer="gold", split="year", file="{name}.jsonl"
+    )
+    (tmp_path / "mine.jsonl").write_text('{"q": "Who?", "gold": ["Ann", "A."], "year": 2024, "question": "other"}\n')
+    [prompt] = questions("mine", entry, tmp_path)
+    assert prompt.messages[-1]["content"] == "Who?" and prompt.answers == ["Ann", "A."]
+    assert prompt.meta == {"split": "year 2024"} and prompt.tools == ("search",)

@@ -1,0 +1,144 @@
+"""Comparing evaluated runs: pairing, what is left out and why, and folders that hold no evaluation."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_grading import boxed
+
+from arpo.errors import UserError
+from arpo.evals.compare import compare_runs
+from arpo.evals.grading import Grade
+from arpo.evals.report import RunMeta, write_report
+
+
+def grades_of(chances: dict[str, float], n: int, *, seed: int, metric: str = "f1") -> list[Grade]:
+    """n samples of each question, right with the given chance."""
+    rng = random.Random(seed)
+    return [Grade(q, i, {}, float(rng.random() < p), metric, "") for q, p in chances.items() for i in range(n)]
+
+
+def write_run(folder: Path, judge: str = "", **grades: list[Grade]) -> Path:
+    records = {b: [boxed("1", question_id=g.question_id, sample=g.sample) for g in of] for b, of in grades.items()}
+    write_report(folder, records, grades, RunMeta(folder.name, judge=judge))
+    return folder
+
+
+def compared(*folders: Path) -> tuple[str, dict]:
+    """The text, and the numbers of the last run against the first."""
+    text = compare_runs(folders)
+    assert (folders[-1] / "compare.md").read_text() == text
+    return text, list(json.loads((folders[-1] / "compare.json").read_text()).values())[-1]
+
+
+HALF = {f"q{i:02}": float(i % 2) for i in range(40)}
+"""Every second question is easy, the others are hopeless: questions differ far more than runs."""
+
+
+def test_pairing_sees_a_difference_that_separate_intervals_hide(tmp_path):
+    better = {q: p or 0.3 for q, p in HALF.items()}
+    a = write_run(tmp_path / "a", gaia=grades_of(HALF, 4, seed=0))
+    b = write_run(tmp_path / "b", gaia=grades_of(better, 4, seed=1))
+    own = [json.loads((run / "scores.json").read_text())["gaia"] for run in (a, b)]
+    assert own[0]["accuracy_high"] > own[1]["accuracy_low"]  # they overlap
+    text, result = compared(a, b)
+    found = result["benchmarks"]["gaia"]
+    assert found["accuracy"]["difference"] == pytest.approx(own[1]["accuracy"] - own[0]["accuracy"])
+    assert 0 < found["accuracy"]["low"] < found["accuracy"]["difference"] < found["accuracy"]["high"]
+    assert found["pass@4"]["difference"] == pytest.approx(own[1]["pass@4"] - own[0]["pass@4"])
+    assert (
+        f"| gaia | 40 | {own[0]['accuracy']:.3f} | {own[1]['accuracy']:.3f} | +{found['accuracy']['difference']:.3f}"
+        in text
+    )
+    assert "## b - a" in text and "] * |" in text
+
+
+def test_a_run_compared_with_itself_differs_by_nothing(tmp_path):
+    a = write_run(tmp_path / "a", gaia=grades_of(HALF, 2, seed=0))
+    _, result = compared(a, a)
+    assert set(result["benchmarks"]["gaia"]["accuracy"].values()) == {0.0}
+
+
+def test_overall_each_benchmark_counts_the_same(tmp_path):
+    small, large = {f"q{i}": 0.5 for i in range(10)}, {f"q{i}": 0.5 for i in range(200)}
+    a = write_run(tmp_path / "a", gaia=grades_of(small, 2, seed=0), hle=grades_of(large, 2, seed=1))
+    b = write_run(tmp_path / "b", gaia=grades_of(small, 2, seed=2), hle=grades_of(large, 2, seed=3))
+    text, result = compared(a, b)
+    parts = [numbers["accuracy"] for numbers in result["benchmarks"].values()]
+    overall = result["overall"]["accuracy"]
+    assert overall["difference"] == pytest.approx(np.mean([part["difference"] for part in parts]))
+    widths = [part["high"] - part["low"] for part in parts]
+    assert overall["high"] - overall["low"] == pytest.approx(np.hypot(*widths) / 2, rel=0.15)  # independent parts
+    assert "| mean of 2 |" in text
+
+
+def test_only_common_questions_count_and_the_others_are_told(tmp_path):
+    a = write_run(tmp_path / "a", gaia=grades_of(HALF, 1, seed=0))
+    b = write_run(tmp_path / "b", gaia=grades_of({**dict(list(HALF.items())[:10]), "new": 1.0}, 1, seed=0))
+    text, result = compared(a, b)
+    assert result["benchmarks"]["gaia"]["questions"] == 10
+    assert set(result["benchmarks"]["gaia"]["accuracy"].values()) == {0.0}
+    assert "gaia: 31 questions are only in one of the two" in text
+
+
+def test_one_number_in_two_versions_of_a_test_set_is_two_questions(tmp_path):
+    grades = grades_of(HALF, 1, seed=0)
+    changed = [replace(grade, question_digest="other") if i < 5 else grade for i, grade in enumerate(grades)]
+    a, b = write_run(tmp_path / "a", gaia=grades), write_run(tmp_path / "b", gaia=changed)
+    text, result = compared(a, b)
+    assert result["benchmarks"]["gaia"]["questions"] == 35 and "gaia: 10 questions are only in one of the two" in text
+
+
+def test_other_numbers_of_samples_are_compared_up_to_the_smaller(tmp_path):
+    a = write_run(tmp_path / "a", gaia=grades_of(HALF, 8, seed=0))
+    b = write_run(tmp_path / "b", gaia=grades_of(HALF, 2, seed=0))
+    found = compared(a, b)[1]["benchmarks"]["gaia"]
+    assert "pass@2" in found and "pass@4" not in found and "pass@8" not in found
+
+
+def test_other_graders_and_missing_benchmarks_are_left_out_and_told(tmp_path):
+    same = grades_of(HALF, 1, seed=0)
+    judged = grades_of(HALF, 1, seed=0, metric="judge")
+    a = write_run(tmp_path / "a", judge="J", bamboogle=same, gaia=same, hle=judged, aime24=same)
+    b = write_run(tmp_path / "b", judge="K", bamboogle=same, gaia=judged, hle=judged, xbench=same)
+    text, result = compared(a, b)
+    assert list(result["benchmarks"]) == ["bamboogle"]
+    assert (
+        "gaia has different graders: judge (K), f1" in text
+        and "hle has different graders: judge (K), judge (J)" in text
+    )
+    assert "aime24 is only in a" in text and "xbench is only in b" in text
+
+
+def test_several_runs_are_each_compared_with_the_first(tmp_path):
+    runs = [write_run(tmp_path / name, gaia=grades_of(HALF, 1, seed=0)) for name in "abc"]
+    text = compare_runs(runs, tmp_path / "out")
+    assert "## b - a" in text and "## c - a" in text and "c - b" not in text
+    assert (tmp_path / "out" / "compare.json").exists() and not (runs[-1] / "compare.json").exists()
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    runs = [write_run(tmp_path / seed / "eval", gaia=grades_of(HALF, 1, seed=0)) for seed in ("s0", "s1")]
+    assert f"## {runs[1]} - {runs[0]}" in compare_runs(runs)
+
+
+def test_what_cannot_be_compared_is_one_line(tmp_path):
+    good = write_run(tmp_path / "good", gaia=grades_of(HALF, 1, seed=0))
+    other = write_run(tmp_path / "other", hle=grades_of(HALF, 1, seed=0))
+    broken = write_run(tmp_path / "broken", gaia=grades_of(HALF, 1, seed=0))
+    (broken / "grades" / "gaia.jsonl").unlink()
+    odd = write_run(tmp_path / "odd", gaia=grades_of(HALF, 1, seed=0))
+    (odd / "scores.json").write_text('{"gaia": 1}')
+    for folders, message in [
+        ([good], "at least two run folders"),
+        ([good, tmp_path / "nowhere"], "nowhere: no evaluation there (scores.json: No such file"),
+        ([good, broken], "gaia.jsonl: cannot read the grades"),
+        ([good, odd], "odd/scores.json: not the scores of an evaluation"),
+        ([good, other], "nothing to compare (gaia is only in good; hle is only in other)"),
+    ]:
+        with pytest.raises(UserError) as error:
+            compare_runs(folders)
+        assert message in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,186 @@
+"""Grading: which answer counts, by whose measure, and that grading again gives the same."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from helpers.web_service import WebService, says
+from test_judge import reply
+from viewer.test_viewer import sample_groups
+
+from arpo.errors import UserError
+from arpo.evals.grading import Grade, exact_match, extract_prediction, grade_records, read_grades, write_grades
+from arpo.evals.judge import Judge
+from arpo.evals.options import JudgeConfig
+from arpo.evals.records import Record, group_records
+from arpo.evals.scores import benchmark_scores, summarize
+from arpo.options import RewardConfig
+from arpo.rewards import load_custom, score, score_groups
+
+CALL = {
+    "tag": "search", "argument": "q", "result": "r", "ok": True, "error_kind": None,
+    "executed": True, "cached": False, "seconds": 0.5, "cost": 0.0,
+}  # fmt: skip
+
+
+def record(text: str, answers=("4",), **other) -> Record:
+    """A finished trajectory that wrote `text`; results in it are the tool's."""
+    fields = {
+        "benchmark": "bench", "question_id": "q0", "sample": 0, "question": "How many?", "data_source": "",
+        "split": "", "segments": [], "stop_reason": "eos", "num_tokens": 10, "num_sampled_tokens": 8, "wall_s": 1.5,
+        "tool_calls": [], "metric": "qa",
+    }  # fmt: skip
+    return Record(text=text, answers=list(answers), **{**fields, **other})
+
+
+def boxed(answer: str, **other) -> Record:
+    return record(rf"<think>t</think><answer>\boxed{{{answer}}}</answer>", **other)
+
+
+# -- which answer counts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, prediction",
+    [
+        (r"<think>\boxed{1}</think><answer>\boxed{2}</answer>", "2"),
+        (r"<answer>\boxed{1} or \boxed{2}</answer>", "2"),
+        (r"<answer>\boxed{1}</answer> no, <answer>\boxed{2}</answer>", "2"),
+        ("<think>t</think><answer> Paris\n</answer>", "Paris"),
+        (r"<think>t</think>So it is \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"It is \boxed{7}.", "7"),
+        (r"<think>\boxed{3}</think>", ""),  # a thought is not an answer
+        (r"<think>t</think><answer>\boxed{3}", "3"),  # ran out of tokens after the box
+        ("<think>t</think><answer>3", ""),
+        ("<answer></answer>", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_answer_outside_the_thoughts_counts(text, prediction):
+    assert extract_prediction([(text, True)]) == prediction
+
+
+def test_a_tool_result_is_no_answer():
+    found = r" <result><answer>\boxed{4}</answer></result>"
+    [grade] = grade_records([record("", segments=[["<search>q</search>", True], [found, False]])], metric="math")
+    assert (grade.correct, grade.reason, grade.prediction) == (0.0, "no_answer", "")
+
+
+# -- by whose measure ------------------------------------------------------------------------------------------------
+
+
+def test_math_is_graded_by_equality():
+    grades = grade_records([boxed("4.0"), boxed("5"), boxed(r"\frac{8}{2}"), record("?")], metric="math")
+    assert [grade.correct for grade in grades] == [1.0, 0.0, 1.0, 0.0]
+    assert {grade.metric for grade in grades} == {"math_equal"} and grades[1].scores == {"math_equal": 0.0}
+
+
+def test_without_a_judge_questions_are_graded_by_f1_over_all_aliases():
+    answers = ("City of Light", "Paris France")
+    [close, exact] = grade_records(
+        [boxed("Paris", answers=answers), boxed("paris, France.", answers=answers)], metric="qa"
+    )
+    assert close.scores == {"em": 0.0, "f1": pytest.approx(2 / 3)} and close.correct == close.scores["f1"]
+    assert exact.scores == {"em": 1.0, "f1": 1.0} and exact.metric == "f1"
+
+
+@pytest.mark.parametrize(
+    "prediction, answer, equal",
+    [("The  Paris.", "paris", 1), ("B. Rome", "B", 1), ("A", "B", 0), ("-5", "5", 0), ("1,000", "1000", 1)],
+)
+def test_exact_match_ignores_case_punctuation_and_articles(prediction, answer, equal):
+    assert exact_match(prediction, [answer]) == equal
+
+
+def test_with_a_judge_its_verdict_counts_and_what_it_could_not_say_is_told(tmp_path):
+    plan = ["Correct", "Correct", "Partially correct", "who knows"]  # the first is the probe's
+    with WebService([*(says(reply(text)) for text in plan), says("broken", 500)]) as service:
+        cfg = JudgeConfig(url=service.url, model="m", concurrency=1, retries=0)
+        judge = Judge(cfg, tmp_path / "judge.sqlite")
+        records = [boxed(f"answer {i}", sample=i) for i in range(4)] + [record("no answer", sample=4)]
+        grades = grade_records(records, metric="qa", judge=judge)
+        asked = len(service.requests)
+        judge.close()
+    assert [grade.correct for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [grade.reason for grade in grades] == ["", "", "judge_unparsable", "judge_failed", "no_answer"]
+    assert ["judge" in grade.scores for grade in grades] == [True, True, False, False, True]
+    assert {grade.metric for grade in grades} == {"judge"} and "HTTP 500" in grades[3].judge_reply
+    assert asked == 5  # nothing is asked about a missing answer
+
+
+def test_grading_again_asks_nothing_and_gives_the_same(tmp_path):
+    records = [boxed(f"answer {i}", sample=i) for i in range(6)]
+    with WebService([says(reply("Correct"))]) as service:
+        cfg = JudgeConfig(url=service.url, model="m")
+        judge = Judge(cfg, tmp_path / "judge.sqlite")
+        first = grade_records(records, metric="qa", judge=judge)
+        judge.close()
+    judge = Judge(cfg, tmp_path / "judge.sqlite")
+    assert grade_records(records, metric="qa", judge=judge) == first
+    judge.close()
+
+
+# -- own files: the reward -------------------------------------------------------------------------------------------
+
+
+def test_the_reward_is_that_of_training():
+    texts = [
+        r"<think>t</think><search>q</search> <result>r</result><think>t</think><answer>\boxed{4}</answer>",
+        r"<think>t</think><answer>\boxed{5}</answer>",
+        r"<answer>\boxed{4}</answer>",
+    ]
+    records = [record(text, data_source="math", tool_calls=[CALL] * (i == 0), sample=i) for i, text in enumerate(texts)]
+    for grade, text in zip(grade_records(records, metric="reward"), texts, strict=True):
+        expected = score(text, ["4"], "math")
+        assert (grade.scores["reward"], grade.correct) == (expected.total, expected.parts["accuracy"])
+        assert grade.reason == expected.reason and grade.scores["well_formed"] == float(expected.total >= 0)
+
+
+def test_the_released_score_and_an_ability_are_passed_on():
+    [released] = grade_records(
+        [boxed("105", answers=["1.05"])], metric="reward", reward=RewardConfig(compat="upstream")
+    )
+    [ours] = grade_records([boxed("105", answers=["1.05"])], metric="reward")
+    assert (released.correct, ours.correct) == (1.0, 0.0)
+    as_qa, as_math = (boxed("10", answers=["10.0"], question_id=a, meta={"ability": a}) for a in ("qa", "math"))
+    assert [grade.correct for grade in grade_records([as_qa, as_math], metric="reward")] == [0.0, 1.0]
+
+
+def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert (data_source, ground_truth, extra_info) == ('src', ['a', 'b'], {'k': 1}), extra_info\n"
+        "    return {'score': len(solution_str) / 10, 'accuracy': 0.25, 'reason': 'short'}\n"
+    )
+    made = record("12345", answers=["a", "b"], data_source="src", meta={"extra_info": {"k": 1}})
+    [grade] = grade_records([made], metric="reward", custom=load_custom(str(file), "compute_score"))
+    assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
+
+
+def test_the_scores_of_own_files_are_those_of_training_to_the_digit():
+    groups = sample_groups()
+    score_groups(groups, RewardConfig())
+    records = [r for group in groups for r in group_records(group, "own", "reward", [0.5] * len(group.trajectories))]
+    scores = benchmark_scores(records, grade_records(records, metric="reward"), seed=3)
+    expected = summarize(groups, seed=3)
+    assert 0 < expected["accuracy"] < 1 and {name: scores[name] for name in expected} == expected
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_grades_come_back_from_disk_as_they_were(tmp_path):
+    [grade] = grade_records([boxed("4\u2028\U0001f600")], metric="qa")
+    odd = replace(grade, judge_reply="half a \ud83d pair\r\n", sample=1)
+    write_grades(tmp_path / "grades" / "b.jsonl", [grade, odd])
+    assert read_grades(tmp_path / "grades" / "b.jsonl") == [grade, odd]
+
+
+@pytest.mark.parametrize("damage", ["half a li", "[1]", json.dumps({"question_id": "q"}), ""])
+def test_a_damaged_line_is_named(tmp_path, damage):
+    path = tmp_path / "b.jsonl"
+    write_grades(path, [Grade("q", 0, {}, 1.0, "f1", "")])
+    path.write_text(path.read_text() + damage + "\n")
+    with pytest.raises(UserError, match=r"b\.jsonl:2: not a grade \(.*\); regrade the run"):
+        read_grades(path)

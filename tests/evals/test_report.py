@@ -1,0 +1,298 @@
+"""The report: its numbers against a naive computation, what it says of the graders, the page in a real browser."""
+
+import base64
+import gzip
+import html
+import itertools
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from test_grading import CALL, boxed, record
+from viewer.test_viewer import HOSTILE, dom, needs_browser, section, words
+
+from arpo.evals.grading import Grade, grade_records, read_grades
+from arpo.evals.page import BLOCK
+from arpo.evals.published import PUBLISHED, TEN
+from arpo.evals.records import Record
+from arpo.evals.report import RunMeta, write_report
+from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
+
+
+def run_of(benchmark: str, num_questions: int, n: int, *, seed: int = 0, **other) -> list[Record]:
+    """Some right, some wrong, some without an answer; with calls that sometimes fail."""
+    rng, records = random.Random(seed), []
+    for q, sample in itertools.product(range(num_questions), range(n)):
+        calls = [
+            {**CALL, "ok": ok, "error_kind": None if ok else "timeout", "seconds": rng.random()}
+            for ok in rng.choices([True, False], weights=[4, 1], k=rng.randint(0, 3))
+        ]  # fmt: skip
+        fields = {
+            "benchmark": benchmark, "question_id": f"q{q:02}", "sample": sample, "question": f"question {q}?",
+            "answers": [f"{q}", f"number {q}"], "num_tokens": rng.randint(10, 99), "num_sampled_tokens": 5,
+            "wall_s": rng.random(), "tool_calls": calls, "stop_reason": rng.choice(["eos", "eos", "length"]),
+        }  # fmt: skip
+        fields |= {name: value(q) for name, value in other.items()}
+        chance = rng.random()
+        made = boxed(str(q) if chance < 0.4 else "99 bottles", **fields) if chance < 0.8 else record("hm", **fields)
+        records.append(made)
+    return records
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """(folder, scores, records, grades) of two benchmarks; one has levels."""
+    folder = tmp_path_factory.mktemp("runs") / "eval"
+    records = {
+        "gaia": run_of("gaia", 12, 5, split=lambda q: f"level {q % 3 + 1}"),
+        "bamboogle": run_of("bamboogle", 30, 5, seed=1, question=lambda q: f"question {q} {HOSTILE}"),
+    }
+    grades = {name: grade_records(of, metric="qa") for name, of in records.items()}
+    meta = RunMeta("models/Qwen", families={"gaia": "deepsearch", "bamboogle": "qa"}, notes=(f"3 left out {HOSTILE}",))
+    return folder, write_report(folder, records, grades, meta), records, grades
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def naive_pass_at_k(correct: list[float], k: int) -> float:
+    """Over all choices of k samples: the share that holds a right one."""
+    choices = list(itertools.combinations([c >= 1 for c in correct], k))
+    return sum(map(any, choices)) / len(choices)
+
+
+def test_the_scores_are_those_of_a_naive_computation(report):
+    _, scores, records, grades = report
+    for name, s in scores.items():
+        by_question: dict[str, list[float]] = {}
+        for r, g in zip(records[name], grades[name], strict=True):
+            by_question.setdefault(r.question_id, []).append(g.correct)
+        flat = [g.correct for g in grades[name]]
+        assert s["accuracy"] == pytest.approx(sum(flat) / len(flat))
+        assert s["questions"] == len(by_question) and s["samples"] == 5 and s["trajectories"] == len(flat)
+        for k in (1, 2, 4, 5):
+            values = [naive_pass_at_k(correct, k) for correct in by_question.values()]
+            assert s[f"pass@{k}"] == pytest.approx(sum(values) / len(values))
+        assert "pass@3" not in s
+        calls = [call for r in records[name] for call in r.tool_calls]
+        failed = [call for call in calls if not call["ok"]]
+        assert s["tool_calls"] == pytest.approx(len(calls) / len(flat))
+        assert s["tools"]["search"]["failed_share"] == pytest.approx(len(failed) / len(calls))
+        assert s["tools"]["search"]["seconds"] == pytest.approx(sum(call["seconds"] for call in calls) / len(calls))
+        assert s["tool_errors"] == {"search: timeout": len(failed)}
+        assert s["stop_reasons"]["length"] == round(s["truncated"] * len(flat))
+        assert s["grade_reasons"] == {"no_answer": sum(r.text == "hm" for r in records[name])}
+        cut = sum(r.stop_reason == "length" and g.correct < 1 for r, g in zip(records[name], grades[name], strict=True))
+        assert s["failures"]["stop_length"] == cut and {"no_answer", "wrong_answer"} <= set(s["failures"])
+        assert sum(s["failures"].values()) == sum(correct < 1 for correct in flat)
+        assert s["response_tokens"] == pytest.approx(np.mean([r.num_tokens for r in records[name]]))
+        assert s["seconds"] == pytest.approx(np.mean([r.wall_s for r in records[name]]))
+
+
+def test_the_interval_is_over_questions_not_over_their_samples():
+    rng, num_covered = random.Random(0), 0
+    for trial in range(40):
+        easy = [rng.random() < 0.5 for _ in range(40)]  # all samples of a question are alike
+        grades = [Grade(f"{q}", i, {}, float(easy[q]), "f1", "") for q in range(40) for i in range(8)]
+        s = accuracy_scores(grades, seed=trial)
+        num_covered += s["accuracy_low"] <= 0.5 <= s["accuracy_high"]
+        assert s["accuracy_high"] - s["accuracy_low"] > 0.2  # over trajectories it would be 0.11
+    assert num_covered >= 34
+
+
+def test_the_order_of_the_records_changes_nothing(report):
+    _, scores, records, grades = report
+    pairs = list(zip(records["gaia"], grades["gaia"], strict=True))
+    random.Random(1).shuffle(pairs)
+    assert benchmark_scores(*zip(*pairs, strict=True)) == scores["gaia"]
+
+
+def test_splits_are_scored_on_their_own_and_cover_the_whole(report):
+    _, scores, records, grades = report
+    splits = scores["gaia"]["splits"]
+    assert list(splits) == ["level 1", "level 2", "level 3"] and "splits" not in scores["bamboogle"]
+    assert sum(s["questions"] for s in splits.values()) == 12
+    mine = [g.correct for r, g in zip(records["gaia"], grades["gaia"], strict=True) if r.split == "level 2"]
+    assert splits["level 2"]["accuracy"] == pytest.approx(np.mean(mine))
+    assert np.mean([s["pass@5"] for s in splits.values()]) == pytest.approx(scores["gaia"]["pass@5"])  # 4 in each
+
+
+def test_benchmarks_count_the_same_in_an_average_whatever_their_size(report):
+    _, scores, _, grades = report
+    table = averages(grades, {"gaia": "qa", "bamboogle": "qa"})
+    assert list(table) == ["qa", "all"] and table["qa"]["accuracy"] == table["all"]["accuracy"]
+    assert table["all"]["accuracy"] == pytest.approx((scores["gaia"]["accuracy"] + scores["bamboogle"]["accuracy"]) / 2)
+    assert table["all"]["accuracy_low"] < table["all"]["accuracy"] < table["all"]["accuracy_high"]
+    assert averages(grades, {"gaia": "deepsearch", "bamboogle": "qa"}).keys() == {"all"}
+
+
+def test_a_question_with_fewer_samples_counts_only_where_it_can():
+    grades = [Grade("a", i, {}, float(i == 0), "f1", "") for i in range(4)] + [Grade("b", 0, {}, 0.0, "f1", "")]
+    s = benchmark_scores([boxed("1")] * 5, grades)
+    assert (s["pass@1"], s["pass@4"], s["samples"], s["accuracy"]) == (0.125, 1.0, 4, 0.2)
+
+
+# -- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_scores_and_grades_are_on_disk(report):
+    folder, scores, _, grades = report
+    assert json.loads((folder / "scores.json").read_text()) == json.loads(json.dumps(scores))
+    assert read_grades(folder / "grades" / "gaia.jsonl") == grades["gaia"]
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_the_same_records_make_the_same_files(report, tmp_path):
+    folder, _, records, grades = report
+    meta = RunMeta("models/Qwen", families={"gaia": "deepsearch", "bamboogle": "qa"}, notes=(f"3 left out {HOSTILE}",))
+    write_report(tmp_path, records, grades, meta)
+    for name in ("scores.json", "report.md", "report.html", "grades/gaia.jsonl"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_report_says_that_there_was_no_judge_and_puts_the_papers_beside_ours(report):
+    folder, scores, _, _ = report
+    text = (folder / "report.md").read_text()
+    assert "- No judge: gaia, bamboogle graded by rule (token F1; solved = an F1 of 1)." in text
+    ours = f"{100 * scores['gaia']['accuracy']:.1f}"
+    assert re.search(
+        rf"\| gaia \| pass@1 \| {ours} \| f1 \| 72B judge \| .*Qwen3-14B ARPO 43\.7; Qwen3-14B AEPO 47\.6", text
+    )
+    level = f"{100 * scores['gaia']['splits']['level 1']['accuracy']:.1f}"
+    assert f"| gaia: level 1 | pass@1 | {level} |" in text
+    assert "| gaia | search |" in text and "| gaia | tool error | search: timeout |" in text
+    assert "| gaia | not right | stop_length |" in text
+    assert "| mean of 2 (all) |" in text and "mean of ten" not in text
+    assert "<img" not in text and "<script" not in text
+
+
+def test_the_mean_of_ten_stands_beside_the_papers_when_all_ten_are_there(tmp_path):
+    grades = {name: [Grade("q", 0, {}, float(i < 4), "f1", "")] for i, name in enumerate(TEN)}
+    records = {name: [boxed("1")] for name in TEN}
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    assert "| mean of ten | pass@1 | 40.0 |" in (tmp_path / "report.md").read_text()
+    del records["math"]
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    assert "mean of ten" not in (tmp_path / "report.md").read_text()
+
+
+def test_their_f1_stands_beside_our_f1_even_where_a_judge_graded_ours(tmp_path):
+    grades = [Grade("q", 0, {"em": 0.0, "f1": 0.25}, 1.0, "judge", "")]
+    write_report(tmp_path, {"webwalker": [boxed("1")]}, {"webwalker": grades}, RunMeta("m", judge="J"))
+    text = (tmp_path / "report.md").read_text()
+    assert "| webwalker | pass@1 | 25.0 | f1 | token F1 | Qwen2.5-3B ARPO 24.5;" in text
+    assert "| webwalker | pass@1 | 100.0 | judge | 72B judge | Qwen3-8B GRPO 29.0;" in text
+
+
+def test_judges_failures_are_told(tmp_path):
+    grades = [
+        Grade(f"q{i}", 0, {"em": 0.0, "f1": 0.5}, 0.0, "judge", reason)
+        for i, reason in enumerate(["judge_unparsable", "judge_unparsable", "judge_failed", ""])
+    ]
+    scores = write_report(
+        tmp_path, {"hle": [boxed("1")] * 4, "none": []}, {"hle": grades, "none": []}, RunMeta("m", judge="J")
+    )
+    text = (tmp_path / "report.md").read_text()
+    assert "- Judge: J graded hle." in text and "- none: no finished trajectory." in text
+    assert "2 trajectories with a judgement that is not clearly a verdict; they count as not correct" in text
+    assert "1 trajectories that the judge could not be asked about" in text
+    assert scores["hle"]["judge"] == "J" and scores["hle"]["f1"] == 0.5 and list(scores) == ["hle"]
+
+
+def test_the_papers_numbers_are_percentages_of_known_benchmarks():
+    from arpo.evals.benchmarks import BENCHMARKS
+
+    assert {row.benchmark.split(":")[0] for row in PUBLISHED} <= set(BENCHMARKS)
+    assert all(0 <= row.percent <= 100 and row.score in ("pass@1", "pass@5") for row in PUBLISHED)
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def packed(page: str) -> list[list[dict]]:
+    found = re.findall(r'<script type="text/plain" class="block">(.*?)</script>', page)
+    return [json.loads(gzip.decompress(base64.b64decode(block))) for block in found]
+
+
+def test_the_page_holds_every_transcript_and_loads_nothing(report):
+    folder, _, records, _ = report
+    page = (folder / "report.html").read_text()
+    blocks = packed(page)
+    assert [len(block) for block in blocks] == [BLOCK, BLOCK, BLOCK, 210 - 3 * BLOCK]
+    first = blocks[0][0]
+    assert first["question"] == records["gaia"][0].question and first["segments"] == [[records["gaia"][0].text, True]]
+    without_data = re.sub(r"<script type.*?</script>", "", page, flags=re.DOTALL).replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+    assert not re.search(r"https?:|\bsrc=|\bhref=|@import|url\(", without_data)
+    assert "default-src 'none'" in without_data and "innerHTML" not in without_data
+    assert HOSTILE not in page
+
+
+def test_a_page_that_is_full_lists_the_rest_without_their_text(report, tmp_path, monkeypatch):
+    _, _, records, grades = report
+    monkeypatch.setattr("arpo.evals.page.MAX_TRANSCRIPT_BYTES", 3000)
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    page = (tmp_path / "report.html").read_text()
+    assert len(packed(page)) < 4 and len(data_of(page)["index"]) == 210
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def acted(folder, tmp_path, script: str, address: str = "") -> str:
+    """The document after `script` has run in the page and what it began has ended."""
+    page = tmp_path / "acted.html"
+    page.write_text((folder / "report.html").read_text().replace("</body>", f"<script>{script}</script></body>"))
+    return dom(page, tmp_path / "profile", address)
+
+
+def items(document: str) -> list[str]:
+    return [words(item) for item in re.findall(r'<div class="item.*?</div></div>', document, re.DOTALL)]
+
+
+@needs_browser
+def test_the_browser_shows_tables_plots_and_the_list(report, tmp_path):
+    folder, scores, _, _ = report
+    document = dom(folder / "report.html", tmp_path / "profile")
+    text = words(document)
+    assert f"{scores['gaia']['accuracy']:.3f} [{scores['gaia']['accuracy_low']:.3f}" in text
+    drawn = re.findall(r'class="bar" data-value="(.*?)"', document)
+    assert [float(value) for value in drawn] == [scores["gaia"]["accuracy"], scores["bamboogle"]["accuracy"]]
+    assert document.count('class="curve"') == 2 and "210 of 210 transcripts" in text
+    assert 5 <= len(items(document)) < 40  # only what is in sight is drawn
+
+
+@needs_browser
+def test_a_transcript_shows_turns_calls_grade_and_reason_and_runs_nothing(tmp_path):
+    segments = [
+        [f"<think>{HOSTILE}</think><search>q</search>", True],
+        [f" <result>\nfound {HOSTILE}\n</result>", False],
+    ]
+    failed = {**CALL, "ok": False, "error_kind": "timeout", "seconds": 2.5}
+    made = record("", question=f"why {HOSTILE}", segments=segments, tool_calls=[failed], question_id="q7")
+    grade = Grade("q7", 0, {"f1": 0.25, "em": 0.0}, 0.0, "judge", "judge_unparsable", "maybe", f"Hm. {HOSTILE}")
+    write_report(tmp_path, {"gaia": [made]}, {"gaia": [grade]}, RunMeta(HOSTILE, judge="J"))
+    document = acted(tmp_path, tmp_path, "", "#0")
+    assert "<img" not in document and f"<title>{html.escape(HOSTILE, quote=False)}</title>" in document
+    shown = words(section(document, "main"))
+    for part in ("gaia q7 #0", "correct 0", "grader judge", "reason judge_unparsable", "answer maybe", "f1 0.25"):
+        assert part in shown
+    assert "search timeout 2.5 s" in shown and "found </script><img src=x" in shown and "Hm. </script>" in shown
+
+
+@needs_browser
+def test_the_list_can_be_filtered_by_benchmark_grade_and_text(report, tmp_path):
+    folder, _, records, grades = report
+    choose = "$('benchmark').value = 'gaia'; $('verdict').value = 'wrong'; $('find').value = 'QUESTION 11?'; filter();"
+    document = acted(folder, tmp_path, choose)
+    wrong = [
+        r.sample
+        for r, g in zip(records["gaia"], grades["gaia"], strict=True)
+        if g.correct == 0 and r.question == "question 11?"
+    ]
+    assert wrong and f"{len(wrong)} of 210 transcripts, 0 right" in words(document)
+    assert [int(re.search(r"gaia q11 #(\d)", item)[1]) for item in items(document)] == wrong

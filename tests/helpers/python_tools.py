@@ -1,0 +1,69 @@
+"""Starting, calling and watching a PythonTool in tests."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arpo.errors import UserError
+from arpo.tools.base import ToolResult
+from arpo.tools.options import PythonConfig
+from arpo.tools.python import PythonTool
+from arpo.tools.sandbox.host import NUM_SPARES
+
+HANG_S = 300.0
+TIERS = ["namespaces", "landlock"]
+SMALL = PythonConfig(wall_s=3.0, cpu_s=1.0, memory_mib=256, max_output_chars=200, max_concurrent=4)
+
+
+def start(cfg: PythonConfig = SMALL, tier: str | None = None, **kwargs) -> PythonTool:
+    try:
+        return PythonTool(cfg, tier=tier, **kwargs)
+    except UserError as error:
+        pytest.skip(f"this machine cannot carry it: {error}")
+
+
+def run(tool: PythonTool, *codes: str) -> list[ToolResult]:
+    async def gather() -> list[ToolResult]:
+        return await asyncio.wait_for(asyncio.gather(*(tool.run(code) for code in codes)), HANG_S)
+
+    return asyncio.run(gather())
+
+
+def text_of(tool: PythonTool, code: str) -> str:
+    return run(tool, code)[0].text
+
+
+def processes_of(host_pid: int, *, zombies: bool = False) -> list[int]:
+    """The host and all processes below it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it ended since it was listed
+            continue
+        if zombies or fields[0] != "Z":
+            parents[int(path.parent.name)] = int(fields[1])
+    found = [host_pid] if host_pid in parents else []
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def jail_of(tool: PythonTool) -> list[int]:
+    """The host without calls, in tier A after its launcher: when all there is below it are spares."""
+    num_own = 2 if tool.sandbox.tier == "namespaces" else 1
+    per_spare = 2  # a supervisor and its worker
+    assert wait_until(lambda: len(processes_of(tool.sandbox.host_pid)) == num_own + per_spare * NUM_SPARES)
+    return processes_of(tool.sandbox.host_pid)[:num_own]
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,186 @@
+"""The critic on a real (tiny) model: what it reads, what it learns, and that it is saved with the policy."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import mesh_of_one, run_ranks
+from torch.distributed.tensor import DTensor
+
+from arpo.batch import Row, collate, microbatches
+from arpo.checkpoint import Checkpoints
+from arpo.model import load_policy
+from arpo.model.critic import fill_values, load_critic, update_critic
+from arpo.model.optim import build_optimizer
+from arpo.options import CriticConfig, ModelConfig, OptimConfig
+from arpo.ranks import Ranks
+from arpo.trajectory import Metrics
+from arpo.tree import tree_microbatches
+
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(lr=3e-3, weight_decay=0.0)
+LENGTHS = [(3, 12), (5, 9), (1, 4), (7, 13), (3, 1)]
+
+
+def model_of(folder, **changes) -> ModelConfig:
+    options = {"compute_dtype": "float32", "activation_checkpointing": False, "head_chunk_tokens": 16}
+    return ModelConfig(str(folder), **options | changes)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with mesh_of_one() as mesh:
+        yield Ranks(0, 1, CPU, mesh)
+
+
+def make_rows(lengths=LENGTHS) -> list[Row]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for num_prompt, num_response in lengths:
+        mask = (rng.random(num_response) < 0.7).astype(np.int64)
+        mask[0] = 1
+        rows.append(Row(rng.integers(0, 380, num_prompt), rng.integers(0, 380, num_response), mask))
+    return rows
+
+
+def with_a_head(critic):
+    """One that is not 0: the sum of the hidden state."""
+    torch.nn.init.constant_(critic.value_head.weight, 0.1)
+    return critic
+
+
+def test_an_untrained_critic_values_everything_at_0(tiny_model_dir, ranks):
+    with torch.no_grad():
+        assert not load_critic(model_of(tiny_model_dir), ranks.mesh, device=CPU)(collate(make_rows())).any()
+
+
+def test_a_value_is_read_before_its_token_and_knows_nothing_after(tiny_model_dir, ranks):
+    critic = with_a_head(load_critic(model_of(tiny_model_dir), ranks.mesh, device=CPU))
+    [row] = make_rows([(4, 8)])
+    row.loss_mask[:] = 1
+    other = Row(row.prompt_ids, row.response_ids.copy(), row.loss_mask)
+    other.response_ids[5] += 1
+    with torch.no_grad():
+        values, changed = critic(collate([row]))[0], critic(collate([other]))[0]
+    assert torch.equal(values[:6], changed[:6])  # up to the value of the changed token itself
+    assert (values[6:] != changed[6:]).all()
+
+
+def test_values_do_not_depend_on_the_packing_and_are_0_where_masked(tiny_model_dir, ranks):
+    critic = with_a_head(load_critic(model_of(tiny_model_dir), ranks.mesh, device=CPU))
+    rows = make_rows()
+    micro = collate(rows)
+    with torch.no_grad():
+        packed = critic(micro)
+        for b, row in enumerate(rows):
+            alone = critic(collate([row]))[0]
+            torch.testing.assert_close(packed[b, : len(alone)], alone, atol=1e-5, rtol=1e-5)
+    assert not packed[~micro.loss_mask].any() and packed[micro.loss_mask].all()
+
+
+def test_values_are_exact_even_where_the_backbone_computes_in_bfloat16(tiny_model_dir, ranks):
+    """Or neighbouring values around 1 would be 0.0078 apart."""
+    critic = load_critic(model_of(tiny_model_dir, compute_dtype="bfloat16"), ranks.mesh, device=CPU)
+    torch.nn.init.constant_(critic.value_head.bias, 1.001)
+    micro = collate(make_rows())
+    values = critic(micro)
+    assert values.dtype == torch.float32 and (values[micro.loss_mask] == torch.tensor(1.001)).all()
+    values.sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in critic.parameters())
+
+
+def test_the_critic_learns_constant_returns(tiny_model_dir, ranks):
+    critic = load_critic(model_of(tiny_model_dir), ranks.mesh, device=CPU)
+    optimizer = build_optimizer(critic, OPTIM)
+    micros = microbatches(make_rows(), 0, 1, max_tokens=24)
+    losses = []
+    for _ in range(25):
+        fill_values(critic, micros)
+        for micro in micros:
+            micro.returns = 0.7 * micro.loss_mask
+        losses.append(update_critic(critic, optimizer, micros, CriticConfig(), 1.0, ranks)["critic/loss"])
+    assert losses[0] == pytest.approx(0.5 * 0.7**2, rel=1e-5)
+    with torch.no_grad():
+        errors = [(critic(micro) - 0.7)[micro.loss_mask].abs() for micro in micros]
+    assert torch.cat(errors).max() < 0.1, losses
+
+
+def rows_with_a_branch() -> list[Row]:
+    first, second, *others = make_rows()
+    ids = np.concatenate([first.response_ids[:5], second.response_ids[5:]])
+    return [first, Row(first.prompt_ids, ids, second.loss_mask), *others]
+
+
+def gradients(ranks, folder: str, max_tokens: int, layout) -> tuple[dict, dict]:
+    """Of one critic update: (metrics, full gradients before clipping)."""
+    critic = with_a_head(load_critic(model_of(folder, activation_checkpointing=True), ranks.mesh, device=CPU))
+    micros = layout(rows_with_a_branch(), ranks.rank, ranks.world_size, max_tokens)
+    returns = [np.linspace(-1, 1, num_response) * i for i, (_, num_response) in enumerate(LENGTHS)]
+    for micro in micros:
+        micro.old_values, micro.returns = micro.rows_to_tensor(returns) * 0.1, micro.rows_to_tensor(returns)
+    seen = {}
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.full_tensor().numpy() for name, p in critic.named_parameters()})
+    )
+    metrics = Metrics()
+    metrics.merge(update_critic(critic, optimizer, micros, CriticConfig(clip_value=0.2), 1e9, ranks))
+    return ranks.reduce_metrics(metrics).values(), seen
+
+
+def test_loss_and_gradients_do_not_depend_on_microbatches_or_world_size(tiny_model_dir):
+    [(metrics, expected)] = run_ranks(1, gradients, str(tiny_model_dir), 500, microbatches)
+    assert 0 < metrics["critic/clip_fraction"] < 1
+    for world_size, layout in ((1, microbatches), (2, microbatches), (2, tree_microbatches)):
+        for other_metrics, others in run_ranks(world_size, gradients, str(tiny_model_dir), 21, layout):
+            assert other_metrics == pytest.approx(metrics, rel=1e-5)
+            for name, gradient in expected.items():
+                scale = np.abs(gradient).max()
+                assert scale > 0
+                np.testing.assert_allclose(others[name], gradient, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def digest(model, optimizer) -> str:
+    sha = hashlib.sha256()
+    for p in model.parameters():
+        for tensor in [p.detach(), *optimizer.state.get(p, {}).values()]:
+            sha.update((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]) -> dict[int, tuple[str, str]]:
+    """From wherever the run is; the policy learns from step 3 on. This rank's digests of policy and critic by step."""
+    policy = load_policy(model_of(folder), ranks.mesh, device=CPU)
+    critic = load_critic(model_of(folder), ranks.mesh, device=CPU)
+    optimizer, critic_optimizer = build_optimizer(policy, OPTIM), build_optimizer(critic, OPTIM)
+    checkpoints = Checkpoints(Path(run))
+    digests = {}
+    for step in range(checkpoints.resume(policy, optimizer, critic, critic_optimizer) + 1, last_step + 1):
+        micros = microbatches(make_rows(), ranks.rank, ranks.world_size, 30)
+        fill_values(critic, micros)
+        for micro in micros:
+            micro.returns = step * 0.1 * micro.loss_mask
+        update_critic(critic, critic_optimizer, micros, CriticConfig(), 1.0, ranks)
+        if step > 2:
+            for micro in micros:
+                (-policy(micro)[0].sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        digests[step] = digest(policy, optimizer) if step > 2 else "", digest(critic, critic_optimizer)
+        if step in save_at:
+            checkpoints.save(step, policy, optimizer, critic, critic_optimizer)
+    return digests
+
+
+def test_a_run_with_a_critic_continues_bit_for_bit_even_from_within_its_warmup(tiny_model_dir, tmp_path):
+    """A save while the policy's optimizer has done nothing must not count as its first step."""
+    undisturbed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "undisturbed"), 4, ())
+    run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "saved"), 1, (1,))
+    resumed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "saved"), 4, (2,))
+    assert [sorted(rank) for rank in resumed] == [[2, 3, 4], [2, 3, 4]]
+    assert resumed == [{step: rank[step] for step in (2, 3, 4)} for rank in undisturbed]

@@ -1,0 +1,240 @@
+"""Adapters on real FSDP2 ranks; the reference for merged weights is the Hugging Face model's own forward pass."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import mesh_of_one, run_ranks
+from safetensors.torch import load_file
+from test_model import cfg_of, load_hf, random_rows, row_by_row, some_loss
+
+from arpo.batch import collate
+from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.export import export_checkpoint, export_hf
+from arpo.config import save_config
+from arpo.engine.weight_sync import full_tensors
+from arpo.errors import UserError
+from arpo.model import load_policy
+from arpo.model.lora import adapted
+from arpo.model.optim import build_optimizer, clip_grad_norm
+from arpo.options import ModelConfig, OptimConfig
+
+CPU = torch.device("cpu")
+
+
+def lora_cfg(folder, **changes) -> ModelConfig:
+    return replace(cfg_of(folder), lora_rank=4, lora_alpha=8.0, **changes)
+
+
+def load(mesh, cfg: ModelConfig, *, trained: bool = True):
+    """trained: with B moved away from zero, each element elsewhere, the same on any number of ranks."""
+    policy = load_policy(cfg, mesh, device=CPU, seed=3)
+    for _, module in adapted(policy.hf) if trained else ():
+        rows = torch.arange(module.lora_B.shape[0])[:, None] * 7 + torch.arange(module.lora_B.shape[1])
+        start = module.lora_B.device_mesh.get_rank() * -(-len(rows) // module.lora_B.device_mesh.size())
+        local = module.lora_B.to_local()
+        local.data.copy_((rows[start : start + len(local)] % 5 - 2) * 0.05)
+    return policy
+
+
+def step(policy, optimizer) -> None:
+    some_loss(*policy(collate(random_rows()))).backward()
+    clip_grad_norm(policy, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(policy) -> dict[str, np.ndarray]:
+    """Every parameter, merged nothing."""
+    return {name: p.detach().full_tensor().numpy() for name, p in policy.hf.named_parameters()}
+
+
+# ----------------------------------------------------------------------------------------------------- what is trained
+
+
+def test_only_adapters_get_gradients_and_a_place_in_the_optimizer(tiny_model_dir):
+    with mesh_of_one() as mesh:
+        policy = load(mesh, lora_cfg(tiny_model_dir))
+        some_loss(*policy(collate(random_rows()))).backward()
+    gradients = {name: p.grad for name, p in policy.hf.named_parameters()}
+    assert all((gradient is not None) == ("lora_" in name) for name, gradient in gradients.items())
+    assert all(g.full_tensor().abs().max() > 0 for g in gradients.values() if g is not None)
+    assert len([n for n in gradients if "lora_" in n]) == 2 * 2 * 7  # A and B, layers, targets
+    held = [p for group in build_optimizer(policy, OptimConfig()).param_groups for p in group["params"]]
+    assert len(held) == 28
+
+
+def test_an_untrained_adapter_changes_nothing(tiny_model_dir):
+    micro = collate(random_rows())
+    with mesh_of_one() as mesh, torch.no_grad():
+        plain = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(micro)
+        adapted_ = load(mesh, lora_cfg(tiny_model_dir), trained=False)(micro)
+    assert all(torch.equal(a, b) for a, b in zip(plain, adapted_, strict=True))
+
+
+def test_a_step_moves_the_adapters_and_nothing_else(tiny_model_dir):
+    with mesh_of_one() as mesh:
+        policy = load(mesh, lora_cfg(tiny_model_dir))
+        before = {name: p.copy() for name, p in whole(policy).items()}
+        step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
+        after = whole(policy)
+    assert all(np.array_equal(before[name], after[name]) == ("lora_" not in name) for name in before)
+
+
+def two_ranks(ranks, folder: str, dtype: str):
+    """(merged weights, logprobs of the unmerged policy, adapters before and after a step)"""
+    policy = load(ranks.mesh, lora_cfg(folder, compute_dtype=dtype))
+    merged = {n: t.clone() for n, t in full_tensors(policy.hf_parameters(), dtype=torch.float32, device=CPU)}
+    with torch.no_grad():
+        logprobs, _ = policy(collate(random_rows()))
+    optimizer = build_optimizer(policy, OptimConfig(lr=1e-2))
+    policy.hf_parameters()
+    before = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
+    step(policy, optimizer)
+    after = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
+    return merged, logprobs, before, after
+
+
+@pytest.fixture(scope="module")
+def float32_ranks(tiny_model_dir):
+    return run_ranks(2, two_ranks, str(tiny_model_dir), "float32")
+
+
+def test_merged_weights_give_the_logprobs_of_the_unmerged_policy(tiny_model_dir, float32_ranks):
+    merged, logprobs, _, _ = float32_ranks[0]
+    hf = load_hf(tiny_model_dir)
+    assert merged.keys() == dict(hf.named_parameters()).keys()
+    hf.load_state_dict(merged, strict=False)
+    for row, (expected, _) in zip(logprobs, row_by_row(hf, random_rows(), 1.0), strict=True):
+        torch.testing.assert_close(row[: len(expected)], expected, atol=2e-5, rtol=2e-5)
+
+
+def test_any_number_of_ranks_starts_and_steps_alike(tiny_model_dir, float32_ranks):
+    with mesh_of_one() as mesh:
+        policy = load(mesh, lora_cfg(tiny_model_dir))
+        before = {n: p.detach().full_tensor().clone() for n, p in policy.trained_parameters().items()}
+        step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
+        after = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
+    assert all(torch.equal(before[n], float32_ranks[1][2][n]) for n in before)
+    moved = [(after[n] - float32_ranks[1][3][n]).abs().max() < 1e-3 for n in after]
+    assert sum(moved) == len(moved)
+
+
+def test_in_bfloat16_the_base_is_kept_in_bfloat16_and_the_adapters_in_float32(tiny_model_dir):
+    with mesh_of_one() as mesh:
+        policy = load(mesh, lora_cfg(tiny_model_dir, compute_dtype="bfloat16"))
+        dtypes = {("lora_" in n, p.dtype) for n, p in policy.hf.named_parameters()}
+        step(policy, build_optimizer(policy, OptimConfig()))
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_an_unknown_target_is_named_with_those_there_are(tiny_model_dir):
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"model\.lora_targets: qkv .* down_proj, gate_proj, k_"):
+        load(mesh, lora_cfg(tiny_model_dir, lora_targets=("qkv",)))
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints, export
+
+
+def train(ranks, folder: str, run: str, last_step: int, save_at: int) -> dict[str, np.ndarray]:
+    cfg = lora_cfg(folder)
+    policy = load(ranks.mesh, cfg)
+    optimizer = build_optimizer(policy, OptimConfig(lr=1e-2))
+    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    for number in range(checkpoints.resume(policy, optimizer) + 1, last_step + 1):
+        step(policy, optimizer)
+        if number == save_at:
+            folder = checkpoints.save(number, policy, optimizer)
+            export_hf(policy, folder / "hf", source=cfg.path)
+    return whole(policy)
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_dir, tmp_path_factory):
+    """A run's folder with a checkpoint of step 2, and its parameters after step 3."""
+    from dataclasses import make_dataclass
+
+    folder = tmp_path_factory.mktemp("run")
+    ranks = run_ranks(2, train, str(tiny_model_dir), str(folder), 3, 2)
+    save_config(make_dataclass("Config", ["model"])(lora_cfg(tiny_model_dir)), folder / "config.yaml")
+    return folder, ranks[0]
+
+
+def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(tiny_model_dir, run):
+    folder, undisturbed = run
+    resumed = run_ranks(2, train, str(tiny_model_dir), str(folder), 3, 0)[1]
+    assert all(np.array_equal(undisturbed[name], resumed[name]) for name in undisturbed)
+
+
+def test_a_checkpoint_holds_adapters_only(run):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stored = FileSystemReader(run[0] / "checkpoints" / "step_000002").read_metadata().state_dict_metadata
+    weights = [key for key in stored if key.startswith("model.")]
+    assert len(weights) == 28 and all("lora_" in key for key in weights)
+    assert all("lora_" in key for key in stored if key.startswith("optimizer."))
+
+
+def test_a_checkpoint_of_adapters_is_not_resumed_without_them(tiny_model_dir, run):
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"model\.lora_rank") as error:
+        policy = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)
+        Checkpoints(run[0] / "checkpoints").resume(policy, build_optimizer(policy, OptimConfig()))
+    assert "\n" not in str(error.value)
+
+
+def test_the_export_of_a_checkpoint_is_merged_and_equals_the_export_of_the_live_policy(run, tmp_path):
+    checkpoint = run[0] / "checkpoints" / "step_000002"
+    export_checkpoint(checkpoint, tmp_path / "hf")
+    ours, live = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", checkpoint / "hf"))
+    assert ours.keys() == live.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], live[name], atol=1e-6, rtol=1e-6)
+
+
+def test_the_adapter_export_is_what_peft_reads(tiny_model_dir, run, tmp_path):
+    """Names, shapes and settings of peft's documented layout; and peft itself, where it is installed."""
+    export_checkpoint(run[0] / "checkpoints" / "step_000002", tmp_path / "adapter", adapter=True)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"], len(config["target_modules"])) == ("LORA", 4, 8, 7)
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.self_attn.k_proj"
+    assert len(state) == 28
+    assert state[f"{prefix}.lora_A.weight"].shape == (4, 64) and state[f"{prefix}.lora_B.weight"].shape == (64, 4)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.PeftModel.from_pretrained(load_hf(tiny_model_dir), tmp_path / "adapter").merge_and_unload()
+    expected = load_file(run[0] / "checkpoints" / "step_000002" / "hf" / "model.safetensors")
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor.detach(), expected[name], atol=1e-6, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.slow
+def test_vllm_samples_from_the_merged_policy(tiny_model_dir):
+    from arpo.batch import Row
+    from arpo.engine import Engine, SamplingSpec
+    from arpo.options import EngineConfig
+
+    options = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128)
+    with mesh_of_one() as mesh:
+        policy = load(mesh, lora_cfg(tiny_model_dir))
+        engine = Engine(str(tiny_model_dir), options, max_model_len=128, seed=0, load_weights=False)
+        engine.sync_weights(policy.hf_parameters())
+        prompt, tokens, sampled = np.arange(40, 60), [], []
+        engine.submit("a", prompt.tolist(), SamplingSpec(max_tokens=12, seed=1))
+        while engine.num_running:
+            for chunk in engine.step():
+                tokens += chunk.token_ids
+                sampled += chunk.logprobs
+        engine.close()
+        with torch.no_grad():
+            logprobs, _ = policy(collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))]))
+            plain, _ = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(
+                collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))])
+            )
+    torch.testing.assert_close(torch.tensor(sampled), logprobs[0], atol=1e-4, rtol=1e-4)
+    assert (plain - logprobs).abs().max() > 0.05, "the adapters must count for something"

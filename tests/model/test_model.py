@@ -1,0 +1,451 @@
+"""The reference is always the Hugging Face model's own forward pass, full logits, one row at a time, in float32."""
+
+import json
+import shutil
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model, build_tiny_tokenizer
+from helpers.ranks import mesh_of_one
+
+from arpo.batch import Row, collate
+from arpo.errors import UserError
+from arpo.model import head, load_policy, load_tokenizer
+from arpo.model.attention import attention_backend
+from arpo.model.head import token_logprobs
+from arpo.model.policy import check_model_folder
+from arpo.options import ModelConfig
+from arpo.tree import collate_tree
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with mesh_of_one() as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "qwen3-untied"])
+def folder(request, tmp_path_factory):
+    return build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def build(kind: str, path, **changes):
+    """A random model of one of our families."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    if kind.startswith("qwen3"):
+        return build_tiny_model(path, tied=kind == "qwen3")
+    kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM, True), "llama": (LlamaConfig, LlamaForCausalLM, False)}
+    config_class, model_class, tied = kinds[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        options = SIZES | HEADS | {"tie_word_embeddings": tied} | changes
+        model_class(config_class(**options)).save_pretrained(path)
+    build_tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def cfg_of(folder, **changes) -> ModelConfig:
+    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False, head_chunk_tokens=5)
+    return replace(base, **changes)
+
+
+def load_hf(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+
+
+def random_rows(lengths=((5, 9), (1, 4), (7, 13), (3, 1))) -> list[Row]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for num_prompt, num_response in lengths:
+        mask = (rng.random(num_response) < 0.7).astype(np.int64)
+        mask[0] = 1
+        rows.append(Row(rng.integers(0, 380, num_prompt), rng.integers(0, 380, num_response), mask))
+    return rows
+
+
+def some_loss(logprobs, entropies):
+    """Every token and both outputs count, each differently."""
+    weights = torch.linspace(-1.0, 1.0, logprobs.shape[-1]).expand_as(logprobs)
+    return (weights * logprobs).sum() + ((0.5 - weights) * entropies).sum()
+
+
+def row_by_row(hf, rows, temperature):
+    """(logprobs, entropies) of each row by itself, 0 where masked; with gradient."""
+    for row in rows:
+        ids = torch.as_tensor(np.concatenate([row.prompt_ids, row.response_ids]))
+        logits = hf(input_ids=ids[None], use_cache=False).logits[0, len(row.prompt_ids) - 1 : -1]  # (T, V)
+        log_p = (logits / temperature).log_softmax(-1)
+        mask = torch.as_tensor(row.loss_mask)
+        targets = torch.as_tensor(row.response_ids)
+        yield log_p.gather(1, targets[:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(-1) * mask
+
+
+def gradients(policy) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor() for name, p in policy.hf.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------- forward, backward
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_rows_give_the_logprobs_entropies_and_gradients_of_each_row_alone(folder, mesh, temperature):
+    rows = random_rows()
+    longest = max(len(row.response_ids) for row in rows)
+    policy = load_policy(cfg_of(folder), mesh, device=CPU)
+    logprobs, entropies = policy(collate(rows), temperature)
+    some_loss(logprobs, entropies).backward()
+
+    hf = load_hf(folder)
+    total = 0.0
+    for i, (expected_logprobs, expected_entropies) in enumerate(row_by_row(hf, rows, temperature)):
+        n = len(expected_logprobs)
+        torch.testing.assert_close(logprobs[i, :n], expected_logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropies[i, :n], expected_entropies, atol=1e-5, rtol=1e-5)
+        assert not logprobs[i, n:].any() and not entropies[i, n:].any()
+        pad = (0, longest - n)
+        total = total + some_loss(
+            torch.nn.functional.pad(expected_logprobs, pad), torch.nn.functional.pad(expected_entropies, pad)
+        )
+    total.backward()
+    expected = {name: p.grad for name, p in hf.named_parameters()}
+    for name, gradient in gradients(policy).items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5 * scale, rtol=1e-5, msg=lambda m, n=name: n + m)
+
+
+def test_activation_checkpointing_gives_the_same_gradients(folder, mesh):
+    results = []
+    for on in (False, True):
+        policy = load_policy(cfg_of(folder, activation_checkpointing=on), mesh, device=CPU)
+        some_loss(*policy(collate(random_rows()))).backward()
+        results.append(gradients(policy))
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
+
+
+def test_selective_checkpointing_computes_every_nth_layer_twice(tiny_model_dir, mesh):
+    for n, expected in ((1, [2, 2]), (2, [2, 1])):
+        cfg = cfg_of(tiny_model_dir, activation_checkpointing=True, checkpoint_every_n_layers=n)
+        policy = load_policy(cfg, mesh, device=CPU)
+        counts = [0, 0]
+        for index, layer in enumerate(policy.hf.model.layers):
+            layer.mlp.register_forward_pre_hook(lambda *_, i=index, c=counts: c.__setitem__(i, c[i] + 1))
+        some_loss(*policy(collate(random_rows()))).backward()
+        assert counts == expected
+
+
+def test_layers_that_stay_gathered_for_the_backward_pass_give_the_same_gradients(tiny_model_dir, mesh):
+    from torch.distributed.tensor import DTensor
+
+    results = []
+    for reshard in (True, False):
+        policy = load_policy(cfg_of(tiny_model_dir, reshard_after_forward=reshard), mesh, device=CPU)
+        loss = some_loss(*policy(collate(random_rows())))
+        assert isinstance(policy.hf.model.layers[0].mlp.up_proj.weight, DTensor) == reshard
+        loss.backward()
+        results.append(gradients(policy))
+    assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
+
+
+def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_model_dir, mesh, monkeypatch):
+    """All but the last stage, code generation, which takes a minute here; benchmarks/update_mfu.py has that too."""
+    from torch._dynamo.utils import counters
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **kw: compile_layer(m, **kw, backend="aot_eager"))
+    cfg = cfg_of(tiny_model_dir, activation_checkpointing=True)
+    policies = [load_policy(replace(cfg, compile_layers=c), mesh, device=CPU) for c in (False, True)]
+    counters.clear()
+    compiled = []
+    for lengths in (((5, 9), (1, 4)), ((3, 30),), ((2, 7), (4, 4), (9, 12))):
+        micro = collate_tree(random_rows(lengths), range(len(lengths)))
+        for policy in policies:
+            policy.zero_grad()
+            some_loss(*policy(micro)).backward()
+        expected, ours = (gradients(policy) for policy in policies)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] > 0 and compiled[1] == compiled[2], "sizes are dynamic"
+
+
+@pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
+def test_a_size_below_its_least_is_refused(option):
+    with pytest.raises(ValueError, match=f"model.{option}=-1"):
+        ModelConfig(**{option: -1})
+
+
+def test_an_empty_microbatch_gives_every_parameter_a_gradient_of_zero(folder, mesh):
+    policy = load_policy(cfg_of(folder, activation_checkpointing=True), mesh, device=CPU)
+    logprobs, entropies = policy(collate([]))
+    some_loss(logprobs, entropies).backward()
+    assert not logprobs.any() and not entropies.any()
+    assert all(not gradient.any() for gradient in gradients(policy).values())
+
+
+def test_a_microbatch_without_gradient_leaves_sharded_parameters_behind(folder, mesh):
+    """Else an optimizer or a weight sync after it would work on the wrong tensors (FSDP2's root stays whole)."""
+    from torch.distributed.tensor import DTensor
+
+    policy = load_policy(cfg_of(folder), mesh, device=CPU)
+    with torch.no_grad():
+        policy(collate(random_rows()))
+    assert all(isinstance(p, DTensor) for p in policy.parameters())
+
+
+def test_bfloat16_computes_in_bfloat16_but_keeps_weights_and_gradients_in_float32(folder, mesh):
+    exact = load_policy(cfg_of(folder), mesh, device=CPU)
+    rough = load_policy(cfg_of(folder, compute_dtype="bfloat16"), mesh, device=CPU)
+    micro = collate(random_rows())
+    with torch.no_grad():
+        expected, _ = exact(micro)
+    logprobs, entropies = rough(micro)
+    some_loss(logprobs, entropies).backward()
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert 0 < (logprobs - expected).abs().max() < 0.3
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in rough.parameters())
+
+
+def test_parameters_have_the_names_and_values_of_the_checkpoint(folder, mesh):
+    from safetensors.torch import load_file
+
+    policy = load_policy(cfg_of(folder, activation_checkpointing=True), mesh, device=CPU)
+    expected = load_file(folder / "model.safetensors")
+    named = {name: p.full_tensor() for name, p in policy.hf_parameters()}
+    assert named.keys() == expected.keys()
+    assert all(torch.equal(named[name], expected[name]) for name in named)
+
+
+def test_loading_writes_nothing_to_the_console(folder, mesh, capfd):
+    load_policy(cfg_of(folder), mesh, device=CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+# ----------------------------------------------------------------------------------------------------------- the head
+
+
+def naive_head(hidden, weight, targets, temperature):
+    """Full logits, in float64."""
+    log_p = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+@pytest.mark.parametrize("uses", ["logprobs", "entropy", "both"])
+def test_the_chunked_head_equals_full_logits_in_values_and_gradients(chunk_tokens, temperature, uses):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 16, generator=g, requires_grad=True)
+    weight = torch.randn(50, 16, generator=g, requires_grad=True)
+    targets = torch.randint(0, 50, (20,), generator=g)
+    weights = torch.randn(2, 20, generator=g)
+    heads = {
+        "ours": lambda *args: token_logprobs(*args, temperature=temperature, chunk_tokens=chunk_tokens),
+        "naive": lambda *args: naive_head(*args, temperature),
+    }
+    results = {}
+    for name, run in heads.items():
+        outputs = run(hidden, weight, targets)
+        losses = [(w * output).sum() for w, output in zip(weights, outputs, strict=True)]
+        loss = {"logprobs": losses[0], "entropy": losses[1], "both": sum(losses)}[uses]
+        results[name] = [*outputs, *torch.autograd.grad(loss, (hidden, weight))]
+    for ours, expected in zip(results["ours"], results["naive"], strict=True):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(ours, expected.float(), atol=1e-5 * scale, rtol=1e-5)
+
+
+@pytest.fixture
+def compiled_without_code_generation(monkeypatch):
+    """That takes half a minute; the one test that needs a compiler has it."""
+    monkeypatch.setattr(head, "compiled", lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("uses", [(0,), (1,), (0, 1)])
+def test_the_compiled_head_equals_the_plain_one(compiled_without_code_generation, temperature, uses):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 16, generator=g, requires_grad=True)
+    weight = torch.randn(50, 16, generator=g, requires_grad=True)
+    targets = torch.randint(0, 50, (20,), generator=g)
+    results = []
+    for fused in (False, True):
+        outputs = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=8, fused=fused)
+        loss = sum((outputs[i] * targets).sum() for i in uses)
+        results.append([*outputs, *torch.autograd.grad(loss, (hidden, weight))])
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_a_policy_uses_the_compiled_head_when_asked(compiled_without_code_generation, folder, mesh, monkeypatch):
+    micro, calls = collate(random_rows()), []
+    compile_one = head.compiled
+    monkeypatch.setattr(head, "compiled", lambda function: calls.append(function.__name__) or compile_one(function))
+    plain, ours = (load_policy(replace(cfg_of(folder), compile_head=c), mesh, device=CPU)(micro) for c in (False, True))
+    assert calls == ["chunk_statistics", "chunk_gradient", "chunk_statistics"]  # checked at the start, then used
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.slow
+def test_generated_code_equals_the_plain_head(monkeypatch, tmp_path):
+    if shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("torch.compile needs g++ and Python.h")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    head.check_compiled(384, CPU)
+    assert list(tmp_path.rglob("*.cpp")), "nothing was compiled"
+
+
+def test_a_compiler_that_fails_or_errs_is_named(folder, mesh, monkeypatch):
+    cfg = replace(cfg_of(folder), compile_head=True)
+
+    def fails(function):
+        raise torch._dynamo.exc.BackendCompilerFailed("no compiler", RuntimeError("g++ not found"), None)
+
+    for compiled in (fails, lambda _: lambda logits, *_: (logits[:, 0],) * 3):
+        monkeypatch.setattr(head, "compiled", compiled)
+        with pytest.raises(UserError, match="compile_head=True does not work here; leave it False"):
+            load_policy(cfg, mesh, device=CPU)
+
+
+def test_the_head_of_no_tokens_still_has_gradients_of_zero():
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == (0,) and hidden.grad.shape == (0, 4)
+    assert torch.equal(weight.grad, torch.zeros(9, 4))
+
+
+def test_extreme_logits_stay_finite():
+    """A distribution with all its mass on one token has entropy 0, not NaN."""
+    hidden, weight = torch.full((2, 4), 100.0, requires_grad=True), torch.zeros(9, 4)
+    weight[3] = 100.0
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([3, 4]))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.tolist() == [0.0, -40_000.0] and entropy.tolist() == [0.0, 0.0]
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_bfloat16_inputs_are_summed_in_float32():
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(30, 64, generator=g).bfloat16()
+    weight = (torch.randn(500, 64, generator=g) * 0.3).bfloat16()
+    targets = torch.randint(0, 500, (30,), generator=g)
+    ours, expected = token_logprobs(hidden, weight, targets)[0], naive_head(hidden, weight, targets, 1.0)[0]
+    assert ours.dtype == torch.float32
+    assert (ours - expected).abs().max() < 0.03  # one rounding of the logits, none of the softmax
+
+
+# ------------------------------------------------------------------------------------------------------ model folders
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A complete model folder, to be broken by the test."""
+    return build_tiny_model(tmp_path / "model")
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda f: (f / "model.safetensors").unlink(), "no weights"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2-of-2"}}'),
+            "model-2-of-2 is missing",
+        ),
+        (lambda f: (f / "tokenizer_config.json").unlink(), "no tokenizer_config.json"),
+        (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
+        (lambda f: edit_json(f / "config.json", max_position_embeddings=128), "max_position_embeddings = 128"),
+    ],
+)
+def test_a_broken_model_folder_is_one_line_that_names_the_fault(broken, damage, words):
+    check_model_folder(str(broken), max_model_len=300)
+    damage(broken)
+    with pytest.raises(UserError, match=words) as caught:
+        check_model_folder(str(broken), max_model_len=300)
+    assert f"model.path={broken}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "runs/sft/hf", "nowhere"])
+def test_a_local_path_that_does_not_exist_is_not_taken_for_a_hub_name(path):
+    with pytest.raises(UserError, match="no such folder"):
+        check_model_folder(path)
+
+
+def test_a_hub_name_is_left_to_the_hub():
+    check_model_folder("Qwen/Qwen2.5-7B-Instruct")
+
+
+def test_missing_weights_are_an_error_not_random_numbers(broken, mesh, capfd):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 weights are missing, model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_policy(cfg_of(broken), mesh, device=CPU)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_truncated_weights_are_one_line(broken, mesh):
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="cannot load the weights") as caught:
+        load_policy(cfg_of(broken), mesh, device=CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_with_soft_capping_is_refused(tmp_path, mesh):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="final_logit_softcapping=30"):
+        load_policy(cfg_of(tmp_path), mesh, device=CPU)
+
+
+def test_a_folder_without_tokenizer_files_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot load the tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_flash_attention_without_a_gpu_is_refused(folder, mesh):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match="use auto or sdpa"):
+        load_policy(cfg_of(folder, attention="flash_attention_2"), mesh, device=CPU)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_auto_takes_flash_attention_where_it_is_installed_and_can_compute(installed, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
+    gpu = torch.device("cuda")  # only its name is asked
+    assert attention_backend(ModelConfig(), gpu) == ("flash_attention_2" if installed else "sdpa")
+    assert attention_backend(ModelConfig(compute_dtype="float32"), gpu) == "sdpa"
+    assert attention_backend(ModelConfig(), CPU) == "sdpa"
+    fix = "needs model.compute_dtype=bfloat16" if installed else "the flash-attn package; use auto or sdpa"
+    with pytest.raises(UserError, match=fix):
+        attention_backend(ModelConfig(attention="flash_attention_2", compute_dtype="float32"), gpu)
+
+
+def test_the_choice_of_attention_is_logged(folder, mesh, caplog):
+    with caplog.at_level("INFO", logger="arpo"):
+        load_policy(cfg_of(folder), mesh, device=CPU)
+    assert "attention: sdpa (model.attention=auto)" in caplog.messages

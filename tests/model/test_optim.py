@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from arpo.model.optim import build_optimizer, clip_grad_norm, lr_factor, set_learning_rate
+from arpo.options import OptimConfig
+
+
+def factors(num_updates: int, **options) -> list[float]:
+    return [round(lr_factor(u, num_updates, OptimConfig(**options)), 4) for u in range(num_updates)]
+
+
+def test_constant_is_the_peak_from_the_first_step():
+    assert factors(4) == [1.0] * 4
+
+
+def test_warm_up_rises_linearly_and_reaches_the_peak_in_its_last_step():
+    assert factors(10, warmup_ratio=0.4) == [0.25, 0.5, 0.75, 1.0] + [1.0] * 6
+
+
+def test_linear_falls_over_the_decay_share_only():
+    assert factors(10, schedule="linear", decay_ratio=0.4) == [1.0] * 7 + [0.75, 0.5, 0.25]
+    assert factors(4, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_linear_decay_never_reaches_into_the_warm_up():
+    assert factors(4, schedule="linear", warmup_ratio=0.5, decay_ratio=1.0) == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    expected = [0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(8)]
+    assert factors(10, schedule="cosine", warmup_ratio=0.2) == [0.5, 1.0] + [round(f, 4) for f in expected]
+    assert factors(10, schedule="cosine", warmup_ratio=0.2)[6] == 0.5
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_decay_ends_at_the_minimum_and_stays_there(schedule):
+    cfg = OptimConfig(schedule=schedule, min_lr_ratio=0.1)
+    assert lr_factor(100, 100, cfg) == lr_factor(105, 100, cfg) == pytest.approx(0.1)
+    assert 0.1 < lr_factor(99, 100, cfg) < 0.12
+
+
+def test_one_single_update_runs_at_the_peak():
+    for schedule in ("constant", "linear", "cosine"):
+        assert factors(1, schedule=schedule, warmup_ratio=0.1) == [1.0]
+
+
+def test_the_rate_is_set_for_all_groups():
+    model = nn.Linear(2, 2)
+    cfg = OptimConfig(lr=0.5, warmup_ratio=1.0)
+    optimizer = build_optimizer(model, cfg)
+    assert set_learning_rate(optimizer, 0, 4, cfg) == 0.125
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_only_matrices_are_decayed():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2))
+    for p in model.parameters():
+        p.data.fill_(1.0)
+        p.grad = torch.zeros_like(p)
+    build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.1)).step()
+    values = {name: p.flatten()[0].item() for name, p in model.named_parameters()}
+    assert values == pytest.approx({"0.weight": 0.95, "1.weight": 0.95, "1.bias": 1.0, "2.weight": 1.0, "2.bias": 1.0})
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert [len(group["params"]) for group in build_optimizer(model, OptimConfig()).param_groups] == [1, 0]
+
+
+POISONS = (1.0, math.inf, math.nan)
+
+
+def clip_on_a_rank(ranks) -> list[tuple[float | str, float, bool]]:
+    """Per poison: (norm or error, norm after clipping, are the parameters as before?); rank 1 alone is poisoned."""
+    return [clip_with(ranks, poison) for poison in POISONS]
+
+
+def clip_with(ranks, poison: float) -> tuple[float | str, float, bool]:
+    model = little_model()
+    fully_shard(model, mesh=ranks.mesh)
+    before = [p.detach().full_tensor() for p in model.parameters()]
+    inputs = torch.ones(2, 3)
+    if ranks.rank == 1:
+        inputs[0, 0] = poison
+    (model(inputs).sum() * 3).backward()
+    try:
+        result: float | str = clip_grad_norm(model, 0.5)
+    except FloatingPointError as error:
+        result = str(error)
+    after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor().item()
+    same = all(torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, model.parameters(), strict=True))
+    return result, after, same
+
+
+def little_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False))
+
+
+@pytest.fixture(scope="module")
+def clipped():
+    """[rank][poison]"""
+    return run_ranks(2, clip_on_a_rank)
+
+
+def test_clipping_uses_the_global_norm_on_every_rank(clipped):
+    model = little_model()
+    (model(torch.ones(2, 3)).sum() * 3).backward()  # both ranks have this batch, and FSDP averages
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert expected > 1
+    for rank in clipped:
+        norm, after, _ = rank[0]
+        assert norm == pytest.approx(expected, rel=1e-6) and after == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank_before_the_step(clipped):
+    for rank in clipped:
+        for result, _, same in rank[1:]:
+            assert "gradient norm is" in str(result) and same

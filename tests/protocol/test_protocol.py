@@ -1,0 +1,130 @@
+import pytest
+from helpers.fakes import byte_tokenizer
+
+from arpo.protocol import Codec
+from arpo.protocol.codec import (
+    TRUNCATION_MARK,
+    escape_result,
+    merge_tool_messages,
+    parse_call,
+    render_result,
+    stop_strings,
+    with_system_prompt,
+)
+
+
+@pytest.fixture(scope="module")
+def codec() -> Codec:
+    return Codec(byte_tokenizer())
+
+
+def trained_text(codec, token_ids, mask) -> str:
+    return codec.tokenizer.decode([t for t, m in zip(token_ids, mask, strict=True) if m])
+
+
+def test_stop_strings_are_the_closing_tags_of_the_loaded_tools():
+    assert stop_strings(("python", "search")) == ("</python>", "</search>")
+
+
+def test_a_call_is_what_stands_between_its_own_tags():
+    assert parse_call("<think>x</think><python>\nprint(1)\n</python>", "python").argument == "print(1)"
+
+
+def test_the_last_opening_tag_counts_when_a_thought_mentions_the_tag():
+    assert parse_call("<think>I use <search> now</think><search>Paris</search>", "search").argument == "Paris"
+
+
+def test_a_closing_tag_without_opening_tag_is_an_error_the_model_reads():
+    call = parse_call("<think>x</think>2+2</python>", "python")
+    assert call.error_kind == "unopened_tag" and "<python>" in call.error
+
+
+def test_an_empty_call_is_an_error_the_model_reads():
+    call = parse_call("<search>  </search>", "search")
+    assert call.error_kind == "empty_call" and "empty" in call.error
+
+
+def test_result_is_rendered_with_one_leading_space():
+    assert render_result("4") == " <result>\n4\n</result>"
+
+
+def test_our_tags_inside_a_result_are_escaped_and_others_are_not():
+    assert escape_result("<b>x</b> <answer>4</answer> <think>") == (
+        "<b>x</b> &lt;answer&gt;4&lt;/answer&gt; &lt;think&gt;"
+    )
+
+
+def test_special_tokens_inside_a_result_are_plain_characters(codec):
+    _, ids = codec.encode_result("a<|im_end|>b", 1000)
+    assert codec.tokenizer.eos_token_id not in ids
+    assert codec.tokenizer.decode(ids) == " <result>\na<|im_end|>b\n</result>"
+
+
+@pytest.mark.parametrize("budget", [45, 57, 100, 199])
+def test_a_long_result_is_cut_to_its_budget_with_a_visible_mark(codec, budget):
+    text, ids = codec.encode_result("x€" * 300, budget)
+    assert len(ids) <= budget
+    assert text.endswith(TRUNCATION_MARK) and "�" not in text
+    assert codec.decode(ids) == render_result(text)
+
+
+def test_a_result_that_fits_is_left_alone(codec):
+    assert codec.encode_result("42", 1000)[0] == "42"
+
+
+def test_no_result_where_not_even_the_mark_fits(codec):
+    assert codec.encode_result("42", 10) is None
+
+
+def test_system_prompt_can_be_kept_dropped_or_replaced():
+    messages = [{"role": "system", "content": "old"}, {"role": "user", "content": "q"}]
+    assert with_system_prompt(messages, "keep") == messages
+    assert with_system_prompt(messages, "none") == messages[1:]
+    assert with_system_prompt(messages, "new")[0] == {"role": "system", "content": "new"}
+    assert "\\boxed" in with_system_prompt(messages[1:], "default")[0]["content"]
+
+
+def test_sft_loss_covers_assistant_text_and_eos_but_not_results_nor_prompt(codec):
+    answer = "<think>a</think><python>1+1</python> <result>\n2\n</result><answer>\\boxed{2}</answer>"
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": answer}]
+    ids, mask, _ = codec.render_conversation(messages)
+    assert codec.tokenizer.decode(ids) == (
+        f"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    )
+    assert trained_text(codec, ids, mask) == (
+        "<think>a</think><python>1+1</python><answer>\\boxed{2}</answer><|im_end|>"
+    )
+
+
+def test_sft_can_train_on_results_as_upstream_does(codec):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a <result>\n2\n</result>b"}]
+    ids, mask, _ = codec.render_conversation(messages, mask_results=False)
+    assert trained_text(codec, ids, mask) == "a <result>\n2\n</result>b<|im_end|>"
+
+
+def test_tool_messages_become_result_spans_of_one_assistant_turn(codec):
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<search>x</search>"},
+        {"role": "tool", "content": "found <answer>"},
+        {"role": "assistant", "content": "<answer>y</answer>"},
+    ]
+    merged = merge_tool_messages(messages)
+    assert merged[1]["content"] == "<search>x</search> <result>\nfound &lt;answer&gt;\n</result><answer>y</answer>"
+    ids, mask, _ = codec.render_conversation(messages)
+    assert trained_text(codec, ids, mask) == "<search>x</search><answer>y</answer><|im_end|>"
+
+
+def test_two_assistant_turns_are_both_trained(codec):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    ids, mask, _ = codec.render_conversation([{"role": r, "content": c} for r, c in turns])
+    assert trained_text(codec, ids, mask) == "b<|im_end|>d<|im_end|>"
+
+
+def test_sft_and_rollout_tokenise_a_result_alike(codec):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a <result>\n2\n</result>b"}]
+    ids, mask, _ = codec.render_conversation(messages)
+    text_after_prompt = codec.render_prompt(messages[:1])
+    response, response_mask = ids[len(text_after_prompt) :], mask[len(text_after_prompt) :]
+    spans = [t for t, m in zip(response[:-1], response_mask[:-1], strict=True) if not m]
+    assert spans == codec.encode_result("2", 100)[1]

@@ -1,0 +1,317 @@
+"""Real gloo ranks; every mini-batch is run on world sizes 1 and 2, and must give the same step."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import run_ranks
+
+from arpo import ranks
+from arpo.batch import Row, microbatches
+from arpo.engine.weight_sync import full_tensors
+from arpo.errors import UserError
+from arpo.losses import AGGREGATIONS, policy_loss, statistics_of, token_moments
+from arpo.model import load_policy
+from arpo.model.optim import build_optimizer, clip_grad_norm
+from arpo.options import ModelConfig, OptimConfig
+from arpo.ranks.ranks import Timers, make_mesh, seed_everything
+from arpo.trajectory import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+# (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch
+# nearly alone. Of one row, the second of two ranks has nothing but an empty micro-batch.
+MINIBATCHES = {
+    "unequal": [(3, 40), (5, 9), (1, 4), (7, 13), (3, 1), (2, 30), (6, 6)],
+    "one row": [(4, 20)],
+}
+MAX_TOKENS = 44
+
+
+def make_rows(lengths) -> list[Row]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for num_prompt, num_response in lengths:
+        mask = (rng.random(num_response) < 0.7).astype(np.int64)
+        mask[0] = 1
+        logprobs = (-6 + rng.normal(size=num_response)).astype(np.float32)
+        rows.append(
+            Row(
+                rng.integers(0, 380, num_prompt),
+                rng.integers(0, 380, num_response),
+                mask,
+                rollout_logprobs=logprobs,
+            )
+        )
+    return rows
+
+
+def steps(ranks, folder: str) -> dict[str, dict]:
+    """One optimizer step per mini-batch and aggregation, each from the same start."""
+    return {
+        f"{name}, {aggregation}": step(ranks, folder, lengths, aggregation)
+        for name, lengths in MINIBATCHES.items()
+        for aggregation in AGGREGATIONS
+    }
+
+
+def step(ranks, folder: str, lengths, aggregation: str) -> dict:
+    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=True, head_chunk_tokens=16)
+    policy = load_policy(cfg, ranks.mesh, device=ranks.device)
+    optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
+    micros = microbatches(make_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
+    values = np.random.default_rng(1).normal(size=len(lengths))
+    advantages = [np.full(num_response, a) for (_, num_response), a in zip(lengths, values, strict=True)]
+    num_tokens, num_sequences = ranks.all_reduce_sum(
+        sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
+    )
+    moments = torch.zeros(3, dtype=torch.float64)
+    for micro in micros:
+        with torch.no_grad():
+            _, micro.old_entropies = policy(micro)
+        moments += token_moments(micro.old_entropies, micro.loss_mask)
+    statistics = statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+    metrics = Metrics()
+    for micro in micros:
+        logprobs, entropies = policy(micro)
+        loss, loss_metrics = policy_loss(
+            logprobs,
+            micro.rollout_logprobs,  # far from on-policy, so that the clip bites
+            micro.rows_to_tensor(
+                [np.full(num_response, a) for (_, num_response), a in zip(lengths, advantages, strict=True)]
+            ),
+            micro.loss_mask,
+            entropy=entropies,
+            entropy_balanced_advantage=True,
+            entropy_balanced_clipping=True,
+            entropy_statistics=statistics,
+            aggregation=aggregation,
+            denominators=num_tokens if aggregation == "token_mean" else num_sequences,
+        )
+        (loss * ranks.world_size).backward()
+        metrics.sum("loss", loss.item())
+        metrics.merge(loss_metrics)
+    metrics.mean("grad_norm", clip_grad_norm(policy, 1e9))
+    gradients = {name: p.grad.full_tensor().numpy() for name, p in policy.hf_parameters()}
+    optimizer.step()
+    parameters = {name: p.detach().full_tensor().numpy() for name, p in policy.hf_parameters()}
+    return {
+        "num_micros": len(micros),
+        "num_empty": sum(not micro.row_ids for micro in micros),
+        "metrics": ranks.reduce_metrics(metrics).values(),
+        "gradients": gradients,
+        "parameters": parameters,
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_model_dir):
+    """world size -> [rank][mini-batch, aggregation]"""
+    return {world_size: run_ranks(world_size, steps, str(tiny_model_dir)) for world_size in (1, 2)}
+
+
+CASES = [f"{name}, {aggregation}" for name in MINIBATCHES for aggregation in AGGREGATIONS]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_do_not_depend_on_the_world_size(outcomes, case):
+    [alone], pair = outcomes[1], outcomes[2]
+    for rank in pair:
+        assert rank[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
+        for name, gradient in alone[case]["gradients"].items():
+            scale = np.abs(gradient).max()
+            assert scale > 0
+            np.testing.assert_allclose(rank[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_optimizer_step_gives_the_same_parameters_on_any_world_size(outcomes, case):
+    """AdamW's first step is lr * sign(gradient) where |gradient| >> eps: what is nearly 0 may round either way."""
+    [alone], pair = outcomes[1], outcomes[2]
+    for name, expected in alone[case]["parameters"].items():
+        for rank in pair:
+            clear = np.abs(alone[case]["gradients"][name]) > 1e-6
+            assert clear.mean() > 0.2, name
+            ours = rank[case]["parameters"][name]
+            np.testing.assert_allclose(ours[clear], expected[clear], rtol=1e-5, atol=1e-6)
+
+
+def hybrid_steps(ranks, folder: str) -> tuple[list[str], dict[str, dict], dict[str, np.ndarray]]:
+    """The cases on two copies of the model of two ranks each; and its weights as a weight sync gathers them."""
+    ranks = replace(ranks, mesh=make_mesh("cpu", ranks.world_size, 2))
+    policy = load_policy(ModelConfig(folder, compute_dtype="float32"), ranks.mesh, device=ranks.device)
+    weights = full_tensors(policy.hf_parameters(), dtype=torch.float32, device=ranks.device)
+    names = [f"{name} of {size}" for name, size in zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True)]
+    return names, steps(ranks, folder), {name: tensor.numpy() for name, tensor in weights}
+
+
+def test_two_copies_of_two_ranks_learn_what_one_rank_learns(outcomes, tiny_model_dir):
+    from safetensors.numpy import load_file
+
+    [alone], stored = outcomes[1], load_file(tiny_model_dir / "model.safetensors")
+    for names, by_case, weights in run_ranks(4, hybrid_steps, str(tiny_model_dir)):
+        assert names == ["replicate of 2", "shard of 2"]
+        assert weights.keys() == stored.keys() and all(np.array_equal(weights[n], stored[n]) for n in stored)
+        for case in CASES:
+            assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
+            for name, gradient in alone[case]["gradients"].items():
+                scale = np.abs(gradient).max()
+                np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(UserError, match=r"model\.shard_size=3 does not divide the 4 ranks"):
+        make_mesh("cpu", 4, 3)
+
+
+def test_the_cases_are_as_uneven_as_they_claim(outcomes):
+    [alone], pair = outcomes[1], outcomes[2]
+    unequal, single = (f"{name}, token_mean" for name in MINIBATCHES)
+    assert alone[unequal]["num_micros"] > pair[0][unequal]["num_micros"] == pair[1][unequal]["num_micros"] > 1
+    assert pair[0][single]["num_empty"] == 0 and pair[1][single]["num_empty"] == 1
+
+
+def helpers(ranks) -> dict:
+    metrics = Metrics()
+    metrics.mean("mean", 1.0 + ranks.rank, weight=1 + 2 * ranks.rank)
+    metrics.sum("sum", 10.0 + ranks.rank)
+    metrics.max("max", -3.0 - ranks.rank)
+    if ranks.rank == 1:
+        metrics.mean("only rank 1", 7.0)
+    seed_everything(5 + ranks.rank)
+    return {
+        "sum": ranks.all_reduce_sum(0.1, ranks.rank, 2.0**53),
+        "objects": ranks.all_gather_objects({"rank": ranks.rank, "text": "é" * ranks.rank}),
+        "metrics": ranks.reduce_metrics(metrics).values(),
+        "is_main": ranks.is_main,
+        "mesh": (ranks.mesh.size(), ranks.mesh.mesh_dim_names),
+        "draws": (float(torch.rand(())), float(np.random.random())),
+    }
+
+
+@pytest.fixture(scope="module")
+def helped():
+    return run_ranks(3, helpers)
+
+
+def test_sums_are_in_float64_and_equal_on_every_rank(helped):
+    assert [rank["sum"] for rank in helped] == [[pytest.approx(0.3, abs=1e-15), 3.0, 3 * 2.0**53]] * 3
+
+
+def test_every_rank_sees_all_objects_in_rank_order(helped):
+    expected = [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}, {"rank": 2, "text": "éé"}]
+    assert [rank["objects"] for rank in helped] == [expected] * 3
+
+
+def test_metrics_of_all_ranks_are_merged_by_their_declared_reduction(helped):
+    expected = {"mean": (1 * 1 + 2 * 3 + 3 * 5) / 9, "sum": 33.0, "max": -3.0, "only rank 1": 7.0}
+    assert all(rank["metrics"] == pytest.approx(expected) for rank in helped)
+
+
+def test_one_rank_is_main_and_the_mesh_has_all(helped):
+    assert [rank["is_main"] for rank in helped] == [True, False, False]
+    assert all(rank["mesh"] == (3, ("dp",)) for rank in helped)
+
+
+def test_seeds_differ_between_ranks_and_repeat(helped):
+    draws = [rank["draws"] for rank in helped]
+    assert len(set(draws)) == 3
+    seed_everything(6)
+    assert draws[1] == (float(torch.rand(())), float(np.random.random()))
+
+
+WORKER = """
+import os, pathlib, sys, time
+from arpo import ranks
+ranks = ranks.init()
+pathlib.Path(sys.argv[1], str(ranks.rank)).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_workers_die_with_their_launcher(tmp_path):
+    """torchrun itself leaves its workers behind when it is killed, and those keep the GPUs."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen([*command, tmp_path / "worker.py", tmp_path], env=environment)
+    pids = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in pids), 60)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not any(is_running(int(path.read_text())) for path in pids), 10)
+
+
+def wait_until(condition, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie, which nobody may have reaped yet, has ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_timers_add_up_by_name():
+    timers = Timers()
+    for _ in range(2):
+        with timers("a"):
+            sum(range(1000))
+    with timers("b"):
+        pass
+    seconds = timers.seconds(prefix="time/")
+    assert list(seconds) == ["time/a", "time/b", "time/step", "time/idle"]
+    assert seconds["time/a"] > seconds["time/b"] > 0 and seconds["time/idle"] > 0
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["time/step"])
+
+
+def times_of_a_step(ranks) -> dict[str, float]:
+    timers = Timers()
+    with timers("rollout"):
+        time.sleep(0.2 + 0.6 * ranks.rank)
+    with timers("exchange"):
+        ranks.barrier()
+    with timers("update"):
+        time.sleep(0.1)
+    return ranks.step_times(timers)
+
+
+def test_the_wait_for_the_slowest_rank_is_the_same_number_everywhere():
+    times, others = run_ranks(2, times_of_a_step)
+    assert times == others
+    assert times["time/rollout"] == pytest.approx(0.5, abs=0.15) and times["time/rank_wait"] >= 0.25
+    assert times["time/exchange"] >= 0.25  # the fast rank's 0.6 s, and nothing of the slow one
+    phases = ("rollout", "exchange", "update", "idle")
+    assert sum(times[f"time/{phase}"] for phase in phases) == pytest.approx(times["time/step"])
+
+
+def init_again(_) -> bool:
+    ranks.init().close()
+    return dist.is_initialized()
+
+
+def test_a_process_group_that_was_there_before_is_left_alone():
+    assert run_ranks(1, init_again) == [True]
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [(0, 0, ["note", "warning"]), (1, 1, []), (8, 0, [f"{os.uname().nodename}: warning"])],
+)
+def test_notes_come_from_rank_0_and_warnings_from_every_node(rank, local_rank, said):
+    code = (
+        "import logging; from arpo.ranks.ranks import _log_once_per_node as start; start(); "
+        "log = logging.getLogger('arpo.tools'); log.info('note'); log.warning('warning')"
+    )
+    environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.returncode) == (said, 0), done.stderr

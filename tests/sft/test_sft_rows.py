@@ -1,0 +1,183 @@
+"""Tokenised conversations on disk: the same rows whatever the number of ranks, and little of them in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import build_tiny_tokenizer
+from helpers.ranks import run_ranks
+from test_data import write_jsonl, write_parquet
+
+from arpo.errors import UserError
+from arpo.protocol import Codec
+from arpo.sft.options import SFTDataConfig
+from arpo.sft.token_store import OVERLONG, ConversationRows, tokenise
+
+ROOT = Path(__file__).resolve().parents[2]
+CFG = SFTDataConfig(train="x", max_tokens=200)
+
+
+def conversations(num: int = 30) -> list[dict]:
+    """Every tenth is longer than 200 tokens."""
+    trajectory = "<python>print({0} + 1)</python> <result>\n{1}\n</result><answer>{1}</answer>"
+    return [
+        {"messages": [{"role": "user", "content": f"{n} + 1?" * (1 + n % 3)},
+                      {"role": "assistant", "content": trajectory.format(n, n + 1) * (12 if n % 10 == 5 else 1)}]}
+        for n in range(num)
+    ]  # fmt: skip
+
+
+def tokenise_on(num_ranks: int, path: Path, folder: Path, cfg: SFTDataConfig = CFG) -> ConversationRows:
+    run_ranks(num_ranks, _tokenise, path, folder, cfg)
+    return ConversationRows(folder)
+
+
+def _tokenise(ranks, path, folder, cfg) -> None:
+    tokenise(path, cfg, Codec(build_tiny_tokenizer()), folder, ranks)
+
+
+def arrays(rows: ConversationRows) -> list[tuple]:
+    return [(r.prompt_ids.tolist(), r.response_ids.tolist(), r.loss_mask.tolist()) for r in rows]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "sft.jsonl", conversations())
+
+
+@pytest.fixture(scope="module")
+def rows(data, tmp_path_factory) -> ConversationRows:
+    return tokenise_on(1, data, tmp_path_factory.mktemp("rows") / "train")
+
+
+def test_a_row_is_the_rendered_conversation_cut_at_its_first_loss_token(rows):
+    codec = Codec(build_tiny_tokenizer())
+    rendered = [codec.render_conversation(row["messages"]) for row in conversations()]
+    rendered = [r for r in rendered if len(r.token_ids) <= 200]
+    assert len(rows) == len(rendered) == 27 and rows.num_tokens == sum(len(r.token_ids) for r in rendered)
+    for row, r in zip(rows, rendered, strict=True):
+        assert [*row.prompt_ids, *row.response_ids] == r.token_ids
+        assert [0] * len(row.prompt_ids) + row.loss_mask.tolist() == r.loss_mask
+        assert row.loss_mask[0] == 1 and row.prompt_ids.dtype == np.int32
+
+
+def test_overlong_conversations_are_left_out_counted_and_listed(rows, data):
+    assert (rows.num_dropped, rows.num_truncated) == (3, 0)
+    listed = [json.loads(line) for line in (rows.folder / OVERLONG).read_text().splitlines()]
+    assert [entry["place"] for entry in listed] == [f"{data}:{line}" for line in (6, 16, 26)]
+    assert all(entry["tokens"] > 200 and entry["kept_tokens"] == 0 for entry in listed)
+
+
+def test_overlong_conversations_can_be_cut_at_the_end_of_a_turn(data, tmp_path):
+    rows = tokenise_on(1, data, tmp_path / "train", replace(CFG, overlong="truncate"))
+    assert (len(rows), rows.num_dropped, rows.num_truncated) == (30, 0, 3)
+    codec = Codec(build_tiny_tokenizer())
+    row = rows[5]
+    text = codec.tokenizer.decode(row.response_ids)
+    assert 150 < row.num_tokens <= 200 and text.endswith("</python>") and row.loss_mask[-1] == 1
+    listed = [json.loads(line) for line in (rows.folder / OVERLONG).read_text().splitlines()]
+    assert listed[0]["kept_tokens"] == row.num_tokens
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_makes_the_same_rows(rows, data, tmp_path):
+    for num_ranks in (2, 3):
+        assert arrays(tokenise_on(num_ranks, data, tmp_path / f"of_{num_ranks}")) == arrays(rows)
+    parquet = write_parquet(tmp_path / "sft.parquet", conversations())
+    assert arrays(tokenise_on(2, parquet, tmp_path / "parquet")) == arrays(rows)
+
+
+def test_what_is_there_is_used_again_until_file_or_options_change(tmp_path):
+    path, folder = write_jsonl(tmp_path / "sft.jsonl", conversations()), tmp_path / "train"
+    made = lambda: (folder / "manifest.json").stat().st_mtime_ns  # noqa: E731
+    tokenise_on(1, path, folder)
+    first = made()
+    tokenise_on(1, path, folder)
+    assert made() == first
+    assert len(tokenise_on(1, path, folder, replace(CFG, max_tokens=5000))) == 30 and made() > first
+    write_jsonl(path, conversations(12))
+    assert len(tokenise_on(1, path, folder)) == 11
+
+
+def test_a_folder_that_was_not_finished_is_made_again(data, rows, tmp_path):
+    folder = tmp_path / "train"
+    tokenise_on(1, data, folder)
+    part = folder / "part_00000.bin"
+    part.write_bytes(part.read_bytes()[:-4])
+    (tmp_path / "train.building").mkdir()
+    (tmp_path / "train.building" / "part_00007.bin").write_bytes(b"left over")
+    assert arrays(tokenise_on(1, data, folder)) == arrays(rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["train"]
+    assert sorted(path.name for path in folder.glob("part_*")) == ["part_00000.bin"]
+
+
+@pytest.mark.slow
+def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path):
+    bad = conversations(40)
+    bad[31] = {"messages": []}
+    bad[38] = {"messages": []}
+    path = write_jsonl(tmp_path / "sft.jsonl", bad)
+    messages = run_ranks(2, _error, path, tmp_path / "train")
+    assert messages[0] == messages[1] and messages[0].startswith(f"{path}:32: needs a list")
+    assert not (tmp_path / "train").exists() and not (tmp_path / "train.building").exists()
+
+
+def _error(ranks, path, folder) -> str:
+    with pytest.raises(UserError) as caught:
+        tokenise(path, CFG, Codec(build_tiny_tokenizer()), folder, ranks)
+    return str(caught.value)
+
+
+def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path):
+    path = write_jsonl(tmp_path / "sft.jsonl", [*conversations(2), {"system": "s", **conversations(1)[0]}])
+    [message] = run_ranks(1, _refused, path, tmp_path / "train")
+    assert message == f"{path}:3: no system, please"
+
+
+def _refused(ranks, path, folder) -> str:
+    tokenizer = build_tiny_tokenizer()
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    with pytest.raises(UserError) as caught:
+        tokenise(path, CFG, Codec(tokenizer), folder, ranks)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
+    """12 MB of short conversations in a fresh process: memory grows by a fraction of that."""
+    path = tmp_path / "big.jsonl"
+    rows = conversations(1000)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text * (12_000_000 // len(text)))
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from conftest import build_tiny_tokenizer\n"
+        "from arpo import ranks\n"
+        "from arpo.sft.options import SFTDataConfig\n"
+        "from arpo.protocol import Codec\n"
+        "from arpo.sft.token_store import tokenise\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "dist, codec = ranks.init(), Codec(build_tiny_tokenizer())\n"
+        "cfg = SFTDataConfig(train='x', max_tokens=500)\n"
+        "def run(file, folder):\n"
+        "    rows = tokenise(file, cfg, codec, Path(folder), dist)\n"
+        "    return len(rows), sum(rows[i].num_tokens for i in range(0, len(rows), 97))\n"
+        "run(sys.argv[2], sys.argv[2] + '.rows')\n"  # all that is imported late
+        "before = peak(); num, _ = run(sys.argv[1], sys.argv[1] + '.rows'); print(num, peak() - before)\n"
+        "dist.close()"
+    )
+    small = write_jsonl(tmp_path / "small.jsonl", rows[:200])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(small)],
+        cwd=ROOT, capture_output=True, text=True, timeout=900, check=True,
+    )  # fmt: skip
+    num_rows, growth_kib = map(int, done.stdout.splitlines()[-1].split())
+    assert num_rows == 12_000_000 // len(text) * 1000 and growth_kib < 5_000

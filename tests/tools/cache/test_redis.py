@@ -1,0 +1,322 @@
+"""Cache and rate limit in a real Redis server, shared by real processes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.forked import fork, in_processes
+from helpers.redis_server import free_port, redis_server
+
+from arpo.errors import UserError
+from arpo.tools.cache.__main__ import main
+from arpo.tools.cache.cache import merge, open_cache
+from arpo.tools.cache.redis_client import PASSWORD_VARIABLE
+from arpo.tools.cache.store import NO_RESULTS, CacheFile, cache_key, unpack
+from arpo.tools.http.rate_limit import LocalRateLimit, RedisRateLimit
+from arpo.tools.options import SearchConfig
+from arpo.tools.search import SearchTool
+
+ROOT = Path(__file__).resolve().parents[3]
+WEEK_S = 7 * 86400
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(server):
+    import redis
+
+    redis.Redis.from_url(server.url).flushdb()
+    return server.url
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def place(request, tmp_path):
+    """Where a cache may be: what holds for a file must hold for a server."""
+    return str(tmp_path / "cache.sqlite") if request.param == "sqlite" else request.getfixturevalue("url")
+
+
+def put(cache, query: str, text: str, backend: str = "b") -> None:
+    cache.put(cache_key(backend, {}, query), backend, query, text)
+
+
+def get(cache, query: str, backend: str = "b") -> str | None:
+    return cache.get(cache_key(backend, {}, query), query)
+
+
+def entries_of(cache) -> list[tuple[str, str]]:
+    return [unpack(row[3]) for row in cache.rows()]
+
+
+def make_older(cache, seconds: float) -> None:
+    """Let time pass: the rows are taken out, and put back with an earlier date."""
+    rows = list(cache.rows())
+    cache.prune()
+    cache.add([(*row[:5], row[5] - seconds) for row in rows])
+
+
+# ---- one cache, two places
+
+
+def test_the_first_answer_wins_and_is_kept_for_later_runs(place):
+    cache = open_cache(place, read_only=False)
+    put(cache, 'the "Silver" otter', "Page 1: wet Straße")
+    put(cache, 'the "Silver" otter', "second")
+    assert get(cache, "fox") is None
+    cache.close()
+    replay = open_cache(place, read_only=True)
+    assert get(replay, 'the "Silver" otter') == replay.get_any("the Silver otter") == "Page 1: wet Straße"
+
+
+def test_a_replay_takes_the_first_recorded_answer_of_any_backend(place):
+    cache = open_cache(place, read_only=False)
+    put(cache, "otter", "from one", backend="one")
+    put(cache, "otter", "from two", backend="two")
+    assert cache.get_any("otter") == "from one" and get(cache, "otter", "two") == "from two"
+
+
+def test_no_results_expires_while_recording_but_not_in_a_replay(place):
+    cache = open_cache(place, read_only=False)
+    put(cache, "new film", NO_RESULTS)
+    put(cache, "old film", "Page 1: seen")
+    put(cache, "new film", "too early")
+    assert get(cache, "new film") == NO_RESULTS
+    make_older(cache, WEEK_S + 60)
+    assert get(cache, "new film") is None and get(cache, "old film") == "Page 1: seen"
+    assert get(open_cache(place, read_only=True), "new film") == NO_RESULTS
+    put(cache, "new film", "Page 1: out now")
+    put(cache, "old film", "Page 1: seen again")
+    assert get(cache, "new film") == "Page 1: out now" and get(cache, "old film") == "Page 1: seen"
+
+
+def test_imported_answers_serve_every_backend_and_come_back_in_order(place, tmp_path):
+    entries = {f"search query: what is {i}?": f"Page 1: {i}\nPage 2: «{i}» …" for i in range(1200)}
+    released, copy = tmp_path / "released.json", tmp_path / "copy.json"
+    released.write_text(json.dumps(entries | {"nothing": NO_RESULTS}, indent=2, ensure_ascii=False))
+    main(["import", place, str(released)])
+    cache = open_cache(place, read_only=False)
+    assert get(cache, 'search query: what is "5"?', backend="whatever") == "Page 1: 5\nPage 2: «5» …"
+    put(cache, "search query: what is 5?", "my own", backend="local")
+    assert get(cache, "search query: what is 5?", backend="local") == "my own"
+    assert cache.prune(backend="local") == 1
+    main(["export", place, str(copy)])
+    assert copy.read_bytes() == released.read_bytes()
+
+
+def test_the_command_line_looks_after_either(place, tmp_path, capsys):
+    released = tmp_path / "released.json"
+    released.write_text(json.dumps({"otter": "wet", "fox": NO_RESULTS}))
+    main(["import", place, str(released)])
+    main(["import", place, str(released)])
+    assert capsys.readouterr().out.splitlines() == [f"2 new entries from {released}", f"0 new entries from {released}"]
+    main(["stats", place])
+    assert capsys.readouterr().out.splitlines()[:3] == ["entries     2", "  import    2", "no results  1"]
+    main(["prune", place, "--no-results"])
+    assert capsys.readouterr().out == "1 entries deleted\n"
+    assert entries_of(open_cache(place, read_only=True)) == [("otter", "wet")]
+
+
+def test_prune_deletes_what_meets_all_conditions(place):
+    cache = open_cache(place, read_only=False)
+    for backend in ("one", "two"):
+        put(cache, "old", "x", backend)
+    make_older(cache, 40 * 86400)
+    put(cache, "new", "x", "one")
+    assert cache.prune(older_than_s=30 * 86400, backend="one") == 1
+    assert get(cache, "old", "one") is None and get(cache, "new", "one") == "x"
+    assert cache.get_any("old") == get(cache, "old", "two") == "x"
+
+
+def test_files_and_servers_can_be_merged_into_each_other(url, tmp_path):
+    file, server = CacheFile(tmp_path / "node.sqlite"), open_cache(url, read_only=False)
+    put(server, "both", "first")
+    put(file, "both", "second")
+    put(file, "only the file", "x")
+    assert merge(server, tmp_path / "node.sqlite") == 1
+    assert (get(server, "both"), get(server, "only the file")) == ("first", "x")
+    put(server, "only the server", "y")
+    assert merge(file, url) == 1
+    assert (get(file, "both"), get(file, "only the server")) == ("second", "y")
+
+
+# ---- many writers, some killed
+
+
+def test_eight_writers_agree_on_the_first_answers_and_lose_none(url):
+    def write(number: int) -> bool:
+        cache = open_cache(url, read_only=False)
+        for i in range(200):
+            put(cache, f"{number} {i}", "text" * 100)
+            put(cache, f"shared {i}", f"by {number}")
+        return cache.usable and [get(cache, f"shared {i}") for i in range(200)]
+
+    seen = in_processes(write, 8)
+    assert all(answers == seen[0] and None not in answers for answers in seen)
+    assert len({query for query, _ in entries_of(open_cache(url, read_only=True))}) == 9 * 200
+
+
+def write_until_killed(url: str, name: str, acknowledge: int) -> None:
+    cache = open_cache(url, read_only=False)
+    for i in range(1_000_000):
+        put(cache, f"{name} {i}", f"text {i} " * 20)
+        os.write(acknowledge, f"{name} {i}\n".encode())
+
+
+def test_killed_writers_lose_no_acknowledged_answer_and_leave_no_half_one(url):
+    writers = []
+    for number in range(4):
+        reading, writing = os.pipe()
+        writer = fork.Process(target=write_until_killed, args=(url, str(number), writing))
+        writer.start()
+        os.close(writing)
+        writers.append((writer, os.fdopen(reading)))
+    lines = [pipe.readline() for _, pipe in writers]  # all are in the middle of writing now
+    for writer, _ in writers:
+        os.kill(writer.pid, signal.SIGKILL)
+    for writer, pipe in writers:
+        lines += pipe
+        pipe.close()
+        writer.join(timeout=30)
+        assert writer.exitcode == -signal.SIGKILL
+    cache = open_cache(url, read_only=True)
+    acknowledged = {line.strip() for line in lines if line.endswith("\n")}
+    assert len(acknowledged) >= 4 and all(cache.get_any(query) for query in acknowledged)
+    assert all(cache.get_any(query) == text for query, text in entries_of(cache))
+
+
+def test_a_forked_process_can_go_on_using_the_cache(url):
+    cache = open_cache(url, read_only=False)
+    put(cache, "parent", "1")
+
+    def child(number: int) -> str | None:
+        put(cache, f"child {number}", "2")
+        return get(cache, "parent")
+
+    assert in_processes(child, 3) == ["1"] * 3
+    assert [get(cache, f"child {i}") for i in range(3)] == ["2"] * 3
+
+
+# ---- the tool
+
+
+def ask(cfg: SearchConfig, *queries: str):
+    tool = SearchTool(cfg)
+
+    async def gather():
+        results = [await tool.run(query) for query in queries]
+        await tool.aclose()
+        return results
+
+    return asyncio.run(gather())
+
+
+def test_the_search_tool_records_into_redis_and_replays_without_a_corpus(url, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "Otter", "text": "The silver otter is 61 cm long."}\n')
+    [recorded] = ask(SearchConfig(backend="local", corpus=str(corpus), cache=url), "silver otter")
+    [replayed, missing] = ask(SearchConfig(backend="replay", cache=url, mode="replay"), "silver otter", "red fox")
+    assert replayed.text == recorded.text and replayed.cached and not recorded.cached
+    assert missing.error_kind == "not_recorded"
+    with pytest.raises(UserError, match="no recorded result for 'red fox'"):
+        ask(SearchConfig(backend="replay", cache=url, mode="replay_strict"), "red fox")
+
+
+def test_a_server_that_nobody_runs_is_one_line_before_training():
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    with pytest.raises(UserError, match=r"tools\.search\.cache: no Redis server answers at redis://127") as error:
+        SearchTool(SearchConfig(backend="replay", cache=url))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_redis_package_is_one_line_that_names_the_extra():
+    script = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from arpo.tools.options import SearchConfig\nfrom arpo.config import UserError\n"
+        "from arpo.tools.search import SearchTool\n"
+        "try: SearchTool(SearchConfig(backend='replay', cache='redis://127.0.0.1:1/0'))\n"
+        "except UserError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "tools.search.cache: " in said and "pip install 'arpo-torch[redis]'" in said and said.count("\n") == 1
+
+
+def test_a_password_belongs_into_the_environment(tmp_path, monkeypatch):
+    with redis_server(tmp_path, "--requirepass", "s3cret") as server:
+        with pytest.raises(UserError, match=PASSWORD_VARIABLE) as error:
+            open_cache(f"redis://:s3cret@127.0.0.1:{server.port}/0", read_only=False)
+        assert "s3cret" not in str(error.value)
+        with pytest.raises(UserError, match="no Redis server answers"):
+            open_cache(server.url, read_only=False)
+        monkeypatch.setenv(PASSWORD_VARIABLE, "s3cret")
+        cache = open_cache(server.url, read_only=False)
+        put(cache, "otter", "wet")
+        assert get(cache, "otter") == "wet"
+
+
+def test_a_server_lost_in_mid_run_costs_a_recording_one_warning_and_ends_a_replay(tmp_path, caplog):
+    with redis_server(tmp_path) as server:
+        recording, replay = (open_cache(server.url, read_only=read_only) for read_only in (False, True))
+        put(recording, "otter", "wet")
+        server.process.kill()
+        server.process.wait()
+        put(recording, "fox", "red")
+        assert get(recording, "otter") is None and not recording.usable
+        assert [record.levelname for record in caplog.records] == ["WARNING"] and "goes on without" in caplog.text
+        with pytest.raises(UserError, match="cannot read the cache"):
+            get(replay, "otter")
+
+
+# ---- the rate limit
+
+
+def test_a_bucket_gives_its_burst_at_once_and_then_one_token_per_interval(url):
+    for limit in (LocalRateLimit(0.01, burst=3), RedisRateLimit(url, "bucket", 0.01, burst=3)):
+        waits_s = [limit.take() for _ in range(6)]
+        assert waits_s[:3] == [0, 0, 0]
+        assert waits_s[3:] == pytest.approx([100, 200, 300], abs=30)
+
+
+def test_processes_share_one_bucket(url):
+    def take(_: int) -> list[float]:
+        limit = RedisRateLimit(url, "shared", 0.01)
+        return [limit.take() for _ in range(5)]
+
+    waits_s = sorted(wait_s for part in in_processes(take, 4) for wait_s in part)
+    assert waits_s == pytest.approx([100 * i for i in range(20)], abs=60)
+    assert RedisRateLimit(url, "another", 0.01).take() == 0
+
+
+def test_acquire_waits_for_the_token(url):
+    async def five(limit) -> float:
+        started = time.monotonic()
+        await asyncio.gather(*(limit.acquire() for _ in range(5)))
+        return time.monotonic() - started
+
+    for limit in (LocalRateLimit(20), RedisRateLimit(url, "waits", 20)):
+        assert asyncio.run(five(limit)) >= 0.19
+
+
+def test_a_lost_server_leaves_each_process_its_own_limit(tmp_path, caplog):
+    with redis_server(tmp_path) as server:
+        limit = RedisRateLimit(server.url, "lost", 1000)
+        server.process.kill()
+        server.process.wait()
+        for _ in range(3):
+            asyncio.run(limit.acquire())
+    assert len(caplog.records) == 1 and "limits itself alone" in caplog.text
+
+
+@pytest.mark.parametrize(("calls_per_s", "burst"), [(0, 1), (-1, 1), (float("inf"), 1), (1, 0)])
+def test_a_limit_that_makes_no_sense_is_refused(calls_per_s, burst):
+    with pytest.raises(UserError, match="must be"):
+        LocalRateLimit(calls_per_s, burst)

@@ -1,0 +1,271 @@
+"""The host process of the <python> tool: what it inherits, how it is replaced, what it leaves, where it refuses."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import venv
+from pathlib import Path
+
+import pytest
+from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
+
+from arpo.tools.base import ToolResult
+from arpo.tools.sandbox.host import NUM_SPARES
+from arpo.tools.sandbox.host_process import HostProcess
+from arpo.tools.sandbox.limits import BUSY_NICE, NICE, CallLimits
+from arpo.tools.sandbox.selftest import Canaries
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def own_tool():
+    """A tool whose host may be killed."""
+    tool = start(grace_s=2.0)
+    yield tool
+    asyncio.run(tool.aclose())
+
+
+def test_nothing_of_the_trainers_environment_is_visible(monkeypatch):
+    monkeypatch.setenv("ARPO_CANARY", "do-not-show-this")
+    tool = start()
+    try:
+        seen = text_of(tool, "import os\nsorted(os.environ)")
+        host = [Path(f"/proc/{pid}/environ").read_bytes() for pid in jail_of(tool)]
+    finally:
+        asyncio.run(tool.aclose())
+    assert "ARPO_CANARY" not in seen and "PYTHONHASHSEED" in seen
+    assert not any(b"do-not-show-this" in environment for environment in host)
+
+
+def test_the_host_inherits_no_files_of_the_trainer(tmp_path):
+    with open(tmp_path / "weights", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        tool = start()
+        links = [os.readlink(link) for pid in jail_of(tool) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        asyncio.run(tool.aclose())
+    assert links and not any("weights" in link for link in links)
+
+
+def test_a_worker_that_cannot_be_confined_is_our_fault():
+    host = HostProcess("none", dataclasses.replace(CallLimits(), max_open_files=-5))
+    reply = host.call("1", 20.0, 10.0)
+    host.kill()
+    assert reply.status == "sandbox_error" and "ValueError" in reply.stderr
+
+
+def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
+    monkeypatch.setenv("ARPO_CANARY", "1")
+    host = HostProcess("none", CallLimits())
+    try:
+        with Canaries() as canaries:
+            leaks = canaries.leaks(host.call(canaries.probe, 20.0, 10.0))
+    finally:
+        host.kill()
+    assert "read of the trainer is possible" in leaks
+    assert "network of the trainer is possible" in leaks
+    assert "a file of the trainer was changed" in leaks
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_killed_host_is_replaced_once_and_its_calls_repeated(tier):
+    tool = start(tier=tier)
+    killer = threading.Timer(0.4, lambda: os.kill(tool.sandbox.host_pid, signal.SIGKILL))
+    killer.start()
+    results = run(tool, *["import time; time.sleep(0.3); 42"] * 12)
+    killer.join()
+    restarts = tool.sandbox.num_restarts
+    asyncio.run(tool.aclose())
+    assert [result.text for result in results] == ["42"] * 12
+    assert restarts == 1
+
+
+def test_a_stuck_host_is_replaced(own_tool):
+    jail_of(own_tool)  # waits for the self-test's supervisor to be gone
+    for pid in processes_of(own_tool.sandbox.host_pid):
+        os.kill(pid, signal.SIGSTOP)
+    assert [result.text for result in run(own_tool, "1", "2")] == ["1", "2"]
+    assert own_tool.sandbox.num_restarts == 1
+
+
+def test_a_host_that_cannot_be_had_again_is_our_fault_and_not_the_models(own_tool, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    pids = processes_of(own_tool.sandbox.host_pid)
+    os.kill(own_tool.sandbox.host_pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids))  # until then a spare may answer
+    [result] = run(own_tool, "1")
+    assert (result.ok, result.infra_error, result.error_kind) == (False, True, "sandbox_error")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_closing_leaves_nothing(tier):
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    tool = start(tier=tier)
+
+    async def close_in_mid_call() -> ToolResult:
+        call = asyncio.create_task(tool.run("import time; time.sleep(60)"))
+        await asyncio.sleep(0.3)
+        await tool.aclose()
+        return await call
+
+    pids = processes_of(tool.sandbox.host_pid)
+    assert pids
+    assert asyncio.run(close_in_mid_call()).infra_error
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert threading.active_count() <= threads
+
+
+TRAINER = """
+import asyncio, sys
+from arpo.tools.options import PythonConfig
+from arpo.tools.python import PythonTool
+
+FORKS = "import os, time\\nwhile True:\\n    try: os.fork()\\n    except OSError: time.sleep(0.01)"
+
+async def main():
+    tool = PythonTool(PythonConfig(), tier=sys.argv[1])
+    calls = [asyncio.create_task(tool.run(FORKS)) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    print(tool.sandbox.host_pid, tool.sandbox.folder, flush=True)
+    await asyncio.gather(*calls)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_outlives_a_killed_trainer(tier):
+    start(tier=tier).sandbox.close()  # skips where the tier is not to be had
+    command = [sys.executable, "-c", TRAINER, tier]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as trainer:
+        host_pid, folder = trainer.stdout.readline().split()
+        pids = processes_of(int(host_pid))
+        trainer.kill()
+    assert len(pids) >= 7  # the host, and a supervisor and a worker per call
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
+    assert wait_until(lambda: not os.path.exists(folder))
+
+
+def test_the_host_outlives_the_thread_that_started_it():
+    tools = []
+    thread = threading.Thread(target=lambda: tools.append(start()))
+    thread.start()
+    thread.join()
+    [result] = run(tools[0], "1")
+    asyncio.run(tools[0].aclose())
+    assert result.text == "1" and tools[0].sandbox.num_restarts == 0
+
+
+def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
+    script = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from arpo.tools.sandbox.client import Sandbox
+    from arpo.tools.sandbox.limits import CallLimits
+    sandbox = Sandbox(CallLimits())
+    print(sandbox.run("import os, sys; print(os.path.exists(sys.executable), open('new', 'w').write('x'))").stdout)
+    sandbox.close()
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, symlinks=True)
+        command = [f"{folder}/bin/python", "-c", textwrap.dedent(script), str(REPO)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+    assert said.split() == ["True", "1"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_caller_that_is_gone_before_its_call_began_leaves_nothing(tier):
+    tool = start(tier=tier)
+    host = tool.sandbox._host
+    try:
+        for _ in range(2 * NUM_SPARES):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                socket.send_fds(host._control, [b"call"], [theirs.fileno()])
+        assert text_of(tool, "1") == "1"
+        jail_of(tool)  # waits until there are spares and nothing else
+        folder = tool.sandbox.folder
+        assert folder is None or wait_until(lambda: len(os.listdir(folder)) == NUM_SPARES)
+        assert tool.sandbox.num_restarts == 0
+    finally:
+        asyncio.run(tool.aclose())
+
+
+HOSTILE = [
+    "while True: pass",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "while True: print('x' * 1000)",
+    "for i in range(10**6): open(str(i), 'w').write('x' * 10000)",
+    "import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)",
+]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_good_calls_beside_hostile_ones_are_answered_as_if_alone(tier):
+    tool = start(dataclasses.replace(SMALL, max_concurrent=len(HOSTILE) + 1), tier=tier)
+
+    async def side_by_side() -> tuple[list[ToolResult], list[ToolResult]]:
+        hostile = [asyncio.create_task(tool.run(code)) for code in HOSTILE * 2]
+        good = [await tool.run(f"import numpy\nprint(numpy.arange({n}).sum())") for n in range(10)]
+        return good, await asyncio.gather(*hostile)
+
+    good, hostile = asyncio.run(side_by_side())
+    restarts = tool.sandbox.num_restarts
+    asyncio.run(tool.aclose())
+    assert [(result.text, result.ok) for result in good] == [(str(n * (n - 1) // 2), True) for n in range(10)]
+    assert not any(result.infra_error for result in hostile) and restarts == 0
+
+
+UNHURRIED = dataclasses.replace(SMALL, wall_s=60.0, cpu_s=10.0)  # other work may fill the machine
+SPIN = """
+import os, threading, time
+def priority():
+    return os.getpriority(os.PRIO_PROCESS, 0)
+def spin():
+    ends = time.process_time() + 2
+    while time.process_time() < ends and priority() == before:
+        pass
+    print(priority() - before)
+before = priority()
+thread = threading.Thread(target=spin)
+thread.start()
+spin()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_all_threads_of_a_call_that_computes_long_let_others_go_first(tier):
+    tool = start(UNHURRIED, tier)
+    steps_back = [int(word) for word in text_of(tool, SPIN).split()]
+    short = text_of(tool, "import os, time\ntime.sleep(0.2)\nprint(os.getpriority(os.PRIO_PROCESS, 0))")
+    asyncio.run(tool.aclose())
+    assert steps_back == [BUSY_NICE - NICE] * 2
+    assert int(short) == os.getpriority(os.PRIO_PROCESS, 0) + NICE
+
+
+def test_a_thread_that_is_further_back_already_does_not_spare_the_others():
+    tool = start(UNHURRIED, "namespaces")  # landlock's seccomp rules let no call change its priority
+    step_back = text_of(tool, SPIN.replace("\nspin()", f"\nos.nice({BUSY_NICE})"))
+    asyncio.run(tool.aclose())
+    assert int(step_back) == BUSY_NICE - NICE
+
+
+def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):
+    run(own_tool, "1")
+    jail_of(own_tool)  # waits for the supervisor of that call to be gone
+    descriptors, processes = len(os.listdir("/proc/self/fd")), len(processes_of(own_tool.sandbox.host_pid))
+    hostile = ["1", "1 / 0", "import os; os._exit(3)", "import os; os.abort()", "import os; os.fork()", "[0] * 10**9"]
+    run(own_tool, *hostile * 10)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert wait_until(lambda: len(processes_of(own_tool.sandbox.host_pid)) <= processes)
+    assert own_tool.sandbox.num_restarts == 0

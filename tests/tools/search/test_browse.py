@@ -1,0 +1,420 @@
+"""Reading the pages that a search found, against a real server on loopback; what it must not reach, it does not."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from aiohttp import web
+from helpers.web_service import WebService, never, no_http_at_all, resets, says
+
+from arpo.errors import UserError
+from arpo.tools.cache.__main__ import main as cache_main
+from arpo.tools.options import SearchConfig
+from arpo.tools.search import SearchTool
+from arpo.tools.search.page_fetch import PageFetcher, PageRefused, is_public
+from arpo.tools.search.page_text import ExtractionError, Extractor, best_passage
+
+KEY = "sk-very-secret-0123456789"
+HTML = {"Content_Type": "text/html; charset=utf-8"}
+PLAIN = {"Content_Type": "text/plain"}
+FILLER = "".join(f"<p>Foxes of the valley number {n} are mentioned here at some length.</p>" for n in range(60))
+ARTICLE = (
+    "<html><head><title>Otter</title><script>var hidden = 1;</script></head><body><nav><a href='/'>Home</a></nav>"
+    f"<article><h1>Otter</h1>{FILLER}<p>The silver otter is 37 metres tall, as measured in 1951.</p>{FILLER}</article>"
+    "<footer>Imprint</footer></body></html>"
+)
+TEXT = "Foxes run. " * 500 + "The silver otter is 37 metres tall, as measured in 1951. " + "Owls fly. " * 500
+
+
+def pdf_of(text: str) -> bytes:
+    """The smallest PDF that says it."""
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
+    ]
+    body, offsets = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        offsets.append(len(body))
+        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    end = b"trailer << /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % len(body)
+    return body + b"xref\n0 5\n0000000000 65535 f \n" + table + end
+
+
+class Web:
+    """Behaviours by path on one loopback server: /search names the pages, and each page is what `pages` says."""
+
+    def __init__(self, service: WebService):
+        self.service = service
+        self.base = service.url.removesuffix("/retrieve")
+        self.pages = {}
+        self.results: list[dict] = []
+        service.then(self._answer)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/search":
+            return await says({"organic": self.results})(request)
+        return await self.pages[request.path](request)
+
+    def has(self, path: str, behaviour, snippet: str = "silver otter snippet") -> None:
+        self.pages[path] = behaviour
+        self.results.append({"snippet": snippet, "link": self.base + path})
+
+    def count(self, path: str) -> int:
+        return sum(request.path == path for request in self.service.requests)
+
+    def cfg(self, **options) -> SearchConfig:
+        defaults = {"backend": "serper", "url": f"{self.base}/search", "mode": "live", "read_pages": 3}
+        return SearchConfig(**defaults | {"browse_private_addresses": True, "page_deadline_s": 5.0} | options)
+
+
+@pytest.fixture
+def the_web(monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+    monkeypatch.setenv("RANK", "1")  # rank 0 asks a query at the start
+    monkeypatch.delenv("SUMMARIZER_API_KEY", raising=False)
+    with WebService([never]) as service:
+        yield Web(service)
+
+
+def ask(cfg: SearchConfig, *queries: str) -> list:
+    async def one_after_the_other():
+        tool = SearchTool(cfg)
+        try:
+            return [await tool.run(query) for query in queries]
+        finally:
+            await tool.aclose()
+
+    return asyncio.run(one_after_the_other())
+
+
+def fetch(url: str, *, deadline_s: float = 5.0, **options):
+    async def once():
+        fetcher = PageFetcher(max_concurrent=2, **options)
+        try:
+            return await fetcher.fetch(url, deadline_s=deadline_s)
+        finally:
+            await fetcher.aclose()
+
+    return asyncio.run(once())
+
+
+def anywhere(_: str) -> bool:
+    return True
+
+
+# ---- from a search to what the model reads
+
+
+def test_pages_take_the_place_of_their_snippets_and_what_fails_leaves_its_snippet(the_web, caplog):
+    the_web.has("/article", says(ARTICLE, **HTML), "silver otter ... 37 metres tall")
+    the_web.has("/paper", says(pdf_of("Otters hold hands while they sleep."), Content_Type="application/pdf"), "hands")
+    the_web.has("/gone", says("no", 404), "an otter was here")
+    the_web.has("/fourth", says(TEXT, **PLAIN), "not read")
+    the_web.results.append({"snippet": "without a link"})
+    [result] = ask(the_web.cfg(page_chars=200), "how tall is the silver otter?")
+    first, second, *rest = result.text.split("\n")
+    assert result.ok and "37 metres tall, as measured in 1951" in first and len(first) < 220 and "hidden" not in first
+    assert second == "Page 2: Otters hold hands while they sleep."
+    assert rest == ["Page 3: an otter was here", "Page 4: not read", "Page 5: without a link"]
+    assert the_web.count("/fourth") == 0
+    assert "HTTP 404; its snippet is used" in caplog.text and "pages: 2 read; failed: 1 x page" in caplog.text
+
+
+def test_by_default_no_page_is_read(the_web):
+    the_web.has("/article", says(TEXT, **PLAIN))
+    [result] = ask(SearchConfig(backend="serper", url=f"{the_web.base}/search", mode="live"), "q")
+    assert result.text == "Page 1: silver otter snippet" and the_web.count("/article") == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        says(b"\x89PNG", Content_Type="image/png"),
+        says("<<<>\x00\xff<a" * 500, **HTML),
+        says(b"%PDF-1.4 nothing", Content_Type="application/pdf"),
+        says("", **HTML),
+        resets,
+        no_http_at_all,
+        says("", 302, Location="file:///etc/passwd"),
+        says("", 302, Location="http://[::1"),
+    ],
+    ids=["png", "garbage", "broken PDF", "empty", "reset", "no HTTP", "file", "no address"],
+)
+def test_a_page_that_cannot_be_read_leaves_its_snippet(the_web, bad):
+    the_web.has("/bad", bad)
+    [result] = ask(the_web.cfg(), "q")
+    assert result.ok and result.text == "Page 1: silver otter snippet" and the_web.count("/bad") >= 1
+
+
+def test_failures_are_said_once_and_counted(the_web, caplog):
+    for n in range(3):
+        the_web.has(f"/{n}", says("", 500), f"snippet {n}")
+    ask(the_web.cfg(), "q", "another q")
+    assert caplog.text.count("its snippet is used") == 1 and "0 read; failed: 6 x page" in caplog.text
+
+
+# ---- what may be fetched
+
+
+async def endless_html(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/html"})
+    await response.prepare(request)
+    while True:
+        await response.write(b" ")
+        await asyncio.sleep(0.01)
+
+
+async def long_html(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/html"})
+    await response.prepare(request)
+    for _ in range(160):
+        await response.write(b"x" * 65536)
+    return response
+
+
+def test_a_page_of_ten_megabytes_is_refused_while_it_comes(the_web):
+    the_web.pages["/long"] = long_html
+    with pytest.raises(PageRefused, match="longer than 5000000 bytes"):
+        fetch(f"{the_web.base}/long", may_connect=anywhere, deadline_s=20.0)
+
+
+@pytest.mark.parametrize("hangs", [never, endless_html])
+def test_a_page_that_hangs_is_given_up(the_web, hangs):
+    the_web.pages["/slow"] = hangs
+    with pytest.raises(TimeoutError, match=r"no page within 0\.3 s"):
+        fetch(f"{the_web.base}/slow", deadline_s=0.3, may_connect=anywhere)
+
+
+def test_more_than_three_redirects_are_not_followed(the_web):
+    the_web.pages["/loop"] = says("", 302, Location="/loop")
+    with pytest.raises(PageRefused, match="more than 3 redirects"):
+        fetch(f"{the_web.base}/loop", may_connect=anywhere)
+    assert the_web.count("/loop") == 4
+
+
+def test_a_redirect_is_followed_to_where_a_page_may_come_from(the_web):
+    the_web.pages |= {"/a": says("", 301, Location="b"), "/b": says("text", **HTML)}
+    assert fetch(f"{the_web.base}/a", may_connect=anywhere).body == b"text"
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.2:{port}/secret", "http://169.254.169.254/latest/meta-data/"])
+def test_a_redirect_to_a_private_address_is_refused(the_web, target):
+    port = the_web.base.rpartition(":")[2]
+    the_web.pages |= {"/a": says("", 302, Location=target.format(port=port)), "/secret": says("secret", **HTML)}
+    with pytest.raises(OSError, match="is not a public address"):
+        fetch(f"{the_web.base}/a", may_connect=lambda address: address == "127.0.0.1")
+    assert the_web.count("/a") == 1 and the_web.count("/secret") == 0
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1", "2130706433", "0x7f000001", "0", "[::1]"])
+def test_no_name_of_this_machine_is_connected_to(the_web, host):
+    the_web.pages["/x"] = says("secret", **HTML)
+    with pytest.raises(OSError, match=r"not a public address|unusable address"):
+        fetch(f"http://{host}:{the_web.base.rpartition(':')[2]}/x")
+    assert the_web.service.requests == []
+
+
+def test_a_name_that_changes_its_address_between_check_and_connection_is_refused(the_web):
+    """What the check of the name saw is one thing; the address of the socket is checked again."""
+    seen: list[str] = []
+
+    def public_at_first(address: str) -> bool:
+        seen.append(address)
+        return len(seen) == 1
+
+    the_web.pages["/x"] = says("secret", **HTML)
+    with pytest.raises(OSError, match="not a public address"):
+        fetch(f"http://localhost:{the_web.base.rpartition(':')[2]}/x", may_connect=public_at_first)
+    assert len(seen) > 1 and the_web.service.requests == []
+
+
+def test_by_default_a_search_result_on_this_machine_is_not_read(the_web):
+    the_web.has("/secret", says(TEXT, **PLAIN))
+    [result] = ask(the_web.cfg(browse_private_addresses=False), "q")
+    assert result.text == "Page 1: silver otter snippet" and the_web.count("/secret") == 0
+
+
+@pytest.mark.parametrize("url", ["ftp://x.org/", "file:///etc/passwd", "http://me:pw@x.org/", "http://@x.org", "//x"])
+def test_only_plain_web_addresses_are_fetched(url):
+    with pytest.raises(PageRefused):
+        fetch(url, may_connect=anywhere)
+
+
+def test_every_kind_of_address_that_is_not_public_is_known():
+    private = (
+        "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 "
+        "192.0.0.192 168.63.129.16 ::1 :: fe80::1 fe80::1%eth0 fd00:ec2::254 ff02::1 ::ffff:10.0.0.1 "
+        "64:ff9b::7f00:1 2002:7f00:1::"
+    )
+    assert [address for address in private.split() if is_public(address)] == []
+    assert all(is_public(address) for address in ("93.184.215.14", "2606:4700::1111", "::ffff:93.184.215.14"))
+
+
+# ---- text
+
+
+def test_a_page_that_hangs_its_reader_is_given_up_and_the_next_one_is_read():
+    async def read() -> str:
+        extractor = Extractor(limit_s=0.5)
+        deep = b"<div>" * 5 + b"<p>" + b"<b><i><u>" * 200_000
+        try:
+            with pytest.raises(ExtractionError):
+                await extractor.text(deep, "html")
+            extractor._limit_s = 5.0
+            return await extractor.text(ARTICLE.encode(), "html")
+        finally:
+            await extractor.aclose()
+
+    assert "37 metres" in asyncio.run(read())
+
+
+def test_the_reader_of_pages_sees_no_keys(monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+
+    async def environment() -> bytes:
+        extractor = Extractor()
+        await extractor.text(b"plain words", "plain")
+        with open(f"/proc/{extractor._process.pid}/environ", "rb") as file:
+            seen = file.read()
+        await extractor.aclose()
+        return seen
+
+    assert KEY.encode() not in asyncio.run(environment())
+
+
+def test_the_passage_with_most_words_of_the_snippet_is_kept():
+    text = "The fox runs. " * 200 + "An otter of silver swims in Lake Vann. " + "The owl flies. " * 200
+    passage = best_passage(text, "silver otter, Lake Vann", 100)
+    assert "An otter of silver swims in Lake Vann." in passage and len(passage) <= 100
+    assert passage.startswith("… ") and passage.endswith(" …")
+    assert best_passage("狐狸" * 300 + "银水獭" + "狐狸" * 300, "水獭", 20).count("银水獭") == 1
+
+
+def test_a_short_page_is_kept_whole_and_without_a_match_it_is_the_beginning():
+    assert best_passage("all of it", "x", 9) == "all of it"
+    assert best_passage("one two three four", "zebra", 12) == "one two …"
+
+
+# ---- summaries
+
+
+def a_summary(text: object):
+    return says({"choices": [{"message": {"content": text}}]})
+
+
+def summarizing(the_web: Web, **options) -> SearchConfig:
+    return the_web.cfg(summarizer_url=f"{the_web.base}/v1/chat", summarizer_model="small", **options)
+
+
+def test_a_summary_takes_the_place_of_the_passage(the_web, monkeypatch):
+    monkeypatch.setenv("SUMMARIZER_API_KEY", "sk-summary")
+    the_web.has("/article", says(TEXT, **PLAIN), "37 metres tall")
+    the_web.pages["/v1/chat"] = a_summary("<think>hm, </think>\nIt is 37 m\x00 tall.")
+    [result] = ask(summarizing(the_web), "how tall is the otter?")
+    assert result.text == "Page 1: It is 37 m tall."
+    [request] = [r for r in the_web.service.requests if r.path == "/v1/chat"]
+    asked = json.loads(request.body)
+    assert asked["model"] == "small" and request.headers["Authorization"] == "Bearer sk-summary"
+    assert "how tall is the otter?" in asked["messages"][0]["content"] and "1951" in asked["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("answer", [says("", 400), says("{}", 404)])
+def test_a_summarizer_that_fails_leaves_the_passage(the_web, answer, caplog):
+    the_web.has("/article", says(TEXT, **PLAIN), "37 metres tall")
+    the_web.pages["/v1/chat"] = answer
+    [result] = ask(summarizing(the_web), "otter")
+    assert "37 metres tall, as measured in 1951" in result.text and "the passage is used" in caplog.text
+    assert "1 read; failed: 1 x summary" in caplog.text
+
+
+def test_a_summarizer_that_refuses_the_key_ends_the_run(the_web, monkeypatch):
+    monkeypatch.setenv("SUMMARIZER_API_KEY", "sk-summary")
+    the_web.has("/article", says(TEXT, **PLAIN))
+    the_web.pages["/v1/chat"] = says("", 401)
+    with pytest.raises(UserError, match="the service refuses the key in SUMMARIZER_API_KEY") as error:
+        ask(summarizing(the_web), "otter")
+    assert "sk-summary" not in str(error.value)
+
+
+# ---- cache
+
+
+def test_a_page_that_two_searches_find_is_fetched_once_and_a_failure_is_not_kept(the_web, tmp_path):
+    cfg = the_web.cfg(mode="record", cache=str(tmp_path / "cache.sqlite"))
+    the_web.has("/article", says(TEXT, **PLAIN), "37 metres tall")
+    the_web.has("/moody", says("", 500), "moody")
+    ask(cfg, "otter")
+    the_web.pages["/moody"] = says("In a good mood again, it speaks.", **PLAIN)
+    [result] = ask(cfg, "another query")
+    assert the_web.count("/article") == 1 and the_web.count("/moody") == 2
+    assert "37 metres" in result.text and "In a good mood again" in result.text
+
+
+def test_a_summary_is_asked_for_once(the_web, tmp_path):
+    the_web.has("/article", says(TEXT, **PLAIN))
+    the_web.pages["/v1/chat"] = a_summary("37 m.")
+    recording = {"mode": "record", "cache": str(tmp_path / "cache.sqlite")}
+    ask(summarizing(the_web, **recording), "otter")
+    [again] = ask(summarizing(the_web, **recording, max_results=9), "otter")  # another search, the same page and query
+    assert again.text == "Page 1: 37 m." and not again.cached and the_web.count("/v1/chat") == 1
+
+
+def test_a_replay_opens_no_socket_and_gives_the_same_text(the_web, tmp_path, monkeypatch):
+    the_web.has("/article", says(TEXT, **PLAIN))
+    the_web.pages["/v1/chat"] = a_summary("37 m.")
+    cfg = summarizing(the_web, mode="record", cache=str(tmp_path / "cache.sqlite"))
+    [recorded] = ask(cfg, "otter")
+    opened = []
+    monkeypatch.setattr(socket.socket, "connect", lambda _, address: opened.append(address))
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda _, address: opened.append(address))
+    replayed = [
+        ask(SearchConfig(**{**vars(cfg), "mode": "replay_strict"}), "otter"),
+        ask(SearchConfig(backend="replay", cache=cfg.cache, read_pages=3), "otter"),
+    ]
+    assert opened == [] and [(r.text, r.cached) for [r] in replayed] == [(recorded.text, True)] * 2
+
+
+def test_the_released_format_holds_no_pages(the_web, tmp_path):
+    the_web.has("/article", says(TEXT, **PLAIN))
+    cache, released = tmp_path / "cache.sqlite", tmp_path / "released.json"
+    ask(the_web.cfg(mode="record", cache=str(cache)), "otter")
+    cache_main(["export", str(cache), str(released)])
+    assert list(json.loads(released.read_text())) == ["otter"]
+
+
+# ---- before training
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"read_pages": -1}, r"tools\.search\.read_pages must not be negative"),
+        ({"page_chars": 0}, r"tools\.search\.page_chars must be at least 1"),
+        ({"page_deadline_s": 0.0}, r"page_deadline_s must be positive"),
+        ({"summarizer_url": "host:8000"}, r"tools\.search\.summarizer_url: 'host:8000' is not an address"),
+        ({"summarizer_url": "http://u:pw@h/v1"}, r"tools\.search\.summarizer_url must not hold a user or password"),
+        ({"summarizer_url": "http://host/v1"}, r"tools\.search\.summarizer_model is empty"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_fix(the_web, options, complaint):
+    with pytest.raises(UserError, match=complaint):
+        SearchTool(the_web.cfg(**options))
+
+
+def test_a_local_corpus_has_no_pages_to_read(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"contents": "otter"}\n')
+    with pytest.raises(UserError, match=r"tools\.search\.read_pages .*backend local finds none"):
+        SearchTool(SearchConfig(backend="local", corpus=str(corpus), mode="live", read_pages=1))
+
+
+def test_a_missing_package_is_named_with_its_extra(the_web, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs trafilatura and pypdf; pip install 'arpo-torch\[browse\]'"):
+        SearchTool(the_web.cfg())

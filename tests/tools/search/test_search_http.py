@@ -1,0 +1,448 @@
+"""Search over the network against a real server that fails in every way; pauses cost no time (`FakeTime`)."""
+
+import asyncio
+import json
+import logging
+import os
+import time
+import traceback
+
+import pytest
+from helpers.forked import in_processes
+from helpers.redis_server import redis_server
+from helpers.web_service import (
+    FakeTime,
+    WebService,
+    found,
+    half_an_answer,
+    never,
+    no_http_at_all,
+    resets,
+    says,
+    slowly,
+    ten_megabytes,
+)
+
+from arpo.config import load_config, save_config
+from arpo.errors import UserError
+from arpo.tools.base import ToolRunner
+from arpo.tools.cache.store import NO_RESULTS
+from arpo.tools.http.client import proxy_of
+from arpo.tools.http.rate_limit import RedisRateLimit
+from arpo.tools.options import SearchConfig
+from arpo.tools.search import SearchTool
+from arpo.tools.search.tool import BACKENDS, UNAVAILABLE
+from arpo.tools.search.web import HttpBackend, rate_limit_of
+from train_rl import RLConfig
+
+KEY = "sk-very-secret-0123456789"
+
+
+@pytest.fixture
+def service():
+    with WebService([found("otters swim")]) as running:
+        yield running
+
+
+@pytest.fixture
+def fake_time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch):
+    monkeypatch.setenv("BRIGHTDATA_API_KEY", KEY)
+    monkeypatch.setenv("SERPER_API_KEY", KEY)
+    for name in ("RANK", "WORLD_SIZE", "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def retriever(service: WebService, **options) -> SearchConfig:
+    return SearchConfig(**{"backend": "http", "url": service.url, "mode": "live", "deadline_s": 20.0, **options})
+
+
+def ask(tool: SearchTool, *queries: str):
+    """One result, or a list of those that were asked at the same time."""
+
+    async def all_of_them():
+        results = await asyncio.gather(*(tool.run(query) for query in queries))
+        await tool.aclose()
+        return results
+
+    results = asyncio.run(all_of_them())
+    return results[0] if len(queries) == 1 else results
+
+
+@pytest.fixture
+def impatient(monkeypatch, fake_time):
+    """Backends of search whose pauses cost no time."""
+    for name in ("http", "brightdata", "serper"):
+        monkeypatch.setitem(BACKENDS, name, lambda cfg: HttpBackend(cfg, time_source=fake_time.source()))
+
+
+@pytest.fixture
+def unprobed(monkeypatch):
+    """As on a rank that does not ask the service at the start."""
+    monkeypatch.setenv("RANK", "1")
+
+
+# ---- what is sent, and what comes back
+
+
+def test_brightdata_is_asked_for_bings_results_as_the_released_code_does(service):
+    service.then(says({"organic": []}))
+    cfg = SearchConfig(backend="brightdata", url=service.url, zone="serp_1", mode="live")
+    ask(SearchTool(cfg), "Ötzi's height & weight")
+    request = service.requests[-1]
+    assert request.body == (
+        b'{"zone":"serp_1","url":"https://www.bing.com/search?'
+        b'q=%C3%96tzi%27s+height+%26+weight&mkt=en-US&setLang=en&brd_json=1&cc=us","format":"raw"}'
+    )
+    assert request.headers["Authorization"] == f"Bearer {KEY}"
+    assert request.headers["Content-Type"] == "application/json"
+
+
+def test_serper_is_asked_with_its_own_key_header(service):
+    service.then(says({"organic": []}))
+    ask(SearchTool(SearchConfig(backend="serper", url=service.url, market="de-AT", mode="live")), "Höhe")
+    request = service.requests[-1]
+    assert request.body == '{"q":"Höhe","gl":"at","hl":"de","num":10}'.encode()
+    assert request.headers["X-API-KEY"] == KEY and "Authorization" not in request.headers
+
+
+def test_a_chinese_query_goes_to_the_chinese_market(service):
+    service.then(says({"organic": []}))
+    ask(SearchTool(SearchConfig(backend="brightdata", url=service.url, zone="z", mode="live")), "水獭 身高")
+    assert b"mkt=zh-CN&setLang=zh&brd_json=1&cc=cn" in service.requests[-1].body
+
+
+def test_the_retriever_gets_one_query_and_the_number_of_passages(service):
+    result = ask(SearchTool(retriever(service, top_k=5)), "otters")
+    assert service.requests[-1].body == b'{"queries":["otters"],"topk":5}'
+    assert service.requests[-1].path == "/retrieve" and result.ok and result.text == "Page 1: otters swim"
+
+
+@pytest.mark.parametrize(("backend", "field"), [("brightdata", "description"), ("serper", "snippet")])
+def test_web_results_are_numbered_snippets_without_empty_and_repeated_ones(service, backend, field):
+    rows = [{"title": "A", field: "one\n two"}, {"title": "ad"}, {field: "one two"}, {field: None}, {field: "x" * 50}]
+    service.then(says({"organic": rows + [{field: f"more {i}"} for i in range(9)]}))
+    cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", max_results=3, max_passage_chars=20)
+    assert ask(SearchTool(cfg), "q").text == f"Page 1: one two\nPage 2: {'x' * 19}…\nPage 3: more 0"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"document": {"id": "1", "contents": '"Otter"\nswims'}, "score": 1.5}],
+        [{"id": "1", "contents": '"Otter"\nswims'}],
+        ['"Otter" swims'],
+        [{"text": '"Otter" swims', "title": ""}],
+    ],
+)
+def test_every_common_form_of_a_retrievers_answer_is_read(service, rows):
+    service.then(says({"result": [rows]}))
+    assert ask(SearchTool(retriever(service)), "q").text == 'Page 1: "Otter" swims'
+
+
+def test_a_title_stands_before_a_text_that_does_not_begin_with_it(service):
+    service.then(says({"result": [[{"title": "Otter", "text": "It swims"}, {"title": "Fox", "text": "Fox runs"}]]}))
+    assert ask(SearchTool(retriever(service)), "q").text == "Page 1: Otter: It swims\nPage 2: Fox runs"
+
+
+@pytest.mark.parametrize(
+    ("backend", "answer"),
+    [
+        ("brightdata", {"general": {"search_engine": "bing"}}),
+        ("brightdata", {"organic": []}),
+        ("serper", {"searchParameters": {"q": "x"}, "organic": [{"title": "no snippet"}]}),
+        ("http", {"result": [[]]}),
+    ],
+)
+def test_nothing_found_is_a_proper_answer(service, backend, answer):
+    service.then(says(answer))
+    result = ask(SearchTool(SearchConfig(backend=backend, url=service.url, zone="z", mode="live")), "q")
+    assert result.ok and result.text == NO_RESULTS
+
+
+def test_passages_hold_no_characters_that_a_tokenizer_chokes_on(service):
+    service.then(says('{"result": [["a\\ud800b\\u0000c\\u001b[31m"]]}'))
+    assert ask(SearchTool(retriever(service)), "q").text == "Page 1: a b c [31m"
+
+
+# ---- failures of one call
+
+UNUSABLE = {
+    "connection reset": resets,
+    "half an answer": half_an_answer,
+    "no HTTP": no_http_at_all,
+    "invalid JSON": says('{"result": [[', Content_Type="application/json"),
+    "wrong content type": says("<html>captcha</html>", Content_Type="text/html"),
+    "empty": says(""),
+    "not UTF-8": says(b'{"result": [["\xff\xfe"]]}'),
+    "too deep": says("[" * 100_000),
+    "an error that calls itself a success": says({"error": "quota", "organic": None}),
+    "a list": says([1, 2]),
+    "another shape": says({"result": {"0": []}}),
+    "numbers": says({"result": [[3]]}),
+    "500": says("oops", 500),
+    "503": says("", 503),
+    "408": says("", 408),
+    "429": says("", 429),
+}
+
+
+@pytest.mark.parametrize("failure", UNUSABLE)
+def test_what_may_pass_is_tried_again(service, impatient, fake_time, failure):
+    tool = SearchTool(retriever(service))
+    service.then(UNUSABLE[failure], UNUSABLE[failure], found("otters swim"))
+    result = ask(tool, "q")
+    assert result.ok and result.text == "Page 1: otters swim" and len(service.requests) == 3
+
+
+@pytest.mark.parametrize("failure", UNUSABLE)
+def test_after_four_tries_search_is_unavailable_and_the_trajectory_is_ours_to_drop(service, impatient, failure):
+    tool = SearchTool(retriever(service))
+    service.then(UNUSABLE[failure])
+    result = ask(tool, "q")
+    assert (result.text, result.ok, result.infra_error) == ("Error: search is unavailable.", False, True)
+    assert len(service.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [says("", 400), says("", 404), says("", 422), says("", 302, Location="http://127.0.0.1:1/"), ten_megabytes],
+    ids=["400", "404", "422", "redirect", "10 MB"],
+)
+def test_what_will_not_pass_is_tried_once(service, impatient, failure):
+    tool = SearchTool(retriever(service))
+    service.then(failure)
+    result = ask(tool, "q")
+    assert result.text == UNAVAILABLE and result.infra_error and len(service.requests) == 1
+
+
+def test_a_json_answer_of_another_content_type_is_read(service):
+    service.then(says('{"result": [["found"]]}', Content_Type="text/plain; charset=latin-1"))
+    assert ask(SearchTool(retriever(service)), "q").text == "Page 1: found"
+
+
+@pytest.mark.parametrize("hangs", [never, slowly])
+def test_a_service_that_hangs_is_given_up_at_the_deadline(service, unprobed, hangs):
+    service.then(hangs)
+    result = ask(SearchTool(retriever(service, deadline_s=0.4)), "q")
+    assert (result.text, result.error_kind) == ("Error: search gave no answer within 0.4 s.", "timeout")
+    assert result.infra_error and not result.ok and len(service.requests) <= 2
+
+
+def test_the_deadline_includes_waiting_for_a_turn(service, unprobed):
+    service.then(never)
+    results = ask(SearchTool(retriever(service, deadline_s=0.4, max_concurrent=1)), *"abcdef")
+    assert {r.error_kind for r in results} == {"timeout"} and len(service.requests) <= 2 * 2
+
+
+def test_a_call_that_hangs_once_is_answered_by_its_second_try(service, impatient):
+    tool = SearchTool(retriever(service, deadline_s=3.0))
+    service.then(never, found("late"))
+    assert ask(tool, "q").text == "Page 1: late"
+
+
+def test_a_failure_is_not_cached(service, impatient, tmp_path):
+    cfg = retriever(service, mode="record", cache=str(tmp_path / "cache.sqlite"))
+    down, up = SearchTool(cfg), SearchTool(cfg)
+    service.then(says("", 500))
+    assert ask(down, "otter").infra_error
+    service.then(found("otters swim"))
+    assert ask(up, "otter").text == "Page 1: otters swim"
+    service.then(says("", 500))
+    replay = SearchTool(SearchConfig(**{**vars(cfg), "mode": "replay_strict"}))
+    assert ask(replay, "otter").cached and service.requests == []
+
+
+def test_32_identical_queries_at_once_are_one_request(service):
+    tool = SearchTool(retriever(service))
+    service.then(found("otters swim"))
+    assert {r.text for r in ask(tool, *["otter"] * 32)} == {"Page 1: otters swim"} and len(service.requests) == 1
+
+
+# ---- limits and outages
+
+
+def test_with_the_service_down_the_model_reads_nothing_and_the_calls_are_flagged(service, impatient):
+    tool = SearchTool(retriever(service))
+    service.stop()
+    results = ask(tool, *(f"q{n}" for n in range(40)))
+    assert {(r.text, r.infra_error, r.ok, r.error_kind) for r in results} == {(UNAVAILABLE, True, False, "unavailable")}
+
+
+def test_no_more_requests_than_allowed_are_under_way(service):
+    tool = SearchTool(retriever(service, max_concurrent=4, requests_per_second=0.0))
+    service.then(says({"result": [["x"]]}, wait_s=0.03))
+    ask(tool, *(f"q{n}" for n in range(20)))
+    assert service.most_running == 4 and len(service.requests) == 20
+
+
+def test_two_ranks_together_stay_below_the_limit(service):
+    cfg = retriever(service, requests_per_second=40.0)
+
+    def rank(number: int) -> tuple[bool, float, float]:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": "2"}
+        tool, started_s = SearchTool(cfg), time.monotonic()
+        all_ok = all(r.ok for r in ask(tool, *(f"rank {number} query {n}" for n in range(8))))
+        return all_ok, time.monotonic() - started_s, rate_limit_of(cfg).calls_per_s
+
+    for all_ok, seconds, calls_per_s in in_processes(rank, 2):
+        assert all_ok and calls_per_s == 20.0 and seconds > 0.99 * 7 / 20.0
+    assert len(service.requests) == 16 + 1  # rank 0's probe
+
+
+def test_a_cache_in_redis_holds_the_limit_of_all_nodes_too(service, tmp_path):
+    with redis_server(tmp_path) as redis:
+        cfg = retriever(service, mode="record", cache=redis.url, requests_per_second=40.0)
+        tool = SearchTool(cfg)
+        started_s = time.monotonic()
+        assert {r.ok for r in ask(tool, *(f"q{n}" for n in range(8)))} == {True}
+        assert max(r.at_s for r in service.requests) - started_s > 0.99 * 7 / 40.0
+        assert isinstance(rate_limit_of(cfg), RedisRateLimit)
+
+
+# ---- keys
+
+
+def everything_said_by(error: BaseException | None) -> str:
+    """The exception, and all that led to it, as a crash report would show them."""
+    if error is None:
+        return ""
+    shown = "".join(traceback.format_exception(error)) + repr(error) + str(vars(error))
+    return shown + everything_said_by(error.__cause__) + everything_said_by(error.__context__)
+
+
+@pytest.mark.parametrize("backend", ["brightdata", "serper"])
+@pytest.mark.parametrize("answer", [says(f"bad key {KEY}", 500), says(f'["{KEY}"', 200), no_http_at_all, resets, never])
+def test_a_key_is_in_no_log_and_no_exception(service, unprobed, impatient, caplog, backend, answer):
+    caplog.set_level(logging.DEBUG)
+    service.then(answer)
+    deadline_s = 0.3 if answer is never else 20.0
+    cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", deadline_s=deadline_s)
+    tool = SearchTool(cfg)
+
+    async def fail() -> list:
+        outcomes = await asyncio.gather(tool.run("q"), tool.backend.search("q"), return_exceptions=True)
+        await tool.aclose()
+        return outcomes
+
+    result, error = asyncio.run(fail())
+    assert isinstance(error, OSError) and result.infra_error
+    assert any(KEY in str(request.headers) for request in service.requests)
+    assert KEY not in caplog.text + everything_said_by(error) + repr(result) + repr(tool) + repr(tool.backend)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_ends_the_run_at_the_start_with_one_line(service, status, caplog):
+    service.then(says(f"who is {KEY}?", status))
+    with pytest.raises(
+        UserError, match=rf"serper: the service refuses the key in SERPER_API_KEY \(HTTP {status}\)$"
+    ) as e:
+        SearchTool(SearchConfig(backend="serper", url=service.url, mode="live"))
+    assert len(service.requests) == 1 and KEY not in everything_said_by(e.value) + caplog.text
+
+
+def test_a_key_that_expires_ends_the_run(service):
+    service.then(says({"organic": []}), says("", 401))
+    runner = ToolRunner({"search": SearchTool(SearchConfig(backend="serper", url=service.url, mode="live"))})
+    for call in ("first", "second"):
+        runner.start(call, "search", call)
+        with pytest.raises(UserError, match="refuses the key in SERPER_API_KEY"):
+            runner.collect(block=True)
+    runner.close()
+    assert len(service.requests) == 2  # the probe and the first call; the second was not sent
+
+
+def test_a_saved_config_holds_no_key(tmp_path):
+    cfg = load_config(RLConfig, ["--data.train", "x", "--tools.search.backend", "serper"])
+    save_config(cfg, tmp_path / "config.yaml")
+    assert KEY not in (tmp_path / "config.yaml").read_text() + repr(cfg)
+
+
+# ---- before training
+
+
+@pytest.mark.parametrize("variable", ["BRIGHTDATA_API_KEY", "SERPER_API_KEY"])
+@pytest.mark.parametrize("value", [None, "", "  "])
+def test_a_missing_key_is_named(monkeypatch, variable, value):
+    monkeypatch.delenv(variable) if value is None else monkeypatch.setenv(variable, value)
+    backend = variable.partition("_")[0].lower()
+    with pytest.raises(UserError, match=f"backend {backend} needs a key; set the environment variable {variable}"):
+        SearchTool(SearchConfig(backend=backend, zone="z"))
+
+
+@pytest.mark.parametrize("value", ["sk\nx", "two words", "sk-é", "“sk”"])
+def test_a_key_that_no_header_can_hold_is_refused_without_quoting_it(monkeypatch, value):
+    monkeypatch.setenv("SERPER_API_KEY", value)
+    with pytest.raises(UserError, match="SERPER_API_KEY has characters that no key has") as error:
+        SearchTool(SearchConfig(backend="serper"))
+    assert value not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"backend": "http"}, r"tools\.search\.url is empty; set it to the retriever"),
+        (
+            {"backend": "http", "url": "host:8000/retrieve"},
+            r"tools\.search\.url: 'host:8000/retrieve' is not an address",
+        ),
+        ({"backend": "http", "url": "ftp://host/x"}, r"tools\.search\.url: .* is not an address like http://"),
+        ({"backend": "http", "url": "http://:80/x"}, r"tools\.search\.url: .* is not an address like http://"),
+        ({"backend": "http", "url": "http://host:port/x"}, r"tools\.search\.url: .* is not an address like http://"),
+        ({"backend": "http", "url": "http://me:pw@host/x"}, r"tools\.search\.url must not hold a user or password"),
+        ({"backend": "brightdata"}, r"tools\.search\.zone is empty"),
+        ({"backend": "serper", "market": "english"}, r"tools\.search\.market must be auto or like en-US"),
+        ({"backend": "serper", "max_results": 0}, r"tools\.search\.max_results must be at least 1"),
+        ({"backend": "serper", "requests_per_second": -1.0}, r"requests_per_second must not be negative"),
+        ({"backend": "serper", "deadline_s": 0.0}, r"deadline_s must be positive"),
+        ({"backend": "brigthdata"}, r"tools\.search\.backend: no backend 'brigthdata'; did you mean brightdata\?"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_with_the_fix(options, complaint):
+    with pytest.raises(UserError, match=complaint) as error:
+        SearchTool(SearchConfig(**options))
+    assert "\n" not in str(error.value) and "pw" not in str(error.value)
+
+
+def test_a_misspelt_backend_on_the_command_line_is_one_line_with_the_choices():
+    with pytest.raises(UserError, match="brightdata") as error:
+        load_config(RLConfig, ["--tools.search.backend", "brigthdata"])
+    assert "\n" not in str(error.value) and "tools.search.backend" in str(error.value)
+
+
+def test_a_retriever_that_is_not_there_is_found_before_training(service, impatient):
+    service.stop()
+    with pytest.raises(
+        UserError, match=r"backend http: ClientConnector.*start or repair the service at tools\.search\.url"
+    ):
+        SearchTool(retriever(service))
+
+
+def test_only_rank_0_probes(service, monkeypatch):
+    SearchTool(retriever(service))
+    monkeypatch.setenv("RANK", "1")
+    SearchTool(retriever(service))
+    assert [json.loads(r.body)["queries"] for r in service.requests] == [["weather"]]
+
+
+def test_a_replay_needs_neither_key_nor_service(service, tmp_path, monkeypatch):
+    cache = str(tmp_path / "cache.sqlite")
+    service.then(says({"organic": [{"snippet": "found"}]}))
+    cfg = SearchConfig(backend="serper", url=service.url, cache=cache)
+    assert ask(SearchTool(cfg), "q").ok
+    monkeypatch.delenv("SERPER_API_KEY")
+    service.stop()
+    replayed = ask(SearchTool(SearchConfig(**{**vars(cfg), "mode": "replay"})), "q")
+    assert replayed.cached and replayed.text == "Page 1: found"
+
+
+def test_the_proxy_of_the_environment_is_used_except_where_it_says_no(service, monkeypatch):
+    monkeypatch.setenv("http_proxy", service.url.removesuffix("/retrieve"))
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    assert proxy_of(service.url) is None
+    result = ask(SearchTool(SearchConfig(backend="http", url="http://retriever.invalid/retrieve", mode="live")), "q")
+    assert result.ok and service.requests[-1].headers["Host"] == "retriever.invalid"

@@ -1,0 +1,130 @@
+"""The <python> tool: what the model reads, and the limits of a call."""
+
+import asyncio
+import dataclasses
+import textwrap
+
+import pytest
+from helpers.python_tools import SMALL, TIERS, run, start, text_of
+
+from arpo.errors import UserError
+from arpo.tools.python import CUT, PythonTool
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def tool(request):
+    tool = start(tier=request.param)
+    yield tool
+    asyncio.run(tool.aclose())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("print(1 + 1)", "2"),
+        ("x = 3\nx ** 2", "9"),
+        ("'a' + 'b'", "'ab'"),
+        ("print(1)\nNone", "1"),
+        ("x = 3", "(no output)"),
+        ("", "(no output)"),
+        ("```python\nprint(5)\n```", "5"),
+        ("\n```\n5\n```\n", "5"),
+        ("def f():\n    return 7\n\nf()  # a comment", "7"),
+        ("import sympy\nx = sympy.Symbol('x')\nsympy.integrate(2 * x, x)", "x**2"),
+        ("import numpy as np\nnp.arange(3).sum().item()", "3"),
+        ("print('  indented')", "  indented"),
+        ("print(__name__)", "__main__"),
+    ],
+)
+def test_output_reads_as_in_a_notebook(code, text, tool):
+    [result] = run(tool, code)
+    assert (result.text, result.ok, result.error_kind) == (text, True, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero", "error"),
+        ("print('before')\nraise ValueError('two\\nlines')", "before\nValueError: two\nlines", "error"),
+        ("x = (1", "  File \"<string>\", line 1\n    x = (1\n        ^\nSyntaxError: '(' was never closed", "error"),
+        ("import sys; sys.exit(3)", "The process exited with code 3", "error"),
+        ("import sys; sys.exit('no data')", "no data", "error"),
+        ("import os; os.abort()", "The process died of signal 6", "signal"),
+        ("import time; time.sleep(60)", "TimeoutError: execution exceeded 3 seconds", "timeout"),
+        ("x = bytearray(1 << 30)", "MemoryError", "error"),
+        ("while True: print('x' * 1000)", None, "output_limit"),
+        ("a\0b", "SyntaxError: the code contains a character that no source may have", "bad_code"),
+        ("print('\ud800')", "SyntaxError: the code contains a character that no source may have", "bad_code"),
+        ("#" * (2 << 20), "SyntaxError: the code is too long", "code_too_long"),
+    ],
+)
+def test_failures_become_text_the_model_can_read(code, text, kind, tool):
+    [result] = run(tool, code)
+    assert (result.ok, result.error_kind, result.infra_error) == (False, kind, False)
+    assert text is None or result.text == text
+
+
+def test_a_busy_loop_ends_at_a_limit_and_says_which(tool):
+    [result] = run(tool, "while True: pass")
+    limits = {"cpu_limit": "1 seconds of CPU time", "timeout": "3 seconds"}  # the second where the machine is busy
+    assert result.text == f"TimeoutError: execution exceeded {limits[result.error_kind]}"
+
+
+def test_long_output_keeps_both_ends_and_a_mark(tool):
+    [result] = run(tool, "print('a' * 300)\nprint('b' * 300)\n'end'")
+    assert len(result.text) == SMALL.max_output_chars
+    assert result.text.startswith("aaa") and CUT in result.text and result.text.endswith("'end'")
+
+
+def test_an_error_survives_long_output(tool):
+    [result] = run(tool, "print('a' * 5000)\n1 / 0")
+    assert len(result.text) <= SMALL.max_output_chars
+    assert result.text.startswith("aaa") and result.text.endswith("ZeroDivisionError: division by zero")
+
+
+def test_calls_share_no_state(tool):
+    run(tool, "import builtins, os, sys\nbuiltins.left = 1\nsys.modules['left'] = 1\nopen('left', 'w').close()")
+    look = "import builtins, os, sys\nhasattr(builtins, 'left'), 'left' in sys.modules, 'left' in os.listdir()"
+    assert text_of(tool, look) == "(False, False, False)"
+
+
+def test_the_same_code_gives_the_same_bytes(tool):
+    code = """
+    import os, random, time
+    import numpy as np
+    print({"a", "b", "c", "d"}, random.random(), np.random.rand(), time.tzname, hash("x"), os.getcwd() != "")
+    """
+    code = textwrap.dedent(code)
+    assert len({result.text for result in run(tool, code, code, code)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "complaint"),
+    [
+        ({"wall_s": -1.0}, "wall_s must be finite and at least 1, not -1"),
+        ({"wall_s": float("nan")}, "wall_s must be finite and at least 1, not nan"),
+        ({"wall_s": float("inf")}, "wall_s must be finite and at least 1, not inf"),
+        ({"cpu_s": 0.0}, "cpu_s must be finite and at least 1, not 0"),
+        ({"memory_mib": 16}, "memory_mib must be finite and at least 128, not 16"),
+        ({"max_processes": 0}, "max_processes must be finite and at least 1, not 0"),
+        ({"max_output_chars": 0}, "max_output_chars must be finite and at least 100, not 0"),
+        ({"max_concurrent": 0}, "max_concurrent must be finite and at least 1, not 0"),
+        ({"max_concurrent_per_node": -1}, "max_concurrent_per_node must not be negative; 0 = no such limit"),
+    ],
+)
+def test_a_limit_with_which_nothing_could_run_is_named(limits, complaint):
+    with pytest.raises(UserError) as error:
+        PythonTool(dataclasses.replace(SMALL, **limits))
+    assert str(error.value) == f"tools.python.{complaint}"
+
+
+def test_waiting_for_a_free_place_does_not_count_as_run_time():
+    tool = start(dataclasses.replace(SMALL, wall_s=2.5, max_concurrent=1))
+    results = run(tool, *["import time; time.sleep(0.7)"] * 5)  # the last one waits 2.8 s
+    asyncio.run(tool.aclose())
+    assert all(result.ok for result in results)
+
+
+def test_many_calls_at_once_are_all_answered(tool):
+    results = run(tool, *[f"import time; time.sleep(0.05); {i}" for i in range(40)])
+    assert [result.text for result in results] == [str(i) for i in range(40)]
