@@ -151,7 +151,9 @@ class Checkpoints:
 
 
 def verify(folder: Path) -> str | None:
-    """None if every file of the manifest is there, with its size and checksum; else what is wrong. Not collective."""
+    """Check every file of the manifest by size and checksum. Return None if all is well, else what is wrong.
+
+    Not collective: one process reads everything."""
     return find_problem(folder, read_manifest(folder))
 
 
@@ -189,7 +191,7 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _random_state() -> dict:
-    """In types that torch.load reads with weights_only."""
+    """Return all random states in types that torch.load reads with weights_only."""
     state = RandomState.current()
     numpy = state.numpy | {
         "state": state.numpy["state"] | {"key": torch.from_numpy(state.numpy["state"]["key"].astype(np.int64))}

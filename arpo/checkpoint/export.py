@@ -48,7 +48,7 @@ def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = 
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:
-    """The same from a checkpoint of any number of ranks, in one process without process group.
+    """Make a Hugging Face folder of a checkpoint of any number of ranks, in one process without a process group.
 
     model: the folder that the run started from, if it is no longer where the run's config.yaml says. adapter: only the
     LoRA adapters, in peft's format. Raises UserError.

@@ -1,4 +1,4 @@
-"""What a checkpoint folder must hold: every file with its size and checksum, so that a broken one is known as broken.
+"""The manifest of a checkpoint folder lists every file with its size and checksum, so that damage is noticed.
 
 manifest.json: {"step": 100, "files": {"__0_0.distcp": [1048576, 3735928559], ...}}, [bytes, CRC-32]. It is written
 last; a folder without it was never finished.
@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Files | None:
 
 
 def find_problem(folder: Path, files: Files | None, part: slice = slice(None)) -> str | None:
-    """What is wrong with (this part of) the folder's files, or None."""
+    """Return what is wrong with (this part of) the folder's files, or None."""
     if files is None:
         return "it has no readable manifest"
     for name in sorted(files)[part]:

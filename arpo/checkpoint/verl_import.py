@@ -53,7 +53,7 @@ def import_verl(actor: Path, folder: Path, *, model: str = "") -> None:
 
 
 def rank_files(actor: Path) -> list[Path]:
-    """By rank. Raises UserError where there are none, some are missing, or several world sizes lie together."""
+    """Return the files of all ranks, by rank. Raises UserError where some are missing or world sizes are mixed."""
     found = {match: path for path in actor.glob("model_world_size_*.pt") if (match := FILE.fullmatch(path.name))}
     if not found:
         raise UserError(f"{actor}: no model_world_size_W_rank_R.pt; give the folder RUN/global_step_N/actor")

@@ -115,7 +115,7 @@ def evaluate(expression: str) -> int:
 
 
 def python_result(code: str) -> str:
-    """What the python tool answers to `print(<arithmetic>)`; a test compares the two.
+    """Return what the python tool answers to `print(<arithmetic>)`; a test compares the two.
 
     >>> python_result("print(6*7)"), python_result("print(age)")
     ('42', "NameError: name 'age' is not defined")

@@ -1,4 +1,4 @@
-"""What vLLM does to the process it lives in (output, environment), and how to contain that."""
+"""Contain what vLLM does to the process it lives in: its output, environment and log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def silence(active: bool) -> Iterator[None]:
 
 
 def prepare_for_vllm(quiet: bool, *, shared: bool = False) -> None:
-    """What must hold before vllm starts. `shared`: the engine is one of several that are tensor parallel."""
+    """Set what must hold before vllm is imported. `shared`: the engine is one of several that are tensor parallel."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

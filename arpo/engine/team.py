@@ -32,11 +32,11 @@ class Team:
     ranks: Ranks
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """Of gloo; None where the size is 1."""
+    """The team's gloo group; None where the size is 1."""
 
     @property
     def index(self) -> int:
-        """Which of the teams this is, and so what its engine adds to the seed."""
+        """Index of this team; its engine adds it to the seed."""
         return self.ranks.rank // self.size
 
     @property
@@ -53,7 +53,7 @@ class Team:
         return prompts[self.index :: self.num_teams]
 
     def exchange(self, groups: list[Group], num_prompts: int) -> list[Group]:
-        """All teams' groups in the order of the prompts, as each team's first rank has them. Collective."""
+        """Return all teams' groups in the order of the prompts, as each team's first rank has them. Collective."""
         shares = self.ranks.all_gather_objects(groups if self.is_first else [])[:: self.size]
         return [shares[i % self.num_teams][i // self.num_teams] for i in range(num_prompts)]
 

@@ -1,4 +1,4 @@
-"""From FSDP2 shards to full tensors, a bucket of parameters per collective, so that no rank ever holds a second model.
+"""Weight sync gathers FSDP2 shards to full tensors, a bucket per collective, so that no rank holds a second model.
 
 One all-gather per parameter pays the latency of a collective some hundred times per sync; here many shards travel in
 one flat buffer, already cast to the receiver's dtype, while the receiver consumes the bucket before it.

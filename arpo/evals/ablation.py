@@ -1,4 +1,4 @@
-"""From the folders of an ablation's runs to its table and curves.
+"""Table and curves of an ablation, made from the folders of its runs.
 
 A run's folder is `<algorithm>_seed<k>` with metrics.jsonl (training) and eval/scores.json (held-out questions). Only
 the held-out numbers compare algorithms: the trajectories of a branched group are no independent samples of the policy,
@@ -64,7 +64,7 @@ class RunResult:
 
 
 def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
-    """None where the run has not finished."""
+    """Read a finished run; None where the run has not finished."""
     scores = folder / "eval" / "scores.json"
     if not scores.exists():
         return None
@@ -95,7 +95,7 @@ def paired_difference(runs: list[RunResult], reference: list[RunResult]) -> dict
 
 
 def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
-    """In the order of the first run of each."""
+    """Group runs by algorithm, in the order in which each first appears."""
     groups: dict[str, list[RunResult]] = {}
     for run in results:
         groups.setdefault(run.algorithm, []).append(run)

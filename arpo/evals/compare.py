@@ -27,7 +27,7 @@ Differences = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """What is compared of a run."""
+    """The parts of a run that a comparison needs."""
 
     name: str
     benchmarks: dict[str, ByQuestion]
@@ -113,7 +113,7 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
 
 
 def question_differences(own: ByQuestion, other: ByQuestion) -> Differences:
-    """Of two runs with the same questions. Pass@k is there where every question has at least k samples in both."""
+    """Return the differences of two runs by question. Pass@k only where both have k samples of every question."""
     fewest = min(len(samples) for samples in [*own.values(), *other.values()])
     found = {"accuracy": [float(np.mean(own[q]) - np.mean(other[q])) for q in own]}
     for k in ks_of(fewest):

@@ -1,4 +1,4 @@
-"""From records to grades: what each trajectory answered, and whether that is right. No generation, no model here.
+"""Grading turns records into grades: what each trajectory answered, and whether it is right. It loads no model.
 
     metric    scores                      correct (0..1) is
     math      math_equal                  math_equal
@@ -32,7 +32,7 @@ from arpo.trajectory import Prompt, ToolCall, Trajectory, Turn
 
 Metric = Literal["math", "qa", "reward"]
 MAX_PREDICTION_CHARS = 2000
-"""Of an answer block without a box."""
+"""Longest prediction taken from an answer block without a box."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -43,20 +43,20 @@ class Grade:
     question_id: str
     sample: int
     scores: dict[str, float]
-    """By name; the judge's is there only where it gave a verdict that could be read."""
+    """Scores by name. The judge's score is there only where its verdict could be read."""
     correct: float
     """0..1; a sample counts as solved at 1."""
     metric: str
-    """What `correct` is: math_equal, f1, judge or reward."""
+    """Name of the score that `correct` is: math_equal, f1, judge or reward."""
     reason: str
     """Why it is not right, or how the grade came about, as a short stable name: "" = graded as usual, no_answer,
     judge_unparsable, judge_failed, or the format's defect."""
     prediction: str = ""
     """The answer that was graded; "" = none."""
     judge_reply: str = ""
-    """All that the judge said, or why it said nothing."""
+    """The judge's whole reply, or the reason why there is none."""
     question_digest: str = ""
-    """Of question and answers: runs are compared on equal questions only."""
+    """Digest of question and answers. Runs are compared on equal questions only."""
 
 
 def grade_records(
@@ -179,7 +179,7 @@ def write_grades(path: Path, grades: Sequence[Grade]) -> None:
 
 
 def read_grades(path: Path) -> list[Grade]:
-    """What `write_grades` wrote. Raises UserError that names file and line."""
+    """Read what `write_grades` wrote. Raises UserError that names file and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:

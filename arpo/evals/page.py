@@ -25,7 +25,7 @@ from arpo.viewer.viewer import finite
 BLOCK = 64
 """Transcripts that are unpacked together."""
 MAX_TRANSCRIPT_BYTES = 150_000_000
-"""Of all blocks, as they are in the page. Transcripts beyond it are listed without their text."""
+"""Largest size of all packed blocks in the page. Transcripts beyond it are listed without their text."""
 PREVIEW_CHARS = 160
 
 Pair = tuple[str, Record, Grade]
@@ -69,7 +69,7 @@ def as_json(tree: object) -> str:
 
 
 def index_row(benchmark: str, record: Record, grade: Grade) -> list:
-    """What the list and the plots need; the page's script has the names of the columns."""
+    """Return the row that the page's list and plots need; the page's script names the columns."""
     return [
         benchmark,
         record.question_id,

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (the Chinese prompt's punctuation is meant)
-"""How questions of the benchmarks are asked: system prompts by kind, each with the tools that it offers."""
+"""The system prompts of the benchmarks, by kind, each with the tools that it offers."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ PROMPTS: dict[str, AskedAs] = {
         ("python", "search"),
     ),
 }
-"""By kind. code_search is the prompt of training."""
+"""System prompt and tools by kind. code_search is the prompt of training."""
 
 
 def asked_as(prompt: Prompt, system_prompt: str) -> Prompt:
-    """With the system prompt and the tools of a kind of PROMPTS; any other text is as in `with_system_prompt`."""
+    """Give a prompt the system prompt and tools of a kind of PROMPTS; other texts act as in `with_system_prompt`."""
     if kind := PROMPTS.get(system_prompt):
         return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
     return replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt))
 
 
 def is_chinese(text: str) -> bool:
-    """At least a third of the letters are Chinese characters.
+    """Return whether at least a third of the letters are Chinese characters.
 
     >>> is_chinese("截至2024年12月31日"), is_chinese("Who wrote 西游记, in English Journey to the West?")
     (True, False)

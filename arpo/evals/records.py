@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each finished trajectory; grading and reports are made of these records alone.
+"""Records of finished trajectories. Grading and reports need nothing else of an evaluation.
 
     RUN/records/<benchmark>.jsonl, <benchmark>.rank1.jsonl, ...     one line per trajectory, only ever appended to
 
@@ -34,19 +34,19 @@ class Record:
     split: str
     """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
     metric: str
-    """How to grade it: "math", "qa", or "reward" (question files of one's own)."""
+    """The way to grade it: "math", "qa", or "reward" (for question files of one's own)."""
     text: str
     """The whole response, tool results included."""
     segments: list
     """`text` as [text, written by the model] runs."""
     stop_reason: str
     num_tokens: int
-    """Of the response, tool results included."""
+    """Tokens of the response, tool results included."""
     num_sampled_tokens: int
     wall_s: float
-    """From the first token to the end, tool calls included; not the wait for a place in the batch."""
+    """Seconds from the first token to the end, with tool calls, without the wait for a place in the batch."""
     tool_calls: list[dict]
-    """In order: the fields of arpo.trajectory.ToolCall."""
+    """Tool calls in order; each has the fields of arpo.trajectory.ToolCall."""
     meta: dict = field(default_factory=dict)
     """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
 

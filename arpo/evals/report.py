@@ -22,7 +22,7 @@ GRADES_FOLDER = "grades"
 
 @dataclass(frozen=True)
 class RunMeta:
-    """What a report says about the run besides its numbers."""
+    """Facts about the run that a report states besides its numbers."""
 
     title: str
     """The model."""
@@ -31,7 +31,7 @@ class RunMeta:
     families: dict[str, str] = field(default_factory=dict)
     """benchmark -> family (math, qa, deepsearch); those without one are only in the average over all."""
     seed: int = 0
-    """Of the bootstrap."""
+    """Seed of the bootstrap."""
     notes: tuple[str, ...] = ()
     """Lines for the head of the report: tools muted, questions left out, ..."""
 
@@ -93,7 +93,7 @@ JUDGE_REASONS = {
 
 
 def report_tables(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> list[Table]:
-    """All tables that have something to say."""
+    """Return all tables that are not empty."""
     tables = [
         _main_table(scores, means),
         _pass_table(scores, means),

@@ -81,7 +81,7 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
 
 
 def read_settings(folder: Path) -> dict:
-    """What `claim_run` wrote. Raises UserError where the folder holds no evaluation."""
+    """Read what `claim_run` wrote. Raises UserError where the folder holds no evaluation."""
     path = folder / "records" / SETTINGS_FILE
     try:
         return json.loads(path.read_text())

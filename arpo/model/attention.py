@@ -84,7 +84,7 @@ def attend_by_sdpa(
 def attend_by_flash(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
 ) -> tuple[Tensor, None]:
-    """The same, with flash-attn: its causal mask ends at the last key, as ours does."""
+    """Attend as `attend_by_sdpa` does, with flash-attn, whose causal mask ends at the last key as ours does."""
     from flash_attn import flash_attn_varlen_func
 
     scale, dropout, window = read_options(options)

@@ -97,7 +97,8 @@ def check_model(config: Any, num_ranks: int) -> None:
 
 
 class Exchange(torch.autograd.Function):
-    """To heads: (1, H, N / P, d), own tokens of all heads, -> (1, H / P, N, d), all tokens of own heads; or back."""
+    """Exchange tokens for heads: (1, H, N / P, d), own tokens of all heads, -> (1, H / P, N, d), all tokens of own
+    heads; or the way back."""
 
     @staticmethod
     def forward(ctx, x, group, to_heads):

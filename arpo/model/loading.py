@@ -1,4 +1,4 @@
-"""From a model folder to sharded parameters: built on the meta device, filled from safetensors slice by slice.
+"""Load a model folder into sharded parameters: built on the meta device, filled from safetensors slice by slice.
 
     hf = build_on_meta(path, "sdpa")       # no memory for parameters
     ... fully_shard ...

@@ -35,7 +35,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class Limits:
-    """For how long ranks wait; each is named in the message that ends a run."""
+    """How long ranks wait for each other. The message that ends a run names both settings."""
 
     silence_s: float
     """run.silence_timeout_s"""
@@ -90,7 +90,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """All ranks at about the same time: one that goes on would miss the others."""
+        """End the watch. All ranks do so at about the same time: one that went on watching would miss the others."""
         self.stopped.set()
         for thread in self.threads:
             thread.join()
@@ -103,7 +103,7 @@ class Watch:
         self.store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def signs(self) -> dict[int, dict]:
-        """By rank. Waits for the first sign of each."""
+        """Return the newest sign of life of each rank, by rank; wait for the first one of each."""
         texts = self.store.multi_get([f"sign/{r}" for r in range(self.world_size)])
         return {r: json.loads(text) for r, text in enumerate(texts)}
 
@@ -178,7 +178,7 @@ class Watch:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """What gloo, NCCL and the store raise when a peer is gone or does not come. gloo's have no type of their own."""
+    """Return whether an error is one of gloo, NCCL or the store about a peer. gloo's have no type of their own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 

@@ -16,7 +16,7 @@ class RandomState:
 
     python: tuple[Any, ...]
     numpy: dict[str, Any] | None
-    """None: left as it is."""
+    """NumPy's state; None where it was not taken, and so is not restored."""
     cpu: torch.Tensor
     cuda: torch.Tensor | None
 

@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands."""
+    """This process among the others: its rank, device and mesh, and the collectives that the scripts need."""
 
     rank: int
     world_size: int
@@ -51,12 +51,12 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """How many different shares of a batch there are."""
+        """Number of different shares that a batch is cut into."""
         return self.world_size // (dist.get_world_size(self.group) if self.group else 1)
 
     @property
     def data_rank(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's share of a batch, from 0 to data_size - 1."""
         return self.rank // (self.world_size // self.data_size)
 
     @property
@@ -222,7 +222,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self, prefix: str = "") -> dict[str, float]:
-        """Also "step", all since construction, and "idle", what of it no phase has."""
+        """Return seconds by phase, with "step" (all time since construction) and "idle" (time in no phase)."""
         step = time.perf_counter() - self._started
         total = self._seconds | {"step": step, "idle": step - sum(self._seconds.values())}
         return {prefix + name: value for name, value in total.items()}

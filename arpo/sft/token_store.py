@@ -116,7 +116,7 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
 
 @dataclass
 class _Part:
-    """What one rank made of its part of the file."""
+    """The tokenised part of the file that one rank worked on."""
 
     lengths: array = field(default_factory=lambda: array("i"))
     overlong: list[dict] = field(default_factory=list)
@@ -162,7 +162,7 @@ def _render(messages: list[dict[str, str]], cfg: SFTDataConfig, codec: Codec, pl
 
 
 def _cut(turn_ends: list[int], cfg: SFTDataConfig) -> int:
-    """How many tokens of an overlong conversation are kept; 0 = it is left out."""
+    """Return how many tokens of an overlong conversation are kept; 0 = the conversation is left out."""
     return max((end for end in turn_ends if cfg.overlong == "truncate" and end <= cfg.max_tokens), default=0)
 
 
@@ -193,7 +193,7 @@ def _why_none(path: str | Path, cfg: SFTDataConfig, parts: list[_Part]) -> str:
 
 
 def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
-    """All that the tokens depend on. A file is known by its path, size and time of change: to hash it is to read it."""
+    """Return everything that the tokens depend on. A file is known by path, size and time of change, unread."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -97,7 +97,7 @@ def parse_trajectory(row: dict) -> Trajectory:
 
 
 def trajectory_view(t: Trajectory) -> dict:
-    """What the page shows of a trajectory: each turn with its text and the text of its result, no token lists."""
+    """Return what the page shows of a trajectory: each turn with its text and its result's, without token lists."""
     num_sampled = t.num_sampled_tokens
     view = {name: getattr(t, name) for name in SHOWN} | {
         "num_tokens": len(t.token_ids),

@@ -1,4 +1,4 @@
-"""Which cache a run opens, a file or a Redis server; files in the released format; and the command line.
+"""Caches of tool results: opening one (a file or a Redis server), and files in the released format.
 
 Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
 """
@@ -27,7 +27,7 @@ PYTHON, PAGE, SUMMARY = "python", "page", "summary"
 
 
 class Cache(Protocol):
-    """What `CacheFile` and `RedisCache` have in common; the docstrings are theirs."""
+    """The interface that `CacheFile` and `RedisCache` share; the docstrings are theirs."""
 
     path: str | Path
     usable: bool
@@ -137,7 +137,7 @@ def _intact(cache: Cache) -> Iterator[Row]:
 
 
 def stats(cache: Cache) -> list[str]:
-    """What the cache holds, a line each."""
+    """Return lines that say what the cache holds."""
     by_backend: Counter[str] = Counter()
     negative, num_bytes, times_s = 0, 0, []
     for _, backend, _, value, is_negative, created_s in cache.rows():

@@ -92,5 +92,5 @@ class CachedPython:
 
 
 def _label(code: str) -> str:
-    """What stands for the query in the cache: no search can look like this, should both tools share a cache."""
+    """Return what stands for the query in the cache; no search looks like this, should both tools share a cache."""
     return f"<python>{code}</python>"

@@ -100,7 +100,7 @@ class RedisCache:
         return bool(self._client.sismember(_IMPORTS, _stamp(source_stat)))
 
     def rows(self) -> Iterator[Row]:
-        """All rows, in the order of recording."""
+        """Yield all rows, in the order of recording."""
         names = sorted(set(self._client.scan_iter(f"{_ENTRY}*", count=_BATCH)))
         numbered = []
         for batch in _batches(names):

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 SCHEMES = ("redis", "rediss")
 PASSWORD_VARIABLE = "ARPO_REDIS_PASSWORD"
-"""In the environment only: what stands in a config is dumped with the run."""
+"""Environment variable of the password; a config would be dumped with the run."""
 PREFIX = "arpo:"
-"""Of all our keys, so that the server may hold other things too."""
+"""Prefix of all our keys, so that the server may hold other things too."""
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 20.0
 

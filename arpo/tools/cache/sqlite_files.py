@@ -1,4 +1,4 @@
-"""Where the search tool's files may live, SQLite's above all, and a lock for building them."""
+"""Places where the search tool's files may live, and a lock for building them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def network_filesystem(folder: Path) -> str | None:
 
 
 def derived_paths(source: Path, suffix: str) -> list[Path]:
-    """Where a file made from `source` may live: beside it, in the user's cache folder, in the temporary folder.
+    """Return where a file made from `source` may live: beside it, in the user's cache folder, in the temporary folder.
 
     data/corpus.jsonl -> data/corpus.jsonl.fts5.sqlite, ~/.cache/arpo/corpus.jsonl.1f0c9a64.fts5.sqlite, ...
     """
@@ -82,7 +82,7 @@ def _takes_files(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_of(path: Path) -> Iterator[bool]:
-    """Only one process at a time is inside for `path` (yields True). The kernel frees the lock of one that dies.
+    """Let one process at a time in for `path` (yields True). The kernel frees the lock of a process that dies.
 
     Where the file system has no locks, all come in (False): what they do must stay right then, only slower.
     """

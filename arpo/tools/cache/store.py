@@ -171,7 +171,7 @@ class CacheFile:
             return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
 
     def rows(self) -> Iterator[Row]:
-        """All rows, in the order of recording."""
+        """Yield all rows, in the order of recording."""
         yield from self.connection().execute(
             "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
         )

@@ -101,7 +101,7 @@ class Sandbox:
 
     @property
     def folder(self) -> str | None:
-        """Where calls keep their files on this machine; None where they have a file system of their own."""
+        """The folder that holds the calls' files on this machine; None where calls have a file system of their own."""
         return self._host.base
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2",
     "MPLBACKEND": "Agg",
 }
-"""All that the host, and so the model's code, gets of an environment."""
+"""The whole environment that the host, and so the model's code, gets."""
 NUM_SPARES = 4
 """Supervisors that have their jail and worker ready before a call comes: setting up takes longer than most calls."""
 RETRY_FORK_S = 0.1

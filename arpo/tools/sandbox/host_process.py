@@ -36,7 +36,7 @@ class HostProcess:
     """One jailed host, spawned fresh: a fork would take the trainer's memory, threads and files into the jail."""
 
     def __init__(self, tier: Tier, limits: CallLimits, interpreter: Interpreter | None = None):
-        """On this Python, or on `interpreter`. Raises SandboxUnavailable where the machine does not allow this tier."""
+        """Start on this Python, or on `interpreter`. Raises SandboxUnavailable where this tier is not allowed."""
         interpreter = interpreter or own_interpreter()
         self.base: str | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Which Python the host runs on, and what it may import: the trainer's own, or one that the user names."""
+"""The Python that the host runs on, and what it may import: the trainer's own, or one that the user names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from .host import ENVIRONMENT
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
-"""On the host's path while it imports this package, as `sandbox`."""
+"""Folder on the host's path while it imports this package, as `sandbox`."""
 OLDEST = (3, 9)
 ANSWER_TIMEOUT_S = 60.0
 # Even the oldest Python understands this, so that what it is told to the user is its version and not a syntax error.

@@ -1,4 +1,4 @@
-"""What host, supervisor and worker need of a jail; namespaces.py, landlock.py and folder.py are the three kinds."""
+"""The interface of a jail for host, supervisor and worker; namespaces.py, landlock.py and folder.py implement it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ class Jail(Protocol):
     """Whether /proc shows the processes of a call. Without it nobody can sum up their memory: there may be only one."""
 
     def fork(self) -> int:
-        """In the zygote: fork a supervisor. Whatever it leaves behind must not outlive it."""
+        """Fork a supervisor (called in the zygote). Whatever it leaves behind must not outlive it."""
         ...
 
     def open_scratch(self) -> str:
-        """In the supervisor: make the folder that the call may write to."""
+        """Make the folder that the call may write to (called in the supervisor)."""
         ...
 
     def confine(self, scratch: str) -> None:
-        """In the worker, last step before the model's code: give up everything else."""
+        """Give up everything else (called in the worker, as the last step before the model's code)."""
         ...
 
     def processes(self, worker: int) -> list[int]:
-        """In the supervisor: the processes of the call whose use is to be summed up."""
+        """Return the processes of the call whose use is summed up (called in the supervisor)."""
         ...
 
     def is_over_quota(self, scratch: str) -> bool:
-        """In the supervisor, between polls: whether its files are too many or too large."""
+        """Return whether the call's files are too many or too large (called in the supervisor, between polls)."""
         ...
 
     def kill(self, worker: int) -> None:
-        """In the supervisor: end all processes of the call."""
+        """End all processes of the call (called in the supervisor)."""
         ...
 
     def close_scratch(self, scratch: str) -> None:
-        """In the supervisor, after that."""
+        """Remove the folder (called in the supervisor, after `kill`)."""
         ...
 
     def close(self) -> None:
-        """In the zygote, when the trainer is gone."""
+        """Clean up when the trainer is gone (called in the zygote)."""
         ...

@@ -9,9 +9,9 @@ import resource
 from dataclasses import dataclass
 
 NICE = 5
-"""By how much the code's processes are below the supervisors, which have to stop them."""
+"""Niceness of the code's processes, so that the supervisors, which must stop them, come first."""
 BUSY_NICE = 10
-"""The same of a call that has computed for a while. Not 19, with which it would hardly run beside a busy trainer."""
+"""Niceness of a call that has computed for a while. With 19 it would hardly run beside a busy trainer."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -27,17 +27,17 @@ class CallLimits:
     max_open_files: int = 128
     max_file_bytes: int = 32 << 20
     scratch_bytes: int = 64 << 20
-    """All files of the call together."""
+    """Largest total size of the call's files."""
     scratch_inodes: int = 4096
     kept_output_bytes: int = 64 << 10
-    """Of each stream; what is beyond is cut out of the middle."""
+    """Bytes kept of each output stream; the rest is cut out of the middle."""
     max_output_bytes: int = 8 << 20
     """More than that on both streams together ends the call."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a call use at one moment."""
+    """Resources that the processes of a call use at one moment."""
 
     memory_bytes: int
     """Private memory, less what they share with the host they were forked from."""

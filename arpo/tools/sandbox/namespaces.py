@@ -21,7 +21,7 @@ JAIL_UID = 61000
 NOBODY = 65534
 STAGING_FOLDERS = ("/sys", "/mnt", "/media", "/srv")
 DEVICES = ("null", "full", "random", "urandom")
-"""Not /dev/zero: a shared mapping of it is memory that no limit of ours counts."""
+"""Devices in the jail. /dev/zero is not among them: a shared mapping of it is memory that no limit of ours counts."""
 ETC = {
     "passwd": f"nobody:x:{NOBODY}:{NOBODY}:nobody:/tmp:/bin/false\n",
     "group": f"nogroup:x:{NOBODY}:\n",
@@ -113,7 +113,7 @@ class NamespaceJail:
         seccomp.install(self._filter)
 
     def processes(self, worker: int) -> list[int]:
-        """All of the pid namespace but the supervisor; none where /proc is missing."""
+        """Return all processes of the pid namespace but the supervisor; none where /proc is missing."""
         if not self.has_proc:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]

@@ -1,4 +1,4 @@
-"""What a host must prove before a call is trusted to it: canaries of the trainer that jailed code must not reach."""
+"""A host's self-test before any call is trusted to it: canaries of the trainer that jailed code must not reach."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Canaries:
         return f"PATH = {self._path!r}\nPORT = {port}\n{PROBE}"
 
     def leaks(self, reply: Reply) -> list[str]:
-        """What the probe reached; empty for a tight jail."""
+        """Return what the probe reached; empty for a tight jail."""
         if reply.status != "ok":
             return [f"{reply.status} {reply.stderr.strip()}"]
         found = json.loads(reply.stdout)

@@ -22,7 +22,7 @@ from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
-"""Where files are counted and not limited by the kernel."""
+"""Seconds between two counts of the call's files, where the kernel does not limit them."""
 BUSY_CPU_S = 0.2
 """A call that has used more lets those go first that have not: a few endless loops must not hold up all others."""
 KILL_PATIENCE_S = 2.0
@@ -83,7 +83,7 @@ class Spare:
 
 
 def prepare_worker(jail: Jail, limits: CallLimits) -> Spare:
-    """All that does not depend on the code, done before there is a call. Raises OSError."""
+    """Do everything that does not depend on the code, before there is a call. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     scratch = jail.open_scratch()
     out_read, out_write = os.pipe2(os.O_CLOEXEC)

@@ -25,7 +25,7 @@ ADMINISTRATION = """
     fsconfig 431 431         fsmount 432 432          fspick 433 433           pidfd_getfd 438 438
     process_madvise 440 440  mount_setattr 442 442    quotactl_fd 443 443      process_mrelease 448 448
 """
-"""What no honest computation needs: EPERM."""
+"""System calls that no honest computation needs; they fail with EPERM."""
 
 OUTSIDE_THE_LIMITS = """
     shmget 29 194            shmat 30 196             shmctl 31 195            shmdt 67 197

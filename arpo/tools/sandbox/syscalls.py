@@ -91,7 +91,7 @@ def pivot_into(new_root: str) -> None:
 
 
 def pidfd_open(pid: int) -> int:
-    """As os.pidfd_open, which Pythons lack that were built against old kernel headers (conda's, say)."""
+    """Do what os.pidfd_open does, which Pythons built against old kernel headers (conda's, say) lack."""
     return syscall("pidfd_open", ctypes.c_int(pid), ctypes.c_uint(0))
 
 

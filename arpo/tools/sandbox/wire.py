@@ -1,4 +1,4 @@
-"""What trainer and supervisor say to each other on a call's socket: bytes with a length, and JSON of our own.
+"""The messages between trainer and supervisor on a call's socket: bytes with a length, and JSON of our own.
 
 Nothing is unpickled, and only the supervisor, never the model's code, writes the reply's header.
 """

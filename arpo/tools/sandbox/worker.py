@@ -54,7 +54,7 @@ def run_worker(jail: Jail, scratch: str, stdout_fd: int, stderr_fd: int, channel
 
 
 def _prepare_interpreter() -> None:
-    """As a fresh interpreter would be, but with the same random numbers in every call."""
+    """Make the interpreter like a fresh one, but with the same random numbers in every call."""
     stdin, stdout, stderr = (io.FileIO(fd, mode, closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
     stdin.name, stdout.name, stderr.name = "<stdin>", "<stdout>", "<stderr>"
     sys.stdin = io.TextIOWrapper(io.BufferedReader(stdin), encoding="utf-8")
@@ -113,7 +113,7 @@ def _complain(text: str) -> None:
 
 
 def _finish() -> int:
-    """What an interpreter does at its end: join threads, atexit, flush. Returns an exit code if that fails."""
+    """Do what an interpreter does at its end: join threads, atexit, flush. Returns an exit code if that fails."""
     try:
         threading._shutdown()
         atexit._run_exitfuncs()
