@@ -63,7 +63,7 @@ class Policy(nn.Module):
         yield from lora.merged_parameters(self.hf)
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what is trained and must be in a checkpoint: name -> parameter or its shard. With LoRA, the adapters."""
+        """Return what is trained and must be in a checkpoint: name -> parameter or its shard (LoRA: the adapters)."""
         reshard_all(self)
         return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
 
