@@ -170,6 +170,12 @@ def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, a
     assert metrics.values() == pytest.approx(whole_metrics.values(), rel=1e-5)
 
 
+def test_the_denominator_counts_loss_tokens_or_rows_that_have_any():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 1]])
+    for some in (mask, mask.bool(), mask.float()):
+        assert [loss_denominator(some, name) for name in AGGREGATIONS] == [3.0, 2.0, 2.0]
+
+
 def test_without_a_denominator_the_loss_is_the_mean_over_these_rows():
     logprobs, old, advantages, mask = random_rows()
     local = loss_of(logprobs, old, advantages, mask)[0]
