@@ -73,7 +73,7 @@ class RLConfig:
     @property
     def models(self) -> list[ModelConfig]:
         """All that read the trajectories: the policy; critic and reference where there are any."""
-        critic = [self.critic_model] if self.advantage.kind == "gae" else []
+        critic = [self.critic_model] if self.advantage.needs_critic else []
         return [self.model, *critic, *([self.reference_model] if self.loss.kl_coefficient else [])]
 
     def __post_init__(self) -> None:
@@ -97,6 +97,7 @@ from arpo.evals.scores import summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.metrics import rollout_metrics  # noqa: E402
 from arpo.model import load_policy, load_tokenizer  # noqa: E402
+from arpo.model.attention import resolve_layout  # noqa: E402
 from arpo.model.critic import fill_values, load_critic, update_critic  # noqa: E402
 from arpo.model.optim import build_optimizer, set_learning_rate  # noqa: E402
 from arpo.model.policy import check_companion, check_model_folder  # noqa: E402
@@ -113,7 +114,6 @@ from arpo.update import (  # noqa: E402
     fill_ref_logprobs,
     first_update_fills,
     make_minibatches,
-    resolve_layout,
     update_policy,
 )
 
@@ -155,7 +155,7 @@ def main(cfg: RLConfig) -> None:
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     critic = critic_optimizer = reference = None
-    if cfg.advantage.kind == "gae":
+    if cfg.advantage.needs_critic:
         critic = load_critic(cfg.critic_model, dist.mesh, device=dist.device)
         critic_optimizer = build_optimizer(critic, cfg.critic_optim)
     if cfg.loss.kl_coefficient:

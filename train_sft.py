@@ -158,7 +158,9 @@ def main(cfg: SFTConfig) -> None:
 
 def share(rows: list[Row], max_tokens: int, dist: Ranks) -> list[MicroBatch]:
     """This rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
-    return spread(microbatches(rows, dist.data_rank, dist.data_size, max_tokens, device=dist.device), dist.group)
+    option = "data.max_tokens_per_microbatch"
+    micros = microbatches(rows, dist.data_rank, dist.data_size, max_tokens, device=dist.device, option=option)
+    return spread(micros, dist.group)
 
 
 @torch.no_grad()

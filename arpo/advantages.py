@@ -1,9 +1,15 @@
-"""From rewards to advantages. Pure functions, and `assign_advantages`, which fills the trajectories of a step."""
+"""From rewards to advantages: estimators, tree credits, and which trajectories are trained on.
+
+A new estimator is one function and one line in GROUP_ESTIMATORS, which compare trajectories with each other, or in
+CRITIC_ESTIMATORS, which compare tokens with a critic's values (being named there is what loads a critic). A new way to
+share a trajectory's advantage among its tokens is one function and one line in TREE_CREDITS. A knob is a field of
+AdvantageConfig.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +17,44 @@ from torch import Tensor
 
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, StopReason, Trajectory
+
+
+@dataclass(frozen=True)
+class GroupEvidence:
+    """Everything that a group estimator may look at: the N trajectories of a step that are trained on."""
+
+    rewards: Tensor
+    """(N,) float64, the reward less the KL penalty (loss.kl_in=reward)."""
+    group_ids: list[int]
+    """(N,) index of the group that each trajectory belongs to."""
+    trajectories: list[Trajectory]
+    """(N,) the trajectories themselves."""
+
+
+@dataclass(frozen=True)
+class CriticEvidence:
+    """Everything that an estimator with a critic may look at: B trajectories of T response tokens."""
+
+    rewards: Tensor
+    """(B, T) the trajectory's reward at the last token that the policy wrote, less each token's KL penalty."""
+    values: Tensor
+    """(B, T) the critic's values before the update."""
+    mask: Tensor
+    """(B, T) bool, True where the policy sampled the token."""
+
+
+def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
+    return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize_std)
+
+
+def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
+
+
+GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {"grpo": grpo}
+"""-> (N,) one advantage for each trajectory."""
+CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {"gae": gae}
+"""-> (B, T) advantages, before they are whitened, and (B, T) returns, which the critic learns."""
 
 
 def group_advantages(
@@ -32,11 +76,8 @@ def group_advantages(
         rewards = rewards.float()
     ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
     assert rewards.ndim == 1 and len(rewards) == len(ids), (rewards.shape, len(ids))
-    members: dict[Hashable, list[int]] = {}
-    for index, group_id in enumerate(ids):
-        members.setdefault(group_id, []).append(index)
     advantages = torch.empty_like(rewards)
-    for indices in members.values():
+    for indices in members(ids):
         group = rewards[indices].double()
         alone = len(indices) == 1
         centred = group if alone else group - group.mean()
@@ -45,6 +86,14 @@ def group_advantages(
         std = 1.0 if alone else group.std(unbiased=True)
         advantages[indices] = (centred / (std + eps) if normalize_std else centred).to(rewards.dtype)
     return advantages
+
+
+def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
+    """The indices of each group, in the order in which the groups first occur. ["a", "b", "a"] -> [[0, 2], [1]]"""
+    by_id: dict[Hashable, list[int]] = {}
+    for index, group_id in enumerate(group_ids):
+        by_id.setdefault(group_id, []).append(index)
+    return list(by_id.values())
 
 
 def gae_advantages(
@@ -75,28 +124,36 @@ def gae_advantages(
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
-    """Fill `trajectory.advantage` from reward - kl_penalty.
+    """Fill `trajectory.advantage` of all that are trained on, by the group estimator `cfg.kind`.
 
     A trajectory that ended in an error of ours teaches nothing: it keeps None, and its group's mean ignores it.
     """
     trajectories = [(index, t) for index, group in enumerate(groups) for t in teaching(group)]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
     rewards = torch.tensor([t.reward - t.kl_penalty for _, t in trajectories], dtype=torch.float64)
-    advantages = group_advantages(rewards, [i for i, _ in trajectories], normalize_std=cfg.normalize_std)
-    for (_, t), advantage in zip(trajectories, advantages.tolist(), strict=True):
+    evidence = GroupEvidence(rewards, [index for index, _ in trajectories], [t for _, t in trajectories])
+    for t, advantage in zip(evidence.trajectories, GROUP_ESTIMATORS[cfg.kind](evidence, cfg).tolist(), strict=True):
         t.advantage = advantage
 
 
-def token_advantages(group: Group, tree: Literal["soft", "hard"]) -> dict[str, np.ndarray]:
+def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
     """trajectory_id -> (T,) advantage of every response token, of the trajectories that teach.
 
-    soft: the trajectory's own at every token. hard: a token that d trajectories of the tree share gets the mean of
-    their d advantages (ARPO sec. 3). A (advantage 1) and its branch B (advantage -1, forked at 2), three tokens each:
-    soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1].
+    `tree` is a name of TREE_CREDITS; ValueError for any other. A (advantage 1) and its branch B (advantage -1, forked
+    at 2), three tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1].
     """
+    cfg = replace(cfg or AdvantageConfig(), tree=tree)  # which refuses a name that there is not
+    return TREE_CREDITS[tree](group, cfg)
+
+
+def soft(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """Every token gets its trajectory's own advantage."""
+    return {t.trajectory_id: np.full(len(t.token_ids), t.advantage) for t in teaching(group)}
+
+
+def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """A token that d trajectories of the tree share gets the mean of their d advantages (ARPO sec. 3)."""
     taught = teaching(group)
-    if tree == "soft":
-        return {t.trajectory_id: np.full(len(t.token_ids), t.advantage) for t in taught}
     sums = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in group.trajectories}  # by who wrote the token
     counts = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in group.trajectories}
     pieces = {t.trajectory_id: written_by(t, group) for t in taught}
@@ -108,6 +165,10 @@ def token_advantages(group: Group, tree: Literal["soft", "hard"]) -> dict[str, n
         name: np.concatenate([sums[w][start:end] / counts[w][start:end] for w, start, end in parts] or [np.zeros(0)])
         for name, parts in pieces.items()
     }
+
+
+TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {"soft": soft, "hard": hard}
+"""What `token_advantages` returns, from the trajectories' advantages (and rewards, if it likes) and the tree."""
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:
@@ -132,3 +193,17 @@ def is_dead(group: Group) -> bool:
     """True where all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
     rewards = [t.reward for t in teaching(group)]
     return len(rewards) > 1 and len(set(rewards)) == 1
+
+
+def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
+    """(group index, trajectory) of what is trained on, in order: no errors of ours, at least one loss token.
+
+    dead_groups "drop" skips dead groups.
+    """
+    return [
+        (index, t)
+        for index, group in enumerate(groups)
+        if not (cfg.dead_groups == "drop" and is_dead(group))
+        for t in teaching(group)
+        if any(t.loss_mask)
+    ]

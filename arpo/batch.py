@@ -20,9 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.advantages import is_dead, teaching
+from arpo.advantages import training_trajectories
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Trajectory
+
+BUDGET = "update.max_tokens_per_microbatch"
+"""The option that limits a micro-batch in RL; SFT has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,6 @@ class MicroBatch:
     def num_loss_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
-    @property
-    def num_sequences(self) -> int:
-        """Rows with at least one loss token."""
-        return int(self.loss_mask.any(dim=1).sum())
-
     def head_inputs(self) -> tuple[Tensor, Tensor]:
         """(flat positions, target ids) that the head scores; `to_rows` takes its outputs."""
         return self.predict_from[self.loss_mask], self.targets[self.loss_mask]
@@ -169,31 +167,19 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
     return mask.triu(last - window + 1) if window else mask
 
 
-def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """(group index, trajectory) of what is trained on, in order: no errors of ours, at least one loss token.
-
-    dead_groups "drop" skips dead groups.
-    """
-    return [
-        (index, t)
-        for index, group in enumerate(groups)
-        if not (cfg.dead_groups == "drop" and is_dead(group))
-        for t in teaching(group)
-        if any(t.loss_mask)
-    ]
-
-
 def training_rows(groups: list[Group], cfg: AdvantageConfig) -> list[Row]:
     """`training_trajectories` as rows, in the same order."""
-    return [
-        Row(
-            prompt_ids=np.asarray(groups[index].prompt.token_ids, dtype=np.int64),
-            response_ids=np.asarray(t.token_ids, dtype=np.int64),
-            loss_mask=np.asarray(t.loss_mask, dtype=np.int64),
-            rollout_logprobs=np.asarray(t.rollout_logprobs, dtype=np.float32),
-        )
-        for index, t in training_trajectories(groups, cfg)
-    ]
+    return [row_of(groups[index], t) for index, t in training_trajectories(groups, cfg)]
+
+
+def row_of(group: Group, trajectory: Trajectory) -> Row:
+    """One trajectory behind its group's prompt."""
+    return Row(
+        prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
+        response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
+        loss_mask=np.asarray(trajectory.loss_mask, dtype=np.int64),
+        rollout_logprobs=np.asarray(trajectory.rollout_logprobs, dtype=np.float32),
+    )
 
 
 def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
@@ -210,10 +196,11 @@ def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
     return shares
 
 
-def pack(lengths: list[int], max_tokens: int) -> list[list[int]]:
+def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list[int]]:
     """First-fit-decreasing: indices into bins of at most `max_tokens` each.
 
-    Raises ValueError where one length alone exceeds the budget. [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]].
+    Raises ValueError where one length alone exceeds the budget, which the user sets as `option`.
+    [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]].
     """
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -221,7 +208,7 @@ def pack(lengths: list[int], max_tokens: int) -> list[list[int]]:
         if lengths[index] > max_tokens:
             raise ValueError(
                 f"a sequence of {lengths[index]} tokens does not fit into "
-                f"update.max_tokens_per_microbatch={max_tokens}; raise it or shorten the sequences"
+                f"{option}={max_tokens}; raise it or shorten the sequences"
             )
         b = next((b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(bins))
         if b == len(bins):
@@ -233,16 +220,22 @@ def pack(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def microbatches(
-    rows: list[Row], rank: int, world_size: int, max_tokens: int, *, device: torch.device | str = "cpu"
+    rows: list[Row],
+    rank: int,
+    world_size: int,
+    max_tokens: int,
+    *,
+    device: torch.device | str = "cpu",
+    option: str = BUDGET,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of a global mini-batch, on `device`.
+    """This rank's micro-batches of a global mini-batch, on `device`. `option` is the name of `max_tokens` in errors.
 
     Every rank passes the same rows and computes the same plan. All ranks get the same number of micro-batches (FSDP2's
     collectives must match): a rank that has fewer gets empty ones, of one token that counts nowhere.
     """
     lengths = [row.num_tokens for row in rows]
     shares = assign_to_ranks(lengths, world_size)
-    plans = [pack([lengths[i] for i in share], max_tokens) for share in shares]
+    plans = [pack([lengths[i] for i in share], max_tokens, option) for share in shares]
     num_bins = max(1, *(len(plan) for plan in plans))
     plan = plans[rank] + [[]] * (num_bins - len(plans[rank]))
     row_ids = [[shares[rank][i] for i in bin_] for bin_ in plan]

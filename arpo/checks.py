@@ -79,7 +79,7 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
     if model.context_parallel == 1:
         return
     for wrong, option in (
-        (advantage.kind == "gae", "advantage.kind=gae"),
+        (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
         (loss.kind == "gspo", "loss.kind=gspo"),
         (loss.aggregation != "token_mean", f"loss.aggregation={loss.aggregation}"),
         (bool(loss.kl_coefficient) and loss.kl_in == "reward", "loss.kl_in=reward"),
@@ -103,14 +103,17 @@ def _of_the_branching(branching: BranchingConfig, advantage: AdvantageConfig) ->
 
 
 def _of_the_advantages(advantage: AdvantageConfig, critic: CriticConfig) -> list[tuple[bool, str]]:
-    if advantage.kind == "grpo":
+    if not advantage.needs_critic:
         default = CriticConfig()
         changed = [name for name, value in vars(critic).items() if value != getattr(default, name)]
         return [
-            (bool(changed), f"critic.{'/'.join(changed)}: grpo has no critic; set advantage.kind=gae or leave it out"),
+            (
+                bool(changed),
+                f"critic.{'/'.join(changed)}: {advantage.kind} has no critic; set advantage.kind=gae or leave it out",
+            ),
             (
                 (advantage.gamma, advantage.lam) != (1.0, 1.0),
-                "advantage.gamma and lam belong to advantage.kind=gae; grpo gives all tokens of a trajectory one value",
+                f"advantage.gamma and lam belong to advantage.kind=gae; {advantage.kind} gives a trajectory one value",
             ),
         ]
     return [

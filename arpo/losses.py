@@ -1,153 +1,182 @@
-"""The policy loss (PPO/GRPO, AEPO, GSPO, CISPO, REINFORCE) with KL and entropy terms; the value loss. Pure functions.
+"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms; rollout correction; the value loss. Pure.
+
+A new loss is one function (LossInputs, LossConfig) -> TokenLosses and one line in TOKEN_LOSSES; its knob is a field of
+LossConfig. KL_ESTIMATORS, ROLLOUT_CORRECTIONS and AGGREGATIONS work in the same way.
 
 Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
-In training a mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums
-are divided by a *global* count (`denominators`); so shares add up, however the rows are cut:
+A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
+by a *global* count (`denominator`); so shares add up, however the rows are cut:
 
-    global_tokens = dist.all_reduce_sum(sum(loss_denominator(m.loss_mask, aggregation) for m in micro_batches))
-    loss, metrics = policy_loss(..., denominators=global_tokens)
+    count = dist.all_reduce_sum(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micro_batches))
+    loss, metrics = policy_loss(LossInputs(...), cfg, denominator=count)
     (loss * world_size).backward()          # FSDP2 averages gradients over ranks
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
-Kind = Literal["ppo", "gspo", "cispo", "reinforce"]
-KINDS: tuple[Kind, ...] = ("ppo", "gspo", "cispo", "reinforce")
-Aggregation = Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"]
-AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean")
-KLEstimator = Literal["k1", "abs", "k2", "k3"]
-KL_ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "abs", "k2", "k3")
-Correction = Literal["tis", "mis"]
 MAX_K3 = 10.0
 MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range, and still finite in float32
 
 
+@dataclass(frozen=True)
+class LossInputs:
+    """Everything that a policy loss may look at."""
+
+    logprobs: Tensor
+    """(B, T) nats, log-probability of each token under the policy that is trained; has a gradient."""
+    old_logprobs: Tensor
+    """(B, T) the same under the policy before the update (loss.old_logprobs says who computed it)."""
+    advantages: Tensor
+    """(B, T), or a shape that broadcasts to it."""
+    mask: Tensor
+    """(B, T) bool or 0/1: 1 where the policy sampled the token and the loss counts it."""
+    entropy: Tensor | None = None
+    """(B, T) nats, entropy of the policy's distribution of each token; has a gradient."""
+    ref_logprobs: Tensor | None = None
+    """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
+    rollout_weights: Tensor | None = None
+    """(B, T) importance weights of the rollout correction (`rollout_weights`), multiplied to each token's loss."""
+    entropy_statistics: tuple[float, float] | None = None
+    """(mean, standard deviation) of `entropy` over the whole mini-batch; `policy_loss` sets it where `cfg` needs it."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """(B, T) logprobs - old_logprobs, bounded by 20; exactly 0 and without gradient where the mask is 0."""
+        difference = torch.where(self.mask.bool(), self.logprobs - self.old_logprobs, 0.0)
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """What a token loss returns."""
+
+    losses: Tensor
+    """(B, T), differentiable; what stands where the mask is 0 does not matter."""
+    ratio: Tensor
+    """(B, T) the probability ratio that the loss used, for the metric `ratio_max`."""
+    held: dict[str, Tensor] = field(default_factory=dict)
+    """Metric name -> (B, T) bool or number, logged as its mean over the loss tokens."""
+
+
+TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
+BOUNDS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
+"""Names in `held` that are logged for every loss: tokens held at the ratio's upper or lower bound, or by dual clip."""
+
+
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
+    cfg: LossConfig,
     *,
-    entropy: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-    entropy_balanced_clipping: bool = False,
-    entropy_balanced_advantage: bool = False,
-    entropy_advantage_weight: float = 0.2,
-    aggregation: Aggregation = "token_mean",
-    rollout_weights: Tensor | None = None,
-    denominators: float | None = None,
+    denominator: float | None = None,
     entropy_statistics: tuple[float, float] | None = None,
-    kind: Kind = "ppo",
-    balanced_clipping_tokens: Literal["all", "high_entropy"] = "all",
-    ref_logprobs: Tensor | None = None,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    entropy_coefficient: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """Policy loss + kl_coefficient * KL - entropy_coefficient * entropy. Returns (scalar loss, metrics).
 
-    With r = exp(logprobs - old_logprobs), per token and for advantage A:
-
-        ppo        l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));   where A < 0: l = min(l, -A dual_clip)
-        gspo       the same without dual clip, with the sequence's ratio in place of r (`sequence_ratio`)
-        cispo      l = -A clip(r, 1 - clip_low, 1 + clip_high) logprobs, the clipped ratio detached
-        reinforce  l = -A logprobs
-
-    - `entropy_balanced_clipping` (ppo, gspo; AEPO, arXiv 2510.14545): above 1 + clip_high, clip(r) becomes
-      (1 + clip_high) r / stop_gradient(r): the same value, but its gradient lives on, with the bounded size
-      (1 + clip_high). `balanced_clipping_tokens` "high_entropy": only where the entropy is above the mean.
-    - `entropy_balanced_advantage`: A becomes A * max(1 + weight * z, 0), z = (entropy - mean) / std, detached.
-    - Both need `entropy` (nats), and (mean, std) over the mini-batch as `entropy_statistics` (None = of these rows).
-    - `rollout_weights`: detached importance weights of the rollout policy, multiplied to each token's policy loss.
-    - `denominators`: one number, the global count of what is averaged: loss tokens for token_mean, sequences with loss
-      tokens for the sequence means (`loss_denominator`, summed over micro-batches and ranks). None = these rows.
+    - The policy loss of each token is TOKEN_LOSSES[cfg.kind].
+    - `denominator`: the global count of what is averaged: loss tokens for token_mean, sequences with loss tokens for
+      the sequence means (`loss_denominator`, summed over micro-batches and ranks). None = these rows.
+    - `entropy_statistics`: (mean, std) of the entropies over the mini-batch, for AEPO. None = of these rows.
 
     Metrics are to be merged over micro-batches and ranks: the sum `policy` (this share of the policy loss, without KL
     and entropy terms); means over loss tokens of `clip_fraction` (held at the upper bound), `clip_fraction_low` (at the
     lower), `dual_clip_fraction`, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl` (to the reference); and
-    the maximum `ratio_max`. Log them as `metrics.merge(m, "loss/")`.
+    the maximum `ratio_max`. Raises ValueError where `cfg` needs the entropy and `inputs` has none.
 
     >>> one = torch.ones(1, 1)
-    >>> policy_loss(1.5 * one, 0 * one, one, one)[0].item()          # r = 4.48 is clipped to 1.2
+    >>> policy_loss(LossInputs(1.5 * one, 0 * one, one, one), LossConfig())[0].item()    # r = 4.48 is clipped to 1.2
     -1.2000000476837158
     """
-    assert logprobs.shape == old_logprobs.shape == mask.shape, (logprobs.shape, old_logprobs.shape, mask.shape)
-    keep = mask.bool()
-    high_entropy_only = entropy_balanced_clipping and balanced_clipping_tokens == "high_entropy"
-    if entropy is None and (entropy_balanced_advantage or high_entropy_only or entropy_coefficient):
-        raise ValueError("these options need the tokens' entropies; pass entropy=")
-    if entropy is not None and entropy_statistics is None and (entropy_balanced_advantage or high_entropy_only):
+    assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
+    keep, entropy = inputs.mask.bool(), inputs.entropy
+    if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
+        raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
+    if uses_entropy_statistics(cfg) and entropy_statistics is None:
         entropy_statistics = statistics_of(token_moments(entropy, keep))
-    advantages = advantages.expand_as(logprobs)
-    if entropy_balanced_advantage:
-        advantages = balance_advantages(advantages, entropy, entropy_advantage_weight, entropy_statistics)
-    balanced = keep if entropy_balanced_clipping else None
-    if high_entropy_only:
-        balanced = entropy.detach() > entropy_statistics[0]
+    advantages = inputs.advantages.expand_as(inputs.logprobs)
+    if cfg.entropy_balanced_advantage:
+        advantages = balance_advantages(advantages, entropy, cfg.entropy_advantage_weight, entropy_statistics)
+    inputs = replace(inputs, advantages=advantages, mask=keep, entropy_statistics=entropy_statistics)
 
-    log_ratio = torch.where(keep, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = sequence_ratio(log_ratio, keep) if kind == "gspo" else log_ratio.exp()
-    clip = (1 - clip_low, 1 + clip_high)
-    token_loss, held = token_losses(kind, logprobs, ratio, advantages, clip, dual_clip, balanced)
-    if rollout_weights is not None:
-        token_loss = token_loss * rollout_weights.detach()
-    loss = policy_part = aggregate(token_loss, keep, aggregation, denominators)
+    tokens = TOKEN_LOSSES[cfg.kind](inputs, cfg)
+    weighted = tokens.losses if inputs.rollout_weights is None else tokens.losses * inputs.rollout_weights.detach()
+    loss = policy_part = aggregate(weighted, keep, cfg.aggregation, denominator)
 
-    per_token = held | {"approx_kl": log_ratio.detach().exp() - 1 - log_ratio.detach()}
+    log_ratio = inputs.log_ratio.detach()
+    per_token = dict.fromkeys(BOUNDS, torch.zeros_like(keep)) | tokens.held
+    per_token["approx_kl"] = log_ratio.exp() - 1 - log_ratio
     if entropy is not None:
         per_token["entropy"] = entropy.detach()
-    if ref_logprobs is not None:
-        kl = token_kl(torch.where(keep, logprobs, 0.0), torch.where(keep, ref_logprobs, 0.0), kl_estimator)
-        loss = loss + kl_coefficient * aggregate(kl, keep, aggregation, denominators)
+    if inputs.ref_logprobs is not None and cfg.kl_in == "loss":
+        logprobs, ref_logprobs = (torch.where(keep, x, 0.0) for x in (inputs.logprobs, inputs.ref_logprobs))
+        kl = token_kl(logprobs, ref_logprobs, cfg.kl_estimator)
+        loss = loss + cfg.kl_coefficient * aggregate(kl, keep, cfg.aggregation, denominator)
         per_token["kl"] = kl.detach()
-    if entropy_coefficient:
-        loss = loss - entropy_coefficient * aggregate(entropy, keep, aggregation, denominators)
-    return loss, loss_metrics(policy_part.detach(), per_token, ratio.detach(), keep)
+    if cfg.entropy_coefficient:
+        loss = loss - cfg.entropy_coefficient * aggregate(entropy, keep, cfg.aggregation, denominator)
+    return loss, loss_metrics(policy_part.detach(), per_token, tokens.ratio.detach(), keep)
 
 
-def token_losses(
-    kind: Kind,
-    logprobs: Tensor,
-    ratio: Tensor,
-    advantages: Tensor,
-    clip: tuple[float, float],
-    dual_clip: float | None,
-    balanced: Tensor | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The formulas of `policy_loss`, (B, T), and which tokens a bound holds; `balanced`: the upper one has gradient."""
-    low, high = clip
-    above, below, dual_clipped = ratio > high, ratio < low, torch.zeros_like(ratio, dtype=torch.bool)
-    clipped_ratio = ratio.clamp(low, high)
-    if kind in ("ppo", "gspo"):
-        if balanced is not None:
-            clipped_ratio = torch.where(above & balanced, high * ratio / ratio.detach(), clipped_ratio)
-        token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-        above, below = above & (advantages > 0), below & (advantages < 0)
-        if kind == "ppo" and dual_clip is not None:
-            bound = -advantages * dual_clip
-            dual_clipped = (advantages < 0) & (token_loss.detach() > bound)
-            token_loss = torch.where(dual_clipped, bound, token_loss)
-    elif kind == "cispo":
-        token_loss = -advantages * clipped_ratio.detach() * logprobs
-    elif kind == "reinforce":
-        token_loss = -advantages * logprobs
-        above = below = dual_clipped
-    else:
-        raise ValueError(f"loss.kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
-    return token_loss, {"clip_fraction": above, "clip_fraction_low": below, "dual_clip_fraction": dual_clipped}
+def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio); where A < 0, at most -A dual_clip."""
+    clipped = clipped_surrogate(inputs, inputs.log_ratio.exp(), cfg)
+    if cfg.dual_clip is None:
+        return clipped
+    bound = -inputs.advantages * cfg.dual_clip
+    over = (inputs.advantages < 0) & (clipped.losses.detach() > bound)
+    held = clipped.held | {"dual_clip_fraction": over}
+    return TokenLosses(torch.where(over, bound, clipped.losses), clipped.ratio, held)
+
+
+def gspo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
+    """PPO without dual clip, with one ratio for the whole sequence in place of r (arXiv 2507.18071)."""
+    return clipped_surrogate(inputs, sequence_ratio(inputs.log_ratio, inputs.mask), cfg)
+
+
+def cispo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
+    """l = -A clip(r, 1 - clip_low, 1 + clip_high) logprobs, the clipped ratio detached (arXiv 2506.13585)."""
+    ratio, low, high = inputs.log_ratio.exp(), 1 - cfg.clip_low, 1 + cfg.clip_high
+    losses = -inputs.advantages * ratio.clamp(low, high).detach() * inputs.logprobs
+    return TokenLosses(losses, ratio, {"clip_fraction": ratio > high, "clip_fraction_low": ratio < low})
+
+
+def reinforce(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
+    """l = -A logprobs."""
+    return TokenLosses(-inputs.advantages * inputs.logprobs, inputs.log_ratio.exp())
+
+
+TOKEN_LOSSES: dict[str, TokenLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+
+
+def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for the ratio r (B, T).
+
+    `cfg.entropy_balanced_clipping` (AEPO, arXiv 2510.14545): above 1 + clip_high, clip(r) becomes
+    (1 + clip_high) r / stop_gradient(r): the same value, but its gradient lives on, with the bounded size
+    1 + clip_high. `cfg.balanced_clipping_tokens` "high_entropy": only where the entropy is above the mini-batch's mean.
+    """
+    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
+    above, below, clipped_ratio = ratio > high, ratio < low, ratio.clamp(low, high)
+    if cfg.entropy_balanced_clipping:
+        balanced = above & inputs.mask
+        if cfg.balanced_clipping_tokens == "high_entropy":
+            balanced = above & (inputs.entropy.detach() > inputs.entropy_statistics[0])
+        clipped_ratio = torch.where(balanced, high * ratio / ratio.detach(), clipped_ratio)
+    losses = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * clipped_ratio)
+    above, below = above & (inputs.advantages > 0), below & (inputs.advantages < 0)
+    return TokenLosses(losses, ratio, {"clip_fraction": above, "clip_fraction_low": below})
 
 
 def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """GSPO (arXiv 2507.18071): exp(mean log ratio over the sequence's loss tokens), the same value at every token, but
+    """GSPO's ratio, (B, T): exp(mean log ratio over the sequence's loss tokens), the same value at every token, but
     with the gradient of that token's own logprob, so that tokens of one sequence may have different advantages.
 
     Ratios 2 and 0.5 -> 1 at both tokens; d value / d logp is 1 at its own token and 0 at the other.
@@ -157,7 +186,7 @@ def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return (mean + (log_ratio - log_ratio.detach())).exp()
 
 
-def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) for each token. (B, T), (B, T) -> (B, T) nats, differentiable in `logprobs`.
 
     With d = logprobs - ref_logprobs (http://joschu.net/blog/kl-approx.html). In the loss it is the *gradient* that
@@ -174,53 +203,61 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> 
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """
-    difference = logprobs - ref_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    if estimator == "k3":
-        log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_K3, MAX_K3)
-    raise ValueError(f"loss.kl_estimator={estimator!r} is unknown; use one of {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[estimator](logprobs - ref_logprobs)
+
+
+def k3(difference: Tensor) -> Tensor:
+    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_K3, MAX_K3)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: difference,
+    "abs": torch.abs,
+    "k2": lambda difference: 0.5 * difference.square(),
+    "k3": k3,
+}
 
 
 def rollout_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    kind: Correction,
-    *,
-    low: float = 0.5,
-    high: float = 2.0,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cfg: LossConfig
 ) -> tuple[Tensor, Metrics]:
     """Importance weights for what vLLM and the trainer compute differently from the same weights, and metrics.
 
-    w = exp(old_logprobs - rollout_logprobs), (B, T) without gradient, 0 where mask is 0.
-
-    - tis, truncated importance sampling: min(w, high).
-    - mis, masked importance sampling: w within [low, high], 0 outside. Such a token still counts in the denominator
-      of the mean, so that the other tokens' weights do not depend on it.
-
-    w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0.
+    w = exp(old_logprobs - rollout_logprobs), bounded by ROLLOUT_CORRECTIONS[cfg.rollout_correction]; (B, T) without
+    gradient, 0 where mask is 0. Within [0.5, 2], w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0.
     """
     keep = mask.bool()
     with torch.no_grad():
         difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
         weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        outside = (weights > high) if kind == "tis" else (weights > high) | (weights < low)
-        weights = weights.clamp(max=high) if kind == "tis" else torch.where(outside, 0.0, weights)
+        weights, changed = ROLLOUT_CORRECTIONS[cfg.rollout_correction](weights, cfg)
         metrics = Metrics()
         if num_tokens := int(keep.sum()):
-            name = "truncated_share" if kind == "tis" else "masked_share"
-            metrics.mean(name, int((outside & keep).sum()) / num_tokens, num_tokens)
+            for name, tokens in changed.items():
+                metrics.mean(name, int((tokens & keep).sum()) / num_tokens, num_tokens)
         return weights * keep, metrics
 
 
+def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncated importance sampling: min(w, correction_high)."""
+    return weights.clamp(max=cfg.correction_high), {"truncated_share": weights > cfg.correction_high}
+
+
+def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Masked importance sampling: w within [correction_low, correction_high], 0 outside. Such a token still counts in
+    the denominator of the mean, so that the other tokens' weights do not depend on it."""
+    outside = (weights > cfg.correction_high) | (weights < cfg.correction_low)
+    return torch.where(outside, 0.0, weights), {"masked_share": outside}
+
+
+Correction = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
+"""Weights (B, T) -> the weights to use, and metric name -> (B, T) bool of the tokens that it changed."""
+ROLLOUT_CORRECTIONS: dict[str, Correction] = {"tis": truncated, "mis": masked}
+
+
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_value: float, denominators: float
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_value: float, denominator: float
 ) -> tuple[Tensor, Metrics]:
     """The critic's share of the global token mean of 0.5 * max((v - R)^2, (clip(v, old +- clip_value) - R)^2).
 
@@ -231,7 +268,7 @@ def value_loss(
     values = torch.where(keep, values, 0.0)
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominators)
+    loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
     held = (clipped_error > plain_error).detach()
     metrics = Metrics()
     if num_tokens := int(keep.sum()):
@@ -241,26 +278,37 @@ def value_loss(
     return loss, metrics
 
 
-def aggregate(token_loss: Tensor, mask: Tensor, aggregation: Aggregation, denominators: float | None) -> Tensor:
-    """Token losses (B, T) -> scalar, divided by `denominators` (None = the count of these rows, at least 1)."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"loss.aggregation={aggregation!r} is unknown; use one of {', '.join(AGGREGATIONS)}")
+def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
+    """Token losses (B, T) -> scalar, divided by `denominator` (None = the count of these rows, at least 1)."""
     # where, not a product: 0 * inf would poison the sum, and the gradient of a masked token must be exactly 0
-    token_loss = torch.where(mask.bool(), token_loss, 0.0)
-    sums = token_loss.sum(-1)  # (B,)
-    if aggregation == "sequence_mean_token_mean":
-        sums = sums / mask.sum(-1).clamp(min=1)
-    if denominators is None:
-        denominators = max(loss_denominator(mask, aggregation), 1.0)
-    return sums.sum() / denominators
+    rows, _ = AGGREGATIONS[aggregation](torch.where(mask.bool(), token_loss, 0.0), mask)
+    if denominator is None:
+        denominator = max(loss_denominator(mask, aggregation), 1.0)
+    return rows.sum() / denominator
 
 
-def loss_denominator(mask: Tensor, aggregation: Aggregation) -> float:
+def loss_denominator(mask: Tensor, aggregation: str) -> float:
     """What these rows contribute to the global count: loss tokens, or sequences that have any.
 
     mask [[1, 1], [0, 0]] -> 2.0 for token_mean, 1.0 for the sequence means.
     """
-    return float((mask.sum() if aggregation == "token_mean" else (mask.sum(-1) > 0).sum()).item())
+    _, counts = AGGREGATIONS[aggregation](torch.zeros_like(mask), mask)
+    return float(counts.sum().item())
+
+
+Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Losses (0 where the mask is 0) and mask, (B, T) each -> each row's sum and its part of the denominator, (B,)."""
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": lambda losses, mask: (losses.sum(-1), mask.sum(-1)),
+    "sequence_mean_token_sum": lambda losses, mask: (losses.sum(-1), mask.sum(-1) > 0),
+    "sequence_mean_token_mean": lambda losses, mask: (losses.sum(-1) / mask.sum(-1).clamp(min=1), mask.sum(-1) > 0),
+}
+
+
+def uses_entropy_statistics(cfg: LossConfig) -> bool:
+    """Whether the loss of a token depends on the entropies of all others (AEPO)."""
+    high_entropy_only = cfg.entropy_balanced_clipping and cfg.balanced_clipping_tokens == "high_entropy"
+    return cfg.entropy_balanced_advantage or high_entropy_only
 
 
 def balance_advantages(advantages: Tensor, entropy: Tensor, weight: float, statistics: tuple[float, float]) -> Tensor:

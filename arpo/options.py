@@ -1,13 +1,15 @@
 """Every knob that more than one script shares, by section. The defaults are the paper's 7B reasoning recipe.
 
 Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
-root config (see the top of `train_rl.py`). This file imports nothing, so that `--help` answers at once.
+root config (see the top of `train_rl.py`). This file imports next to nothing, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from arpo.names import check_name, names_of
 
 
 @dataclass(frozen=True)
@@ -234,19 +236,30 @@ class RewardConfig:
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    kind: Literal["grpo", "gae"] = "grpo"
+    kind: str = "grpo"
     """grpo = against the other trajectories of the prompt; gae = token by token against a critic (PPO)."""
-    tree: Literal["soft", "hard"] = "soft"
-    """grpo: soft = each trajectory brings its own advantage to every token; hard = tokens that several trajectories
-    of the branch tree share get the mean of their advantages."""
+    tree: str = "soft"
+    """Without a critic: soft = each trajectory brings its own advantage to every token; hard = tokens that several
+    trajectories of the branch tree share get the mean of their advantages."""
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
     dead_groups: Literal["keep", "drop"] = "keep"
-    """grpo: groups whose rewards are all equal: keep them in the batch (they count as tokens), or drop them."""
+    """Without a critic: groups whose rewards are all equal: keep them in the batch (they count as tokens), or drop
+    them."""
     gamma: float = 1.0
     """gae: discount per sampled token; tool results are no steps."""
     lam: float = 1.0
     """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages are tokens' against a critic's values, and not trajectories' against their group."""
+        return self.kind in names_of("advantages", "CRITIC_ESTIMATORS")
+
+    def __post_init__(self) -> None:
+        with_critic = names_of("advantages", "CRITIC_ESTIMATORS")
+        check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *with_critic)
+        check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
 
 
 @dataclass(frozen=True)
@@ -267,7 +280,7 @@ class CriticConfig:
 class LossConfig:
     """The policy loss."""
 
-    kind: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    kind: str = "ppo"
     """ppo = clipped ratio per token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
     clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant weight of
     the log-probability; reinforce = no ratio at all."""
@@ -275,8 +288,8 @@ class LossConfig:
     """Ratio clip below 1."""
     clip_high: float = 0.2
     """Ratio clip above 1."""
-    dual_clip: float = 3.0
-    """ppo: bound of the loss for negative advantages (c in dual-clip PPO)."""
+    dual_clip: float | None = 3.0
+    """ppo: bound of the loss for negative advantages (c in dual-clip PPO); None = no bound."""
     entropy_balanced_clipping: bool = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
@@ -290,27 +303,34 @@ class LossConfig:
     """Entropy bonus: this times the mean token entropy (nats) is subtracted from the loss."""
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_estimator: str = "k3"
     """Per token, with d = logprob - reference logprob: k1 = d (in the loss its gradient is 0 on average: use it in the
     reward); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss = added to the policy loss; reward = subtracted before the advantages: grpo from the trajectory's reward,
-    summed over its loss tokens; gae from each token's reward."""
+    """loss = added to the policy loss; reward = subtracted before the advantages: from each token's reward under a
+    critic, else from the trajectory's reward, summed over its loss tokens."""
     reference: str = ""
     """Model folder of the reference policy; empty = model.path, the policy before training."""
     offload_reference: bool = False
     """Keep the reference's weights in CPU memory and stream them layer by layer (GPU only: saves its shard)."""
-    aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean"] = "token_mean"
-    """How token losses become one number; means are over the global mini-batch."""
+    aggregation: str = "token_mean"
+    """How token losses become one number: token_mean, sequence_mean_token_sum or sequence_mean_token_mean; means are
+    over the global mini-batch."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
-    rollout_correction: Literal["none", "tis", "mis"] = "none"
+    rollout_correction: str = "none"
     """Weight of each token's loss by w = trainer / vLLM probability before the update: tis = w, at most
     correction_high; mis = w, and 0 outside [correction_low, correction_high]."""
     correction_low: float = 0.5
     """mis: smallest weight that counts."""
     correction_high: float = 2.0
     """tis, mis: largest weight."""
+
+    def __post_init__(self) -> None:
+        check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")
+        check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")
+        check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
+        check_name("loss.rollout_correction", self.rollout_correction, "losses", "ROLLOUT_CORRECTIONS", "none")
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,35 @@ mini-batches are cut before advantages exist, and each stage fills named fields 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig
 
-from arpo.advantages import assign_advantages, gae_advantages, token_advantages
-from arpo.batch import MicroBatch, microbatches, training_rows, training_trajectories
-from arpo.errors import UserError
-from arpo.losses import policy_loss, rollout_weights, statistics_of, token_kl, token_moments
+from arpo.advantages import (
+    CRITIC_ESTIMATORS,
+    CriticEvidence,
+    assign_advantages,
+    token_advantages,
+    training_trajectories,
+)
+from arpo.batch import MicroBatch, microbatches, row_of
+from arpo.losses import (
+    LossInputs,
+    loss_denominator,
+    policy_loss,
+    rollout_weights,
+    statistics_of,
+    token_kl,
+    token_moments,
+    uses_entropy_statistics,
+)
 from arpo.model import Policy
-from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
-from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Group, Metrics, Trajectory
-from arpo.tree import check_attention, tree_microbatches
+from arpo.tree import tree_microbatches
 
 
 @dataclass(frozen=True)
@@ -36,43 +48,20 @@ class Minibatch:
     """This rank's part."""
 
 
-def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
-    """`cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
-
-    Without branches a group still shares its prompt. Raises UserError where layout is "tree" and a model cannot do it.
-    """
-    if cfg.layout == "packed" or (cfg.layout == "auto" and group_size == 1):
-        return replace(cfg, layout="packed")
-    try:
-        for model in models:
-            config = AutoConfig.from_pretrained(model.path)
-            config._attn_implementation = attention_backend(model, device)
-            check_attention(config)
-    except (UserError, OSError, ValueError) as error:  # OSError, ValueError: no config that transformers can read
-        if cfg.layout == "tree" and isinstance(error, UserError):
-            raise
-        return replace(cfg, layout="packed")  # what is wrong with the config is the loader's to say
-    return replace(cfg, layout="tree")
-
-
 def make_minibatches(
     groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, dist: Ranks
 ) -> list[Minibatch]:
     """Cut a step's groups, in order, into mini-batches; one in which nothing is left to train is left out."""
-    size = cfg.num_prompts_per_minibatch
     assert cfg.layout != "auto", "resolve_layout first"
     cut = tree_microbatches if cfg.layout == "tree" else microbatches
-    return [
-        Minibatch(
-            some,
-            training_trajectories(some, advantage),
-            spread(
-                cut(rows, dist.data_rank, dist.data_size, cfg.max_tokens_per_microbatch, device=dist.device), dist.group
-            ),
-        )
-        for some in (groups[start : start + size] for start in range(0, len(groups), size))
-        if (rows := training_rows(some, advantage))
-    ]
+    budget, minibatches = cfg.max_tokens_per_microbatch, []
+    for start in range(0, len(groups), cfg.num_prompts_per_minibatch):
+        some = groups[start : start + cfg.num_prompts_per_minibatch]
+        if trajectories := training_trajectories(some, advantage):
+            rows = [row_of(some[index], t) for index, t in trajectories]
+            micros = cut(rows, dist.data_rank, dist.data_size, budget, device=dist.device)
+            minibatches.append(Minibatch(some, trajectories, spread(micros, dist.group)))
+    return minibatches
 
 
 def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: float) -> None:
@@ -109,12 +98,7 @@ def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tens
         metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
     if cfg.rollout_correction != "none":
         micro.rollout_weights, weight_metrics = rollout_weights(
-            micro.old_logprobs,
-            micro.rollout_logprobs,
-            micro.loss_mask,
-            cfg.rollout_correction,
-            low=cfg.correction_low,
-            high=cfg.correction_high,
+            micro.old_logprobs, micro.rollout_logprobs, micro.loss_mask, cfg
         )
         metrics.merge(weight_metrics, prefix="mismatch/")
     if cfg.old_logprobs == "rollout":
@@ -122,26 +106,21 @@ def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tens
     return metrics
 
 
-def uses_entropy_statistics(cfg: LossConfig) -> bool:
-    """Whether the loss of a token depends on the entropies of all others (AEPO)."""
-    return cfg.entropy_balanced_advantage or cfg.balanced_clipping_tokens == "high_entropy"
-
-
 def fill_advantages(
     groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss: LossConfig, dist: Ranks
 ) -> Metrics:
-    """Advantages of all tokens: of trajectories against their group (grpo), or of tokens against the critic (gae)."""
+    """Fill each token's advantage: its trajectory's against the group, or its own against the critic's value."""
     metrics = Metrics()
     if loss.kl_coefficient and loss.kl_in == "reward":
         for minibatch in minibatches:
             metrics.merge(penalize(minibatch, loss, dist))
-    if cfg.kind == "gae":
+    if cfg.needs_critic:
         for minibatch in minibatches:
-            fill_gae(minibatch, cfg, loss, dist)
+            fill_from_critic(minibatch, cfg, loss, dist)
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
-        by_group = [token_advantages(group, cfg.tree) for group in minibatch.groups]
+        by_group = [token_advantages(group, cfg.tree, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)
@@ -169,8 +148,8 @@ def kl_penalties(micro: MicroBatch, loss: LossConfig) -> torch.Tensor:
     return loss.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
 
 
-def fill_gae(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, dist: Ranks) -> None:
-    """Advantages and returns from `old_values`; the reward comes with the last token that the policy wrote.
+def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, dist: Ranks) -> None:
+    """Fill advantages and returns from `old_values`; the reward comes with the last token that the policy wrote.
 
     The advantages (not the returns) are whitened over the loss tokens of the global mini-batch.
     """
@@ -181,9 +160,8 @@ def fill_gae(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, dist:
             rewards[b, micro.loss_mask[b].nonzero()[-1]] = minibatch.trajectories[row_id][1].reward
         if loss.kl_coefficient and loss.kl_in == "reward":
             rewards -= kl_penalties(micro, loss)
-        micro.advantages, micro.returns = gae_advantages(
-            rewards, micro.old_values, micro.loss_mask, gamma=cfg.gamma, lam=cfg.lam
-        )
+        evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
+        micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
         moments += token_moments(micro.advantages, micro.loss_mask)
     mean, std = statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
     for micro in minibatch.micros:
@@ -203,9 +181,7 @@ def update_policy(
 ) -> Metrics:
     """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
     metrics = Metrics()
-    num_tokens, num_sequences = dist.all_reduce_sum(
-        sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
-    )
+    [count] = dist.all_reduce_sum(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros))
     statistics = None
     if uses_entropy_statistics(cfg):
         # Of the current policy; before the first step that is the policy the old logprobs came from.
@@ -215,29 +191,16 @@ def update_policy(
         logprobs, entropies = policy(micro, temperature)  # (B, T)
         if micro.old_logprobs is None:  # see `first_update_fills`
             metrics.merge(take_as_old(micro, logprobs, entropies, cfg))
-        loss, loss_metrics = policy_loss(
+        inputs = LossInputs(
             logprobs,
             micro.old_logprobs,
             micro.advantages,
             micro.loss_mask,
-            kind=cfg.kind,
             entropy=entropies,
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
-            dual_clip=cfg.dual_clip,
-            entropy_balanced_clipping=cfg.entropy_balanced_clipping,
-            balanced_clipping_tokens=cfg.balanced_clipping_tokens,
-            entropy_balanced_advantage=cfg.entropy_balanced_advantage,
-            entropy_advantage_weight=cfg.entropy_advantage_weight,
-            entropy_statistics=statistics,
-            entropy_coefficient=cfg.entropy_coefficient,
-            ref_logprobs=micro.ref_logprobs if cfg.kl_in == "loss" else None,
-            kl_coefficient=cfg.kl_coefficient,
-            kl_estimator=cfg.kl_estimator,
+            ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,
-            aggregation=cfg.aggregation,
-            denominators=num_tokens if cfg.aggregation == "token_mean" else num_sequences,
         )
+        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
         (loss * dist.world_size).backward()
         metrics.merge(loss_metrics, prefix="loss/")

@@ -87,7 +87,7 @@ def from_config(path: str) -> tuple[str, Workload]:
         head_chunk_tokens=cfg.model.head_chunk_tokens,
         activation_checkpointing=cfg.model.activation_checkpointing,
         reference=cfg.loss.kl_coefficient > 0,
-        critic=cfg.advantage.kind == "gae",
+        critic=cfg.advantage.needs_critic,
         first_update_fills=first_update_fills(cfg.loss),
         max_num_seqs=cfg.engine.max_num_seqs,
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,

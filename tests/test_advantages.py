@@ -1,8 +1,15 @@
 import pytest
 import torch
+from helpers.losses import loss_of
 
-from arpo.advantages import assign_advantages, gae_advantages, group_advantages, is_dead, token_advantages
-from arpo.losses import policy_loss
+from arpo.advantages import (
+    TREE_CREDITS,
+    assign_advantages,
+    gae_advantages,
+    group_advantages,
+    is_dead,
+    token_advantages,
+)
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
@@ -137,6 +144,29 @@ def test_soft_advantages_are_the_trajectorys_own_at_every_token():
     assert soft["0.0"].tolist() == [-2.0] * 7 and soft["0.3.0"].tolist() == [0.25] * 7
 
 
+@pytest.mark.parametrize("word", ["hrad", "", "gae"])
+def test_an_unknown_way_to_share_credit_is_refused(word):
+    with pytest.raises(ValueError, match=rf"advantage\.tree='{word}' is unknown; .*use one of soft, hard"):
+        token_advantages(branched_group(), word)
+    with pytest.raises(ValueError, match="did you mean 'hard'"):
+        AdvantageConfig(tree="hrad")
+
+
+def test_every_way_to_share_credit_covers_the_trajectories_that_teach():
+    group = branched_group()
+    lengths = {t.trajectory_id: len(t.token_ids) for t in group.trajectories if t.advantage is not None}
+    for tree in TREE_CREDITS:
+        assert {name: len(values) for name, values in token_advantages(group, tree).items()} == lengths, tree
+
+
+def test_who_needs_a_critic_is_known_by_where_the_estimator_is_listed():
+    assert AdvantageConfig(kind="gae").needs_critic and not AdvantageConfig(kind="grpo").needs_critic
+    with pytest.raises(
+        ValueError, match=r"advantage\.kind='grop' is unknown; did you mean 'grpo'\? use one of grpo, gae"
+    ):
+        AdvantageConfig(kind="grop")
+
+
 def test_on_policy_soft_and_hard_push_every_shared_token_alike():
     """Before the first step (ratio 1) a shared token's gradients add up to the same; they differ once ratios clip."""
     group, gradients = branched_group(), []
@@ -147,7 +177,7 @@ def test_on_policy_soft_and_hard_push_every_shared_token_alike():
             if t.trajectory_id in advantages:
                 logprobs = torch.zeros(1, len(t.token_ids), dtype=torch.float64, requires_grad=True)
                 rows = torch.as_tensor(advantages[t.trajectory_id])[None]
-                loss, _ = policy_loss(logprobs, logprobs.detach(), rows, torch.ones_like(rows), denominators=1.0)
+                loss, _ = loss_of(logprobs, logprobs.detach(), rows, torch.ones_like(rows), denominator=1.0)
                 loss.backward()
                 for token, gradient in zip(t.token_ids, logprobs.grad[0].tolist(), strict=True):
                     per_token[token] = per_token.get(token, 0.0) + gradient

@@ -25,7 +25,7 @@ def test_rows_lie_one_behind_the_other_and_positions_restart():
     assert micro.loss_mask.tolist() == [[True, True, False, True], [True, True, True, False]]
     assert micro.rollout_logprobs.tolist() == [[-1.0, -2.0, 0.0, -4.0], [-1.0, -2.0, -3.0, 0.0]]
     assert micro.row_ids == (7, 4)
-    assert (micro.num_loss_tokens, micro.num_sequences) == (6, 2)
+    assert micro.num_loss_tokens == 6
 
 
 def test_values_of_global_rows_find_their_place_and_spare_the_tool_output():
@@ -62,6 +62,8 @@ def test_packing_respects_the_budget_and_keeps_every_row_once():
 def test_a_row_over_the_budget_is_an_error_that_names_the_option():
     with pytest.raises(ValueError, match=r"update\.max_tokens_per_microbatch=10"):
         pack([5, 11], 10)
+    with pytest.raises(ValueError, match=r"data\.max_tokens_per_microbatch=4"):
+        microbatches([make_row(3, [1, 1])], 0, 1, 4, option="data.max_tokens_per_microbatch")
 
 
 def test_ranks_get_about_the_same_number_of_tokens():
@@ -83,7 +85,7 @@ def test_every_row_is_trained_once_and_all_ranks_have_equally_many_microbatches(
 
 def test_an_empty_microbatch_counts_nowhere():
     [micro] = microbatches([make_row(1, [1])], rank=1, world_size=2, max_tokens=8)
-    assert micro.row_ids == () and not micro.loss_mask.any() and micro.num_sequences == 0
+    assert micro.row_ids == () and not micro.loss_mask.any() and micro.num_loss_tokens == 0
     assert micro.input_ids.numel() >= 1
 
 

@@ -17,7 +17,7 @@ SCRIPTS = ["train_sft", "train_rl", "evaluate", "ablate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
 PURE_CORE = ["trajectory", "protocol", "branching", "advantages", "losses", "batch", "tree", "rewards"]
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
-EVERYBODYS = {"arpo", "arpo.errors", "arpo.options"}
+EVERYBODYS = {"arpo", "arpo.errors", "arpo.names", "arpo.options"}
 
 
 def name_of(path: Path) -> str:

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from helpers.losses import loss_of
 
-from arpo.losses import KL_ESTIMATORS, policy_loss, token_kl
+from arpo.losses import KL_ESTIMATORS, token_kl
+from arpo.options import LossConfig
 
 
 @pytest.mark.parametrize(
@@ -78,11 +80,11 @@ def test_the_kl_enters_the_loss_with_its_coefficient_over_loss_tokens_only(estim
     logprobs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-2.0, -1.0, 7.0]])
     mask = torch.tensor([[1, 1, 0]])
     options = {"ref_logprobs": reference, "kl_coefficient": 0.3, "kl_estimator": estimator}
-    loss, metrics = policy_loss(logprobs, logprobs, torch.zeros(1, 3), mask, **options)
+    loss, metrics = loss_of(logprobs, logprobs, torch.zeros(1, 3), mask, **options)
     expected = token_kl(logprobs[:, :2], reference[:, :2], estimator).mean().item()
     assert loss.item() == pytest.approx(0.3 * expected) and metrics["kl"] == pytest.approx(expected)
 
 
 def test_an_unknown_estimator_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="k1, abs, k2, k3"):
-        token_kl(torch.zeros(1), torch.zeros(1), "k4")
+    with pytest.raises(ValueError, match=r"loss\.kl_estimator='k4' is unknown; use one of k1, abs, k2, k3"):
+        LossConfig(kl_estimator="k4")

@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from helpers.losses import loss_of
 
-from arpo.losses import AGGREGATIONS, KINDS, loss_denominator, policy_loss, statistics_of, token_moments, value_loss
+from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments, value_loss
+from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
 ONE = torch.ones(1, 1)
@@ -12,7 +14,7 @@ ONE = torch.ones(1, 1)
 def gradient_at_ratio(ratio: float, advantage: float, **options) -> float:
     """d loss / d logp of a single token."""
     logprobs = torch.full((1, 1), math.log(ratio), requires_grad=True)
-    policy_loss(logprobs, torch.zeros(1, 1), advantage * ONE, ONE, **options)[0].backward()
+    loss_of(logprobs, torch.zeros(1, 1), advantage * ONE, ONE, **options)[0].backward()
     return logprobs.grad.item()
 
 
@@ -45,8 +47,8 @@ def test_gradient_of_a_token_under_the_other_kinds(ratio, advantage, gspo, cispo
 
 def test_cispo_weighs_the_logprob_itself():
     logprobs = torch.full((1, 1), -2.0)
-    assert policy_loss(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="cispo")[0].item() == pytest.approx(2.4)
-    assert policy_loss(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="reinforce")[0].item() == pytest.approx(2.0)
+    assert loss_of(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="cispo")[0].item() == pytest.approx(2.4)
+    assert loss_of(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="reinforce")[0].item() == pytest.approx(2.0)
 
 
 def test_gspo_clips_whole_sequences_by_their_mean_log_ratio():
@@ -54,7 +56,7 @@ def test_gspo_clips_whole_sequences_by_their_mean_log_ratio():
     logprobs = torch.tensor([[4.0, 0.25, 9.0], [1.5, 1.5, 1.0]]).log().requires_grad_()
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
     advantages = torch.ones(2, 3)
-    loss, metrics = policy_loss(logprobs, torch.zeros(2, 3), advantages, mask, kind="gspo", denominators=1.0)
+    loss, metrics = loss_of(logprobs, torch.zeros(2, 3), advantages, mask, kind="gspo", denominator=1.0)
     loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]))
     assert metrics["clip_fraction"] == 0.5 and metrics["ratio_max"] == pytest.approx(1.5)
@@ -64,7 +66,7 @@ def test_gspos_token_form_has_the_gradient_of_the_sequence_objective():
     """d/dlogp of -A s, s = exp(mean log ratio) with full gradient, under the aggregation of its paper."""
     logprobs, old, advantages, mask = random_rows()
     options = {"clip_low": 0.99, "clip_high": 99.0, "aggregation": "sequence_mean_token_mean"}
-    loss = policy_loss(logprobs, old, advantages, mask, kind="gspo", **options)[0]
+    loss = loss_of(logprobs, old, advantages, mask, kind="gspo", **options)[0]
     means = ((logprobs - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     sequences = mask.sum(-1) > 0
     direct = (-advantages[:, 0] * means.exp())[sequences].mean()
@@ -75,15 +77,15 @@ def test_gspos_token_form_has_the_gradient_of_the_sequence_objective():
 def test_balanced_clipping_of_high_entropy_tokens_leaves_the_others_to_the_plain_clip():
     logprobs = torch.full((1, 2), math.log(1.5), requires_grad=True)
     ones, entropy = torch.ones(1, 2), torch.tensor([[0.1, 0.9]])
-    options = {"entropy_balanced_clipping": True, "balanced_clipping_tokens": "high_entropy", "denominators": 1.0}
-    policy_loss(logprobs, torch.zeros(1, 2), ones, ones, entropy=entropy, **options)[0].backward()
+    options = {"entropy_balanced_clipping": True, "balanced_clipping_tokens": "high_entropy", "denominator": 1.0}
+    loss_of(logprobs, torch.zeros(1, 2), ones, ones, entropy=entropy, **options)[0].backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -1.2]]))
 
 
 def test_entropy_balanced_clipping_changes_gradients_but_no_value():
     rows = random_rows()
-    plain = policy_loss(*rows, clip_high=0.28)[0]
-    balanced = policy_loss(*rows, clip_high=0.28, entropy_balanced_clipping=True)[0]
+    plain = loss_of(*rows, clip_high=0.28)[0]
+    balanced = loss_of(*rows, clip_high=0.28, entropy_balanced_clipping=True)[0]
     assert plain.item() == pytest.approx(balanced.item(), rel=1e-6)
 
 
@@ -128,11 +130,11 @@ def naive_loss(logprobs, old, advantages, mask, aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_equals_the_formula_token_by_token(aggregation):
     rows = random_rows()
-    assert policy_loss(*rows, aggregation=aggregation)[0].item() == pytest.approx(naive_loss(*rows, aggregation))
+    assert loss_of(*rows, aggregation=aggregation)[0].item() == pytest.approx(naive_loss(*rows, aggregation))
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOKEN_LOSSES)
 def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, aggregation):
     """With every term there is. Rows come in another order too."""
     logprobs, old, advantages, mask = random_rows()
@@ -147,12 +149,12 @@ def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, a
         "entropy_statistics": statistics_of(token_moments(entropy, mask)),
         "entropy_coefficient": 0.1,
         "kl_coefficient": 0.2,
-        "denominators": loss_denominator(mask, aggregation),
+        "denominator": loss_denominator(mask, aggregation),
     }
 
     def of(rows: list[int]):
         tensors = {"entropy": entropy[rows], "rollout_weights": weights[rows], "ref_logprobs": reference[rows]}
-        return policy_loss(logprobs[rows], old[rows], advantages[rows], mask[rows], **tensors, **options)
+        return loss_of(logprobs[rows], old[rows], advantages[rows], mask[rows], **tensors, **options)
 
     whole, whole_metrics = of([0, 1, 2, 3, 4, 5])
     (whole_gradient,) = torch.autograd.grad(whole, logprobs)
@@ -168,26 +170,32 @@ def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, a
     assert metrics.values() == pytest.approx(whole_metrics.values(), rel=1e-5)
 
 
-def test_without_denominators_the_loss_is_the_mean_over_these_rows():
+def test_the_denominator_counts_loss_tokens_or_rows_that_have_any():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 1]])
+    for some in (mask, mask.bool(), mask.float()):
+        assert [loss_denominator(some, name) for name in AGGREGATIONS] == [3.0, 2.0, 2.0]
+
+
+def test_without_a_denominator_the_loss_is_the_mean_over_these_rows():
     logprobs, old, advantages, mask = random_rows()
-    local = policy_loss(logprobs, old, advantages, mask)[0]
-    explicit = policy_loss(logprobs, old, advantages, mask, denominators=mask.sum().item())[0]
+    local = loss_of(logprobs, old, advantages, mask)[0]
+    explicit = loss_of(logprobs, old, advantages, mask, denominator=mask.sum().item())[0]
     assert local.item() == explicit.item()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOKEN_LOSSES)
 def test_masked_tokens_get_no_gradient_even_when_their_numbers_are_absurd(kind):
     logprobs, old, advantages, mask = random_rows()
     old = torch.where(mask.bool(), old, -1e30)
     options = {"ref_logprobs": torch.where(mask.bool(), old, -math.inf), "kl_coefficient": 1.0}
-    policy_loss(logprobs, old, advantages, mask, kind=kind, **options)[0].backward()
+    loss_of(logprobs, old, advantages, mask, kind=kind, **options)[0].backward()
     assert torch.isfinite(logprobs.grad).all()
     assert (logprobs.grad[mask == 0] == 0).all()
 
 
 def test_rows_without_loss_tokens_give_zero_loss_and_zero_gradient():
     logprobs = torch.randn(2, 3, requires_grad=True)
-    loss, metrics = policy_loss(logprobs, torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3))
+    loss, metrics = loss_of(logprobs, torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3))
     loss.backward()
     assert loss.item() == 0 and (logprobs.grad == 0).all()
     assert metrics.values() == {}
@@ -198,13 +206,13 @@ def test_entropy_balanced_advantage_scales_by_the_z_score_and_never_flips_the_si
     logprobs = torch.zeros(1, 3, requires_grad=True)
     zeros, ones = torch.zeros(1, 3), torch.ones(1, 3)
     options = {"entropy_balanced_advantage": True, "aggregation": "sequence_mean_token_sum"}
-    policy_loss(logprobs, zeros, ones, ones, entropy=entropy, **options)[0].backward()
+    loss_of(logprobs, zeros, ones, ones, entropy=entropy, **options)[0].backward()
     torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.8, 1.0, 1.2]]))  # z = -1, 0, 1
     assert entropy.grad is None
 
     logprobs.grad = None
     options |= {"entropy_statistics": (4.0, 0.5), "entropy_advantage_weight": 0.2}
-    policy_loss(logprobs, zeros, ones, ones, entropy=entropy, **options)[0].backward()
+    loss_of(logprobs, zeros, ones, ones, entropy=entropy, **options)[0].backward()
     torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.0, 0.2, 1.0]]))  # z = -8, -4, 0
 
 
@@ -218,14 +226,14 @@ def test_entropy_balanced_advantage_scales_by_the_z_score_and_never_flips_the_si
 )
 def test_options_about_the_entropy_without_entropies_are_an_error(option):
     with pytest.raises(ValueError, match="entropies"):
-        policy_loss(ONE, ONE, ONE, ONE, **option)
+        loss_of(ONE, ONE, ONE, ONE, **option)
 
 
 def test_rollout_weights_multiply_token_losses():
     logprobs = torch.zeros(1, 2, requires_grad=True)
     weights = torch.tensor([[2.0, 0.5]])
     ones = torch.ones(1, 2)
-    policy_loss(logprobs, torch.zeros(1, 2), ones, ones, rollout_weights=weights, denominators=1.0)[0].backward()
+    loss_of(logprobs, torch.zeros(1, 2), ones, ones, rollout_weights=weights, denominator=1.0)[0].backward()
     torch.testing.assert_close(logprobs.grad, -weights)
 
 
@@ -233,7 +241,7 @@ def test_metrics_count_clipped_tokens_and_measure_the_kl():
     logprobs = torch.tensor([[1.5, 0.5, 4.0, 1.0, 9.0]]).log()
     advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0]])
-    metrics = policy_loss(logprobs, torch.zeros(1, 5), advantages, mask, entropy=torch.full((1, 5), 0.3))[1]
+    metrics = loss_of(logprobs, torch.zeros(1, 5), advantages, mask, entropy=torch.full((1, 5), 0.3))[1]
     assert metrics["clip_fraction"] == metrics["clip_fraction_low"] == metrics["dual_clip_fraction"] == 0.25
     assert metrics["ratio_max"] == pytest.approx(4.0)
     assert metrics["entropy"] == pytest.approx(0.3)
@@ -243,7 +251,7 @@ def test_metrics_count_clipped_tokens_and_measure_the_kl():
 
 def test_metrics_of_the_policy_loss_say_nothing_of_the_terms_beside_it():
     options = {"entropy": ONE, "entropy_coefficient": 0.5, "ref_logprobs": -ONE, "kl_coefficient": 0.1}
-    loss, metrics = policy_loss(ONE, ONE, ONE, ONE, kl_estimator="k1", **options)
+    loss, metrics = loss_of(ONE, ONE, ONE, ONE, kl_estimator="k1", **options)
     assert metrics["policy"] == -1.0 and metrics["kl"] == 2.0
     assert loss.item() == pytest.approx(-1.0 + 0.1 * 2.0 - 0.5 * 1.0)
 
@@ -251,7 +259,7 @@ def test_metrics_of_the_policy_loss_say_nothing_of_the_terms_beside_it():
 def test_the_entropy_bonus_pushes_entropy_up():
     entropy = torch.tensor([[1.0, 2.0, 5.0]], requires_grad=True)
     zeros, mask = torch.zeros(1, 3), torch.tensor([[1, 1, 0]])
-    policy_loss(zeros, zeros, zeros, mask, entropy=entropy, entropy_coefficient=0.1)[0].backward()
+    loss_of(zeros, zeros, zeros, mask, entropy=entropy, entropy_coefficient=0.1)[0].backward()
     torch.testing.assert_close(entropy.grad, torch.tensor([[-0.05, -0.05, 0.0]]))
 
 
@@ -266,7 +274,7 @@ def test_the_entropy_bonus_pushes_entropy_up():
 def test_a_value_is_held_at_a_distance_from_the_old_one(value, expected, gradient):
     """Old value 1, return 0."""
     values = torch.full((1, 1), value, requires_grad=True)
-    loss, metrics = value_loss(values, ONE, 0 * ONE, ONE, clip_value=0.5, denominators=1.0)
+    loss, metrics = value_loss(values, ONE, 0 * ONE, ONE, clip_value=0.5, denominator=1.0)
     loss.backward()
     assert loss.item() == pytest.approx(expected)
     assert values.grad.item() == pytest.approx(gradient)
@@ -277,17 +285,23 @@ def test_a_value_is_held_at_a_distance_from_the_old_one(value, expected, gradien
 def test_values_of_masked_tokens_are_ignored():
     values = torch.tensor([[1.0, 1e30, math.nan]], requires_grad=True)
     mask = torch.tensor([[1, 0, 0]])
-    loss, metrics = value_loss(values, values.detach(), torch.zeros(1, 3), mask, clip_value=0.5, denominators=1.0)
+    loss, metrics = value_loss(values, values.detach(), torch.zeros(1, 3), mask, clip_value=0.5, denominator=1.0)
     loss.backward()
     assert loss.item() == 0.5 and metrics["value"] == 1.0
     assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_an_unknown_kind_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="ppo, gspo"):
-        policy_loss(ONE, ONE, ONE, ONE, kind="trpo")
+    with pytest.raises(ValueError, match=r"loss\.kind='trpo' is unknown; .*ppo, gspo"):
+        LossConfig(kind="trpo")
 
 
 def test_an_unknown_aggregation_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="token_mean"):
-        policy_loss(ONE, ONE, ONE, ONE, aggregation="mean")
+    with pytest.raises(ValueError, match=r"loss\.aggregation='mean' is unknown; .*token_mean, sequence_mean"):
+        LossConfig(aggregation="mean")
+
+
+def test_a_kl_that_belongs_to_the_reward_is_not_in_the_loss_too():
+    options = {"ref_logprobs": -ONE, "kl_coefficient": 0.1}
+    in_reward, metrics = loss_of(ONE, ONE, ONE, ONE, kl_in="reward", **options)
+    assert in_reward.item() == -1.0 < loss_of(ONE, ONE, ONE, ONE, **options)[0].item() and "kl" not in metrics.values()

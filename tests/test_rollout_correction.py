@@ -2,16 +2,19 @@ import math
 
 import pytest
 import torch
+from helpers.losses import loss_of
 
-from arpo.losses import policy_loss, rollout_weights
+from arpo.losses import rollout_weights
+from arpo.options import LossConfig
 
 WEIGHTS = [0.4, 0.5, 1.0, 2.0, 3.0]
+TIS = LossConfig(rollout_correction="tis")
 
 
-def weights_of(kind: str, mask=(1, 1, 1, 1, 1), **options):
-    rollout_logprobs = torch.full((1, 5), -3.0)
+def weights_of(kind: str, mask=(1, 1, 1, 1, 1), **bounds):
+    rollout_logprobs, cfg = torch.full((1, 5), -3.0), LossConfig(rollout_correction=kind, **bounds)
     return rollout_weights(
-        rollout_logprobs + torch.tensor([WEIGHTS]).log(), rollout_logprobs, torch.tensor([mask]), kind, **options
+        rollout_logprobs + torch.tensor([WEIGHTS]).log(), rollout_logprobs, torch.tensor([mask]), cfg
     )
 
 
@@ -23,13 +26,13 @@ def weights_of(kind: str, mask=(1, 1, 1, 1, 1), **options):
     ],
 )
 def test_weights_are_truncated_or_masked(kind, expected, metric, share):
-    weights, metrics = weights_of(kind, low=0.499, high=2.001)
+    weights, metrics = weights_of(kind, correction_low=0.499, correction_high=2.001)
     torch.testing.assert_close(weights, torch.tensor([expected]), atol=2e-3, rtol=0)
     assert metrics.values() == pytest.approx({metric: share})
 
 
 def test_masked_tokens_have_no_weight_and_do_not_count():
-    weights, metrics = weights_of("mis", mask=(0, 0, 1, 1, 0), high=2.001)
+    weights, metrics = weights_of("mis", mask=(0, 0, 1, 1, 0), correction_high=2.001)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0, 1.0, 2.0, 0.0]]))
     assert metrics["masked_share"] == 0.0
     assert weights_of("tis", mask=(0, 0, 0, 0, 0))[1].values() == {}
@@ -37,7 +40,7 @@ def test_masked_tokens_have_no_weight_and_do_not_count():
 
 def test_weights_stay_finite_and_pass_no_gradient():
     old = torch.tensor([[500.0, -500.0]], requires_grad=True)
-    weights, _ = rollout_weights(old, torch.zeros(1, 2), torch.ones(1, 2), "tis")
+    weights, _ = rollout_weights(old, torch.zeros(1, 2), torch.ones(1, 2), TIS)
     assert weights[0, 0] == 2.0 and 0 <= weights[0, 1] < 1e-8 and not weights.requires_grad
 
 
@@ -52,11 +55,11 @@ def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
         logprobs = logits.log_softmax(-1)[:, None]  # one row per token: (4, 1)
         weights = None
         if correct:
-            weights, metrics = rollout_weights(logprobs.detach(), q.log()[:, None], torch.ones(4, 1), "tis")
+            weights, metrics = rollout_weights(logprobs.detach(), q.log()[:, None], torch.ones(4, 1), TIS)
             assert metrics["truncated_share"] == 0
         total = sum(
             sampled_from[i]
-            * policy_loss(
+            * loss_of(
                 logprobs[i : i + 1],
                 logprobs[i : i + 1].detach(),
                 advantages[i],
@@ -68,3 +71,10 @@ def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
         gradients.append(torch.autograd.grad(total, logits)[0])
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01 and math.isfinite(gradients[0].sum().item())
+
+
+def test_an_unknown_correction_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"loss\.rollout_correction='ti' .*did you mean 'tis'\? use one of tis, mis, none"
+    ):
+        LossConfig(rollout_correction="ti")

@@ -12,8 +12,9 @@ from helpers.ranks import mesh_of_one, run_ranks
 
 from arpo.advantages import group_advantages
 from arpo.errors import UserError
-from arpo.losses import AGGREGATIONS, KINDS
+from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
 from arpo.model import load_policy
+from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
@@ -23,14 +24,13 @@ from arpo.update import (
     fill_ref_logprobs,
     first_update_fills,
     make_minibatches,
-    resolve_layout,
     update_policy,
 )
 
 CPU = torch.device("cpu")
 GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
 CASES = {
-    **{f"{kind}, {a}": (GRPO, LossConfig(kind=kind, aggregation=a)) for kind in KINDS for a in AGGREGATIONS},
+    **{f"{kind}, {a}": (GRPO, LossConfig(kind=kind, aggregation=a)) for kind in TOKEN_LOSSES for a in AGGREGATIONS},
     "aepo": (GRPO, LossConfig(entropy_balanced_clipping=True, entropy_balanced_advantage=True)),
     "high entropy": (GRPO, LossConfig(entropy_balanced_clipping=True, balanced_clipping_tokens="high_entropy")),
     "everything in the loss": (

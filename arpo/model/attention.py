@@ -13,6 +13,7 @@ The kernel is SDPA once for each row, or flash-attn's for rows of many lengths, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.nn import functional as F
 
 from arpo.batch import RowPaths
 from arpo.errors import UserError
-from arpo.options import ModelConfig
+from arpo.options import ModelConfig, UpdateConfig
+from arpo.tree import check_attention
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "flash_attention_2": "rows_by_fa2"}
 """model.attention -> the name under which transformers finds it here; one with "flash" in it, it would treat itself."""
@@ -44,6 +46,27 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
     if attention == "flash_attention_2" and not flash:
         raise UserError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; use auto or sdpa")
     return attention
+
+
+def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
+    """`cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
+
+    Without branches a group still shares its prompt. Raises UserError where layout is "tree" and a model cannot do it.
+    """
+    from transformers import AutoConfig
+
+    if cfg.layout == "packed" or (cfg.layout == "auto" and group_size == 1):
+        return replace(cfg, layout="packed")
+    try:
+        for model in models:
+            config = AutoConfig.from_pretrained(model.path)
+            config._attn_implementation = attention_backend(model, device)
+            check_attention(config)
+    except (UserError, OSError, ValueError) as error:  # OSError, ValueError: no config that transformers can read
+        if cfg.layout == "tree" and isinstance(error, UserError):
+            raise
+        return replace(cfg, layout="packed")  # what is wrong with the config is the loader's to say
+    return replace(cfg, layout="tree")
 
 
 def register(attention: str) -> str:

@@ -1,4 +1,4 @@
-"""The critic of advantage.kind=gae: a value head on an FSDP2 backbone of its own, with its own optimizer.
+"""The critic (advantage.kind=gae): a value head on an FSDP2 backbone of its own, with its own optimizer.
 
 The value of response token t is the expected reward to go from just before it, so it is read off the hidden state that
 predicts it (`predict_from` in batch.py), and gae_advantages may compare it with what came after.
@@ -76,7 +76,7 @@ def update_critic(
             micro.returns,
             micro.loss_mask,
             clip_value=cfg.clip_value,
-            denominators=num_tokens,
+            denominator=num_tokens,
         )
         (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks
         metrics.merge(loss_metrics, prefix="critic/")

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.losses import loss_of
 from helpers.ranks import run_ranks
 
 from arpo import ranks
 from arpo.batch import Row, microbatches
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
-from arpo.losses import AGGREGATIONS, policy_loss, statistics_of, token_moments
+from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import ModelConfig, OptimConfig
@@ -68,9 +69,7 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
     micros = microbatches(make_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
     values = np.random.default_rng(1).normal(size=len(lengths))
     advantages = [np.full(num_response, a) for (_, num_response), a in zip(lengths, values, strict=True)]
-    num_tokens, num_sequences = ranks.all_reduce_sum(
-        sum(micro.num_loss_tokens for micro in micros), sum(micro.num_sequences for micro in micros)
-    )
+    [count] = ranks.all_reduce_sum(sum(loss_denominator(micro.loss_mask, aggregation) for micro in micros))
     moments = torch.zeros(3, dtype=torch.float64)
     for micro in micros:
         with torch.no_grad():
@@ -80,7 +79,7 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
     metrics = Metrics()
     for micro in micros:
         logprobs, entropies = policy(micro)
-        loss, loss_metrics = policy_loss(
+        loss, loss_metrics = loss_of(
             logprobs,
             micro.rollout_logprobs,  # far from on-policy, so that the clip bites
             micro.rows_to_tensor(
@@ -92,7 +91,7 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
             entropy_balanced_clipping=True,
             entropy_statistics=statistics,
             aggregation=aggregation,
-            denominators=num_tokens if aggregation == "token_mean" else num_sequences,
+            denominator=count,
         )
         (loss * ranks.world_size).backward()
         metrics.sum("loss", loss.item())

@@ -1,0 +1,41 @@
+"""The names that options may take are read from the source; they must be what the modules really hold."""
+
+import importlib
+
+import pytest
+
+from arpo.names import check_name, names_of
+
+DICTS = [
+    ("losses", "TOKEN_LOSSES"),
+    ("losses", "KL_ESTIMATORS"),
+    ("losses", "AGGREGATIONS"),
+    ("losses", "ROLLOUT_CORRECTIONS"),
+    ("advantages", "GROUP_ESTIMATORS"),
+    ("advantages", "CRITIC_ESTIMATORS"),
+    ("advantages", "TREE_CREDITS"),
+]
+
+
+@pytest.mark.parametrize("module, dict_name", DICTS)
+def test_names_read_from_the_source_are_the_keys_of_the_dict(module, dict_name):
+    names = names_of(module, dict_name)
+    assert names and list(names) == list(getattr(importlib.import_module(f"arpo.{module}"), dict_name))
+
+
+def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
+    with pytest.raises(ValueError) as caught:
+        check_name("loss.kind", "cipso", "losses", "TOKEN_LOSSES")
+    hint = "did you mean 'cispo'? use one of ppo, gspo, cispo, reinforce"
+    assert str(caught.value) == f"loss.kind='cipso' is unknown; {hint}"
+    with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, none$"):
+        check_name("loss.rollout_correction", "xyz", "losses", "ROLLOUT_CORRECTIONS", "none")
+
+
+def test_names_beside_the_dict_are_known_too():
+    check_name("loss.rollout_correction", "none", "losses", "ROLLOUT_CORRECTIONS", "none")
+
+
+def test_a_dict_that_is_not_there_is_an_error_of_ours():
+    with pytest.raises(LookupError, match=r"losses\.py assigns no dict literal to RULES"):
+        names_of("losses", "RULES")
