@@ -19,7 +19,7 @@ PURE_CORE = [
     "trajectory", "protocol", "branching", "branching_upstream", "advantages", "losses", "batch", "tree", "rewards",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
-EVERYBODYS = {"arpo", "arpo.errors", "arpo.options"}
+EVERYBODYS = {"arpo", "arpo.errors", "arpo.names", "arpo.options"}
 
 
 def name_of(path: Path) -> str:
