@@ -99,16 +99,17 @@ class AblationConfig:
                 raise ValueError(f"ablation.{name}={getattr(a, name)} must be at least 1")
 
 
+# The config is read before the rest is imported, so that --help and mistakes answer at once.
 CONFIG = load_or_exit(AblationConfig) if __name__ == "__main__" else None
 
-import json  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
-from arpo.evals.ablation import RunResult, compare, draw_curves, markdown, read_run  # noqa: E402
+from arpo.evals.ablation import RunResult, compare, draw_curves, markdown, read_run
 
 ROOT = Path(__file__).resolve().parent
 POLL_S = 0.2

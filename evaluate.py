@@ -55,35 +55,35 @@ class EvalConfig:
             check_result_room(self.tools.search, self.rollout)
 
 
-CONFIG = (
-    load_or_exit(EvalConfig) if __name__ == "__main__" else None
-)  # before torch: --help and mistakes answer at once
+# The config is read before torch is imported, so that --help and mistakes answer at once.
+CONFIG = load_or_exit(EvalConfig) if __name__ == "__main__" else None
 
-from dataclasses import replace  # noqa: E402
-from pathlib import Path  # noqa: E402
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-from arpo import ranks  # noqa: E402
-from arpo.data import load_prompts, tokenize_prompts  # noqa: E402
-from arpo.engine import Engine  # noqa: E402
-from arpo.engine.server_engine import ServerEngine  # noqa: E402
-from arpo.engine.team import form_team  # noqa: E402
-from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select  # noqa: E402
-from arpo.evals.compare import compare_runs  # noqa: E402
-from arpo.evals.grading import grade_records  # noqa: E402
-from arpo.evals.judge import Judge  # noqa: E402
-from arpo.evals.prompts import asked_as  # noqa: E402
-from arpo.evals.records import Record, append_records, group_records, read_records  # noqa: E402
-from arpo.evals.report import RunMeta, write_report  # noqa: E402
-from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides  # noqa: E402
-from arpo.log import RunLog  # noqa: E402
-from arpo.model import load_tokenizer  # noqa: E402
-from arpo.model.policy import check_model_folder  # noqa: E402
-from arpo.protocol import Codec  # noqa: E402
-from arpo.rewards import load_custom  # noqa: E402
-from arpo.rollout import rollout  # noqa: E402
-from arpo.tools import make_tools  # noqa: E402
-from arpo.tools.base import MutedTool  # noqa: E402
-from arpo.trajectory import Prompt  # noqa: E402
+from arpo import ranks
+from arpo.data import load_prompts, tokenize_prompts
+from arpo.engine import Engine
+from arpo.engine.server_engine import ServerEngine
+from arpo.engine.team import form_team
+from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
+from arpo.evals.compare import compare_runs
+from arpo.evals.grading import grade_records
+from arpo.evals.judge import Judge
+from arpo.evals.prompts import asked_as
+from arpo.evals.records import Record, append_records, group_records, read_records
+from arpo.evals.report import RunMeta, write_report
+from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides
+from arpo.log import RunLog
+from arpo.model import load_tokenizer
+from arpo.model.policy import check_model_folder
+from arpo.protocol import Codec
+from arpo.rewards import load_custom
+from arpo.sampler import Sampler
+from arpo.tools import make_tools
+from arpo.tools.base import MutedTool
+from arpo.trajectory import Group, Prompt
 
 
 def main(cfg: EvalConfig) -> None:
@@ -127,26 +127,20 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- one set after the other, questions dealt out over the ranks; each finished group is saved at once
     engine = make_engine(cfg, codec, team.index) if any(todo.values()) else None
+    sampler = Sampler(engine, runner, codec, team, log, cfg.run.seed)
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
+    no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
     for name, prompts in todo.items():
-        mine = team.share(prompts)
         path = folder / "records" / (f"{name}.rank{dist.rank}.jsonl" if dist.rank else f"{name}.jsonl")
         metric = chosen[name].grader if name in chosen else "reward"
-        with log.progress(len(mine) * sampling.group_size, name, "trajectory") as bar:
-            rollout(
-                mine,
-                engine,
-                runner,
-                codec,
-                sampling,
-                BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size),
-                seed=cfg.run.seed,
-                on_progress=lambda done, bar=bar: bar.update(done - bar.n),
-                on_group=lambda group, wall_s, name=name, metric=metric, path=path: (
-                    append_records(path, group_records(group, name, metric, wall_s)) if team.is_first else None
-                ),
-                max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
-            )
+        sampler(
+            prompts,
+            sampling,
+            no_branching,
+            description=name,
+            on_group=partial(save_group, path, name, metric) if team.is_first else None,
+            max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
+        )
     log.close()
     runner.close()
     if engine is not None:
@@ -181,6 +175,10 @@ def only_recorded(tools: ToolsConfig) -> ToolsConfig:
         python=replace(tools.python, cache_mode="replay_strict"),
         search=replace(tools.search, mode="replay_strict"),
     )
+
+
+def save_group(path: Path, name: str, metric: str, group: Group, wall_s: list[float]) -> None:
+    append_records(path, group_records(group, name, metric, wall_s))
 
 
 def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEngine:

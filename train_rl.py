@@ -83,32 +83,34 @@ class RLConfig:
         check_parallel(self.model, self.advantage, self.loss)
 
 
-CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
+# The config is read before torch is imported, so that --help and mistakes answer at once.
+CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-from arpo import ranks  # noqa: E402
-from arpo.checkpoint import Checkpoints  # noqa: E402
-from arpo.checkpoint.export import export_hf  # noqa: E402
-from arpo.data import PromptOrder, load_prompts, tokenize_prompts  # noqa: E402
-from arpo.engine import Engine  # noqa: E402
-from arpo.engine.team import form_team  # noqa: E402
-from arpo.evals.scores import summarize  # noqa: E402
-from arpo.log import RunLog  # noqa: E402
-from arpo.metrics import rollout_metrics  # noqa: E402
-from arpo.model import load_policy, load_tokenizer  # noqa: E402
-from arpo.model.attention import resolve_layout  # noqa: E402
-from arpo.model.critic import fill_values, load_critic, update_critic  # noqa: E402
-from arpo.model.optim import build_optimizer, set_learning_rate  # noqa: E402
-from arpo.model.policy import check_companion, check_model_folder  # noqa: E402
-from arpo.protocol import Codec  # noqa: E402
-from arpo.protocol.codec import with_system_prompt  # noqa: E402
-from arpo.rewards import load_custom, score_groups  # noqa: E402
-from arpo.rollout import rollout  # noqa: E402
-from arpo.tools import make_tools  # noqa: E402
-from arpo.tools.health import ToolHealth  # noqa: E402
-from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
-from arpo.update import (  # noqa: E402
+from arpo import ranks
+from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.export import export_hf
+from arpo.data import PromptOrder, load_prompts, tokenize_prompts
+from arpo.engine import Engine
+from arpo.engine.team import form_team
+from arpo.evals.scores import summarize
+from arpo.log import RunLog
+from arpo.metrics import rollout_metrics
+from arpo.model import load_policy, load_tokenizer
+from arpo.model.attention import resolve_layout
+from arpo.model.critic import fill_values, load_critic, update_critic
+from arpo.model.optim import build_optimizer, set_learning_rate
+from arpo.model.policy import check_companion, check_model_folder
+from arpo.protocol import Codec
+from arpo.protocol.codec import with_system_prompt
+from arpo.rewards import load_custom, score_groups
+from arpo.rewards.custom import CustomReward
+from arpo.sampler import Sampler
+from arpo.tools import make_tools
+from arpo.tools.health import ToolHealth
+from arpo.trajectory import Metrics, Prompt
+from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
@@ -173,33 +175,10 @@ def main(cfg: RLConfig) -> None:
         f"from step {done_steps}"
     )
 
-    def sample(
-        prompts: list[Prompt], rollout_cfg, branching: BranchingConfig, step: int, description: str,
-        timers: ranks.Timers,
-    ) -> list[Group]:  # fmt: skip
-        """All ranks sample their share; every rank gets all groups, scored, in the order of `prompts`."""
-        share = team.share(prompts)
-        with timers("rollout"), log.progress(len(share) * rollout_cfg.group_size, description, "trajectory") as bar:
-            groups = rollout(
-                share, engine, tools, codec, rollout_cfg, branching,
-                seed=cfg.run.seed, step=step, on_progress=lambda done: bar.update(done - bar.n),
-            )  # fmt: skip
-        with timers("reward"):
-            score_groups(groups if team.is_first else [], cfg.reward, custom_reward)
-        with timers("exchange"):
-            return team.exchange(groups, len(prompts))
-
-    def validate(step: int) -> dict[str, float]:
-        """Greedy, one trajectory per prompt, no branching."""
-        greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
-        none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
-        groups = sample(valid_prompts, greedy, none, step, "validation", ranks.Timers())
-        log.trajectories(step, groups, kind="valid")
-        log.transcripts(step, groups, tag="valid")
-        return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
+    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed)
 
     if valid_prompts and cfg.run.validate_first and cfg.run.validate_every and done_steps == 0:
-        values = validate(0)
+        values = validate(sampler, valid_prompts, cfg, custom_reward, step=0)
         log.scalars(0, values)
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
@@ -207,10 +186,15 @@ def main(cfg: RLConfig) -> None:
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
 
-        # ---- rollout and reward
+        # ---- rollout and reward: each team of ranks its share of the prompts; then every rank has all groups
         prompts = [train_prompts[i] for i in order.indices(step - 1)]
         num_prefilled = engine.stats.prefilled_tokens
-        groups = sample(prompts, cfg.rollout, cfg.branching, step, f"step {step} rollout", timers)
+        with timers("rollout"):
+            share = sampler(prompts, cfg.rollout, cfg.branching, step=step, description=f"step {step} rollout")
+        with timers("reward"):
+            score_groups(share if team.is_first else [], cfg.reward, custom_reward)
+        with timers("exchange"):
+            groups = team.exchange(share, len(prompts))
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
@@ -266,7 +250,7 @@ def main(cfg: RLConfig) -> None:
         values = {}
         if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
-                values = validate(step)
+                values = validate(sampler, valid_prompts, cfg, custom_reward, step=step)
         values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
         log.scalars(step, values)
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
@@ -297,6 +281,20 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
         cfg.overlong,
         file,
     )
+
+
+def validate(
+    sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, custom_reward: CustomReward | None, *, step: int
+) -> dict[str, float]:
+    """Scores on the validation prompts: greedy, one trajectory each, no branching. Also dumps the trajectories."""
+    greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
+    none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
+    share = sampler(prompts, greedy, none, step=step, description="validation")
+    score_groups(share if sampler.team.is_first else [], cfg.reward, custom_reward)
+    groups = sampler.team.exchange(share, len(prompts))
+    sampler.log.trajectories(step, groups, kind="valid")
+    sampler.log.transcripts(step, groups, tag="valid")
+    return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
 
 
 def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:

@@ -39,27 +39,28 @@ class SFTConfig:
             )
 
 
-CONFIG = load_or_exit(SFTConfig) if __name__ == "__main__" else None  # before torch: --help and mistakes answer at once
+# The config is read before torch is imported, so that --help and mistakes answer at once.
+CONFIG = load_or_exit(SFTConfig) if __name__ == "__main__" else None
 
-import time  # noqa: E402
-from pathlib import Path  # noqa: E402
+import time
+from pathlib import Path
 
-import torch  # noqa: E402
+import torch
 
-from arpo import ranks  # noqa: E402
-from arpo.batch import MicroBatch, Row, microbatches  # noqa: E402
-from arpo.checkpoint import Checkpoints  # noqa: E402
-from arpo.checkpoint.export import export_hf  # noqa: E402
-from arpo.data import PromptOrder  # noqa: E402
-from arpo.log import RunLog  # noqa: E402
-from arpo.model import Policy, load_policy, load_tokenizer  # noqa: E402
-from arpo.model.context_parallel import spread  # noqa: E402
-from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate  # noqa: E402
-from arpo.model.policy import check_model_folder  # noqa: E402
-from arpo.protocol import Codec  # noqa: E402
-from arpo.ranks import Ranks  # noqa: E402
-from arpo.sft.token_store import tokenise  # noqa: E402
-from arpo.trajectory import Metrics  # noqa: E402
+from arpo import ranks
+from arpo.batch import MicroBatch, Row, microbatches
+from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.export import export_hf
+from arpo.data import PromptOrder
+from arpo.log import RunLog
+from arpo.model import Policy, load_policy, load_tokenizer
+from arpo.model.context_parallel import spread
+from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
+from arpo.model.policy import check_model_folder
+from arpo.protocol import Codec
+from arpo.ranks import Ranks
+from arpo.sft.token_store import tokenise
+from arpo.trajectory import Metrics
 
 
 def main(cfg: SFTConfig) -> None:

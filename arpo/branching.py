@@ -1,23 +1,49 @@
-"""Pure branching decisions: turn entropy, P(branch), AEPO's budget split, and who gets the group's budget.
+"""Pure branching decisions: what a rule may look at, the rules, AEPO's budget split, and who gets the group's budget.
 
-ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. Entropies are in nats / ln V, so 0..1 (mode `exact`).
+ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. A rule of your own is one function and one line in RULES.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from arpo import branching_upstream as upstream
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
 Path = tuple[int, ...]
 """Where a trajectory stands in its group's tree: (2,) is the third root, (2, 0) its first child."""
 
-UPSTREAM_TOP_K = 10
-UPSTREAM_MAX_TOKENS = 20
+# ---- what a rule may look at
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a branching rule may look at when it judges a tool result: the first tokens of the turn after it,
+    and of the trajectory's first turn, before any tool was called. A branch has its parent's first turn.
+    """
+
+    entropies: tuple[float, ...]
+    """(k,) Next-token entropy (nats, full vocabulary) of each of the turn's first k = branching.entropy_tokens tokens;
+    fewer where the turn was shorter."""
+    root_entropies: tuple[float, ...]
+    """(k,) The same of the first turn."""
+    entropy: float
+    """H: mean of `entropies` / ln V, so 0..1. (branching.entropy_mode may measure it in another way.)"""
+    root_entropy: float
+    """H_root: the same of the first turn."""
+    consecutive: int = 0
+    """Branching decisions in a row on this chain before this one (AEPO's l)."""
+    turn: int = 0
+    """Index of the turn that `entropies` belong to: 1 is the turn after the first tool result. (Under
+    branching.timing=upstream the turn before the result is judged, so there it is one less.)"""
+
+    @property
+    def delta_entropy(self) -> float:
+        return self.entropy - self.root_entropy
 
 
 def exact_turn_entropy(entropies: Sequence[float], num_tokens: int, vocab_size: int) -> float:
@@ -26,20 +52,24 @@ def exact_turn_entropy(entropies: Sequence[float], num_tokens: int, vocab_size: 
     return sum(head) / len(head) / math.log(vocab_size) if head else 0.0
 
 
-def topk_turn_entropy(top_logprobs: Sequence[Sequence[float]], num_tokens: int, vocab_size: int) -> float:
-    """The same from the renormalised top-K logprobs; an underestimate where the tail is heavy (NOTES A6)."""
+def turn_entropy(
+    entropies: Sequence[float], top_logprobs: Sequence[Sequence[float]], cfg: BranchingConfig, vocab_size: int
+) -> float:
+    """The entropy of a turn as `cfg.entropy_mode` measures it, from its first tokens."""
+    if cfg.entropy_mode == "upstream":
+        return upstream.upstream_turn_entropy(top_logprobs, vocab_size)
+    if cfg.entropy_mode == "topk":
+        entropies = [upstream.topk_entropy(row) for row in top_logprobs]
+    return exact_turn_entropy(entropies, cfg.entropy_tokens, vocab_size)
 
-    def entropy(logprobs: Sequence[float]) -> float:
-        total = math.log(sum(math.exp(lp) for lp in logprobs))
-        return -sum(math.exp(lp - total) * (lp - total) for lp in logprobs)
 
-    return exact_turn_entropy([entropy(row) for row in top_logprobs[:num_tokens]], num_tokens, vocab_size)
+def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
+    """(Number of a turn's first tokens whose entropies the engine reports, number of top logprobs of each.)"""
+    num_tokens = upstream.MAX_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
+    return num_tokens, 0 if cfg.entropy_mode == "exact" else upstream.TOP_K
 
 
-def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
-    """The released code's measure: a SUM over at most 20 tokens of -p ln p over the top 10, / ln V. May exceed 1."""
-    rows = top_logprobs[:UPSTREAM_MAX_TOKENS]
-    return sum(-math.exp(lp) * lp for row in rows for lp in row[:UPSTREAM_TOP_K]) / math.log(vocab_size)
+# ---- the rules: evidence -> P(branch)
 
 
 def branch_probability(
@@ -53,15 +83,43 @@ def branch_probability(
     return min(max((base + weight * delta_entropy) * damping, 0.0), 1.0)
 
 
-def upstream_branch_probability(delta_entropy: float, *, weight: float, consecutive: int, penalty: float) -> float:
-    """AEPO as released: it branches iff clip((u + weight * dH) * f, 0, 1) >= 0.5, u uniform, f = 1 - penalty * l.
+def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
+    """P rises with the entropy: the tool result has made the policy less certain than the question did."""
+    return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight)
 
-    Hence P = clip(1 - 0.5 / f + weight * dH, 0, 1): (dH 0, l 5, penalty 0.05) -> 0.333.
-    """
-    damping = max(0.0, 1.0 - penalty * consecutive)
-    if damping == 0.0:
-        return 0.0
-    return min(max(1.0 - 0.5 / damping + weight * delta_entropy, 0.0), 1.0)
+
+def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
+    """The same, damped for each branching decision in a row, so that no chain takes the whole budget."""
+    delta, consecutive, penalty = evidence.delta_entropy, evidence.consecutive, cfg.consecutive_penalty
+    if cfg.compat == "upstream":
+        return upstream.upstream_branch_probability(delta, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
+    return branch_probability(delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
+
+
+def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
+    """P = base, whatever the entropies are: the control that shows what they are worth."""
+    return cfg.base
+
+
+RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
+    "arpo": arpo,
+    "aepo": aepo,
+    "random": at_random,
+    "none": None,  # no tool result is judged: plain GRPO
+}
+"""Each value of `branching.selector`, and the function that returns P(branch), 0..1."""
+
+
+def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tuple[bool, float, float | None]:
+    """(branch?, P, draw). The draw is None under `branching.rule=threshold`, which is deterministic."""
+    probability = RULES[cfg.selector](evidence, cfg)
+    if cfg.rule == "threshold":
+        return probability > cfg.threshold, probability, None
+    draw = rng.random()
+    return draw < probability, probability, draw
+
+
+# ---- how many children a group may have, and who gets them
 
 
 def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, *, beta: float) -> int:
@@ -71,28 +129,6 @@ def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, 
     """
     share = 1.0 / (1.0 + math.exp(-beta * (root_entropy - tool_entropy)))
     return min(max(math.floor(group_size * share) + 1, 1), group_size)
-
-
-def wants_to_branch(
-    entropy: float, root_entropy: float, consecutive: int, cfg: BranchingConfig, rng: random.Random
-) -> tuple[bool, float, float | None]:
-    """(branch?, P, draw). The draw is None under the threshold rule, which is deterministic."""
-    delta = entropy - root_entropy
-    if cfg.selector == "random":
-        probability = cfg.base
-    elif cfg.selector == "aepo" and cfg.compat == "upstream":
-        probability = upstream_branch_probability(
-            delta, weight=cfg.weight, consecutive=consecutive, penalty=cfg.consecutive_penalty
-        )
-    else:
-        penalty = cfg.consecutive_penalty if cfg.selector == "aepo" else 0.0
-        probability = branch_probability(
-            delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty
-        )
-    if cfg.rule == "threshold":
-        return probability > cfg.threshold, probability, None
-    draw = rng.random()
-    return draw < probability, probability, draw
 
 
 @dataclass
@@ -187,16 +223,17 @@ class BranchBudget:
         return self.budget - sum(n for key, n in self.granted.items() if key < (turn, path))
 
 
-@dataclass
+# ---- what the rollout remembers while trajectories grow
+
+
+@dataclass(frozen=True)
 class Decision:
     """A taken branch decision, until its budget is settled."""
 
-    entropy: float
-    root_entropy: float
+    evidence: Evidence
+    wants: bool
     probability: float
     draw: float | None
-    consecutive: int
-    wants: bool
 
 
 @dataclass
@@ -206,11 +243,12 @@ class Live:
     trajectory: Trajectory
     group: GroupState
     path: Path
-    consecutive: int = 0
-    """Branching decisions in a row on this chain (AEPO's l)."""
+    evidence: Evidence | None = None
+    """What the newest measured turn has shown; a branch begins with what its parent was judged by."""
     entropies: list[float] = field(default_factory=list)
-    """Of the current turn's first tokens, nats."""
+    """Next-token entropies (nats) of the current turn's first tokens, as far as they are sampled."""
     top_logprobs: list[list[float]] = field(default_factory=list)
+    """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
     began_at_s: float | None = None
     """When its first token was there."""
 
@@ -219,12 +257,15 @@ class Live:
         return len(self.trajectory.turns) - 1
 
     @property
-    def root_entropy(self) -> float:
-        return self.trajectory.turns[0].entropy or 0.0
-
-    @property
     def key(self) -> str:
         return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
+
+    def measured(self, entropy: float) -> None:
+        """Note the current turn's entropy, and with its first tokens renew the evidence."""
+        self.trajectory.turns[-1].entropy = entropy
+        entropies = tuple(self.entropies)
+        known = self.evidence or Evidence(entropies, entropies, entropy, entropy)  # the first turn is its own root
+        self.evidence = replace(known, entropies=entropies, entropy=entropy, turn=self.turn_index)
 
 
 @dataclass
@@ -237,7 +278,7 @@ class GroupState:
     trajectories: dict[Path, Trajectory] = field(default_factory=dict)
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
     wall_s: dict[Path, float] = field(default_factory=dict)
-    """Of finished trajectories: from the first own token to the end."""
+    """Seconds of each finished trajectory, from its first own token to its end."""
 
     @property
     def num_roots(self) -> int:
@@ -247,16 +288,15 @@ class GroupState:
         """Write the decision records, check the invariants."""
         for (turn, path), d in self.decisions.items():
             children = self.budget.granted.get((turn, path), 0)
-            outcome = "declined" if not d.wants else "branched" if children else "no_budget"
             self.trajectories[path].turns[turn].decision = BranchDecision(
-                d.entropy,
-                d.root_entropy,
+                d.evidence.entropy,
+                d.evidence.root_entropy,
                 d.probability,
                 d.draw,
-                d.consecutive,
+                d.evidence.consecutive,
                 budget_left=self.budget.budget_before(turn, path),
                 num_children=children,
-                outcome=outcome,
+                outcome="declined" if not d.wants else "branched" if children else "no_budget",
             )
         trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
         assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))

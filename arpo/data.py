@@ -20,7 +20,7 @@ from arpo.errors import UserError
 from arpo.files import BadRow, read_rows
 from arpo.trajectory import Prompt
 
-log = logging.getLogger("arpo")
+logger = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
 ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth")
@@ -76,9 +76,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     if not prompts or len(bad) > max(MAX_BAD_ROWS, MAX_BAD_SHARE * num_rows):
         raise UserError(f"{bad[0]} ({len(bad)} of {num_rows} rows are bad); repair or remove them")
     for message in bad:
-        log.warning("%s; the row is left out", message)
+        logger.warning("%s; the row is left out", message)
     if num_repaired:
-        log.warning(r"%s: repaired 0x08 + 'oxed' to '\boxed' in %d of %d rows", path, num_repaired, num_rows)
+        logger.warning(r"%s: repaired 0x08 + 'oxed' to '\boxed' in %d of %d rows", path, num_repaired, num_rows)
     return prompts
 
 
@@ -195,7 +195,7 @@ def tokenize_prompts(
             f"({longest.prompt_id} has {len(longest.token_ids)}); raise max_prompt_tokens or shorten the prompts"
         )
     if num_dropped:
-        log.warning(
+        logger.warning(
             "%s: left out %d of %d prompts with more than %d tokens (the longest has %d)",
             path, num_dropped, len(prompts), max_prompt_tokens, len(longest.token_ids),
         )  # fmt: skip

@@ -187,9 +187,9 @@ class RolloutConfig:
 class BranchingConfig:
     """When a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
 
-    selector: Literal["arpo", "aepo", "random", "none"] = "arpo"
+    selector: str = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches;
-    random = always `base`; none = never (plain GRPO)."""
+    random = always `base`; none = never (plain GRPO); or a rule of your own (RULES in arpo/branching.py)."""
     num_initial_rollouts: int = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
     rule: Literal["bernoulli", "threshold"] = "bernoulli"
@@ -217,6 +217,9 @@ class BranchingConfig:
     compat: Literal["paper", "upstream"] = "paper"
     """upstream = the released code's gate with penalty (selector aepo only); the counter stays the chain's, since the
     released per-prompt counter has a meaning only in a lock-step schedule."""
+
+    def __post_init__(self) -> None:
+        check_name("branching.selector", self.selector, "branching", "RULES")
 
 
 @dataclass(frozen=True)

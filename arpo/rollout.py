@@ -76,6 +76,7 @@ class _Loop:
     ):
         self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching, self.seed = cfg, branching, seed
+        self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, str, str]] = {}  # call id -> (live, tag, argument)
         self.num_unfinished = 0
@@ -90,7 +91,7 @@ class _Loop:
         budget = br.BranchBudget(
             budget=None if self.branching.dynamic_budget else size - roots,
             max_children=self.branching.max_branches_per_turn,
-            last_turn=0 if self.branching.selector == "none" else self.cfg.max_tool_calls,
+            last_turn=self.cfg.max_tool_calls if br.RULES[self.branching.selector] else 0,
         )
         group = GroupState(prompt, size, budget)
         self.num_unfinished += size
@@ -122,7 +123,8 @@ class _Loop:
             fork_at=at,
         )
         group.trajectories[path] = child
-        self.start_turn(Live(child, group, path, consecutive=group.decisions[turn, parent_path].consecutive + 1))
+        judged_by = group.decisions[turn, parent_path].evidence
+        self.start_turn(Live(child, group, path, replace(judged_by, consecutive=judged_by.consecutive + 1)))
 
     def grow(self, group: GroupState) -> None:
         """Start what the budget allows now: children; and, once nothing can branch any more, the missing roots."""
@@ -149,7 +151,6 @@ class _Loop:
         start = len(trajectory.token_ids)
         trajectory.turns.append(Turn(start=start, end=start, result_end=start))
         live.entropies, live.top_logprobs = [], []
-        num_top = 0 if self.branching.entropy_mode == "exact" else br.UPSTREAM_TOP_K
         spec = SamplingSpec(
             max_tokens=self.cfg.max_response_tokens - start,
             temperature=self.cfg.temperature,
@@ -157,15 +158,10 @@ class _Loop:
             stop=stop_strings(tuple(tag for tag in live.group.prompt.tools if tag in self.tools.tools)),
             seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
             num_entropy_tokens=self.num_entropy_tokens,
-            num_top_logprobs=num_top,
+            num_top_logprobs=self.num_top_logprobs,
         )
         self.decoding[live.key] = live
         self.engine.submit(live.key, [*live.group.prompt.token_ids, *trajectory.token_ids], spec)
-
-    @property
-    def num_entropy_tokens(self) -> int:
-        upstream = self.branching.entropy_mode == "upstream"
-        return br.UPSTREAM_MAX_TOKENS if upstream else self.branching.entropy_tokens
 
     def on_chunk(self, chunk: Chunk) -> None:
         live = self.decoding[chunk.request_id]
@@ -178,34 +174,24 @@ class _Loop:
         live.top_logprobs += chunk.top_logprobs
         turn.end = turn.result_end = len(trajectory.token_ids)
         if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
-            turn.entropy = self.measure(live)
+            live.measured(br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
             if self.branching.timing == "post_result":
-                self.decide(live, live.turn_index, turn.entropy)
+                self.decide(live)
         if chunk.finish:
             del self.decoding[chunk.request_id]
             self.end_turn(live, chunk)
 
-    def measure(self, live: Live) -> float:
-        if self.branching.entropy_mode == "exact":
-            return br.exact_turn_entropy(live.entropies, self.branching.entropy_tokens, self.codec.vocab_size)
-        if self.branching.entropy_mode == "topk":
-            return br.topk_turn_entropy(live.top_logprobs, self.branching.entropy_tokens, self.codec.vocab_size)
-        return br.upstream_turn_entropy(live.top_logprobs, self.codec.vocab_size)
-
-    def decide(self, live: Live, turn: int, entropy: float) -> None:
-        """Take the branch decision of the tool result before `turn`, if it is this trajectory's to take."""
-        group = live.group
+    def decide(self, live: Live) -> None:
+        """Take the branch decision of the tool result before the current turn, if it is this trajectory's to take."""
+        group, turn = live.group, live.turn_index
         if group.budget.open.get(live.path) != turn:
             return
-        rng = random.Random(f"{self.seed}|{live.trajectory.prompt_id}|{live.trajectory.trajectory_id}|{turn}")
-        wants, probability, draw = br.wants_to_branch(entropy, live.root_entropy, live.consecutive, self.branching, rng)
-        group.decisions[turn, live.path] = Decision(
-            entropy, live.root_entropy, probability, draw, live.consecutive, wants
-        )
-        live.consecutive = live.consecutive + 1 if wants else 0
-        group.budget.decided(turn, live.path, wants=wants)
-        if self.branching.timing == "post_result":
-            self.grow(group)
+        rng = random.Random(f"{self.seed}|{live.key}")
+        decision = Decision(live.evidence, *br.decide(live.evidence, self.branching, rng))
+        group.decisions[turn, live.path] = decision
+        live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
+        group.budget.decided(turn, live.path, wants=decision.wants)
+        self.grow(group)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
         if chunk.finish != "stop":
@@ -234,8 +220,16 @@ class _Loop:
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
         live, tag, argument = self.calling.pop(call_id)
-        told = {name: getattr(result, name) for name in ("ok", "error_kind", "cached", "seconds", "cost")}
-        call = ToolCall(tag, argument, result.text, **told)
+        call = ToolCall(
+            tag,
+            argument,
+            result.text,
+            result.ok,
+            result.error_kind,
+            cached=result.cached,
+            seconds=result.seconds,
+            cost=result.cost,
+        )
         if result.infra_error:  # our failure, not the model's: it neither reads it nor is trained on it
             live.trajectory.turns[-1].tool_call = call
             self.end(live, StopReason.ERROR)
@@ -256,11 +250,9 @@ class _Loop:
         trajectory.loss_mask += [0] * len(token_ids)
         trajectory.rollout_logprobs += [0.0] * len(token_ids)
         turn.result_end = len(trajectory.token_ids)
-        if self.branching.timing == "upstream":
-            self.decide(live, live.turn_index + 1, turn.entropy)
         self.start_turn(live)
-        if self.branching.timing == "upstream":
-            self.grow(live.group)  # only now: a child forks where the turn that has just begun starts
+        if self.branching.timing == "upstream":  # by the turn before the call, before a token of the next is sampled
+            self.decide(live)
 
     def end(self, live: Live, reason: StopReason) -> None:
         trajectory, group = live.trajectory, live.group

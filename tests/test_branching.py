@@ -5,16 +5,22 @@ import random
 import pytest
 
 from arpo.branching import (
+    RULES,
     BranchBudget,
+    Evidence,
     branch_probability,
+    decide,
     exact_turn_entropy,
     initial_rollouts,
-    topk_turn_entropy,
-    upstream_branch_probability,
-    upstream_turn_entropy,
-    wants_to_branch,
+    turn_entropy,
 )
+from arpo.branching_upstream import upstream_branch_probability, upstream_turn_entropy
 from arpo.options import BranchingConfig
+
+
+def seen(entropy: float, root_entropy: float, consecutive: int = 0) -> Evidence:
+    """What a rule sees of a turn, where only the means matter."""
+    return Evidence((), (), entropy, root_entropy, consecutive, turn=1)
 
 
 def test_turn_entropy_is_the_mean_over_the_first_k_tokens_in_units_of_ln_vocab():
@@ -27,7 +33,8 @@ def test_turn_entropy_of_a_turn_shorter_than_k_uses_all_of_it():
 
 def test_topk_entropy_renormalises_what_it_sees():
     uniform_over_two_of_many = [[math.log(0.1), math.log(0.1)]]
-    assert topk_turn_entropy(uniform_over_two_of_many, 20, 4) == pytest.approx(math.log(2) / math.log(4))
+    topk = BranchingConfig(entropy_mode="topk")
+    assert turn_entropy([5.0], uniform_over_two_of_many, topk, 4) == pytest.approx(math.log(2) / math.log(4))
 
 
 def test_upstream_entropy_is_a_sum_over_at_most_twenty_tokens_and_ten_candidates():
@@ -77,24 +84,29 @@ def test_initial_rollouts_span_the_published_range():
 
 def test_threshold_rule_branches_exactly_above_tau_and_draws_nothing():
     cfg = BranchingConfig(rule="threshold")
-    assert wants_to_branch(0.31, 0.3, 0, cfg, random.Random(0)) == (True, pytest.approx(0.502), None)
-    assert wants_to_branch(0.30, 0.3, 0, cfg, random.Random(0))[0] is False
+    assert decide(seen(0.31, 0.3), cfg, random.Random(0)) == (True, pytest.approx(0.502), None)
+    assert decide(seen(0.30, 0.3), cfg, random.Random(0))[0] is False
 
 
 def test_bernoulli_rule_branches_with_probability_p():
     cfg, rng = BranchingConfig(weight=1.0), random.Random(1)
-    rate = sum(wants_to_branch(0.5, 0.3, 0, cfg, rng)[0] for _ in range(20_000)) / 20_000
+    rate = sum(decide(seen(0.5, 0.3), cfg, rng)[0] for _ in range(20_000)) / 20_000
     assert rate == pytest.approx(0.7, abs=0.02)
 
 
 def test_random_selector_ignores_entropy():
     cfg = BranchingConfig(selector="random", base=0.25, weight=5.0)
-    assert wants_to_branch(1.0, 0.0, 3, cfg, random.Random(0))[1] == 0.25
+    assert RULES["random"](seen(1.0, 0.0, 3), cfg) == 0.25
 
 
 def test_only_aepo_penalises_consecutive_branches():
-    p = {s: wants_to_branch(0.3, 0.3, 4, BranchingConfig(selector=s), random.Random(0))[1] for s in ("arpo", "aepo")}
+    p = {name: RULES[name](seen(0.3, 0.3, 4), BranchingConfig()) for name in ("arpo", "aepo")}
     assert p == {"arpo": 0.5, "aepo": pytest.approx(0.4)}
+
+
+def test_aepo_takes_the_released_gate_where_it_is_told_to():
+    released = RULES["aepo"](seen(0.3, 0.3, 5), BranchingConfig(compat="upstream"))
+    assert released == pytest.approx(0.3333, abs=1e-4)
 
 
 def play(arrival: list[tuple[int, int]], wants: dict, budget: int) -> dict:

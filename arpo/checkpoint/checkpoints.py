@@ -38,7 +38,7 @@ from arpo.model.critic import Critic
 from arpo.model.policy import reshard_all
 from arpo.ranks.random_state import RandomState
 
-logger = logging.getLogger("arpo")
+logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
 BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 

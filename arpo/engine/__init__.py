@@ -1,5 +1,6 @@
 """vLLM in the rank's process, an OpenAI-compatible server in its place, weight sync, teams of ranks."""
 
-from arpo.engine.vllm_engine import Chunk, Engine, SamplingSpec
+from arpo.engine.requests import Chunk, SamplingSpec
+from arpo.engine.vllm_engine import Engine
 
 __all__ = ["Chunk", "Engine", "SamplingSpec"]

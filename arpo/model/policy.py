@@ -24,7 +24,7 @@ from arpo.model.head import check_compiled, token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.options import ModelConfig
 
-logger = logging.getLogger("arpo")
+logger = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):

@@ -34,7 +34,7 @@ from arpo.ranks import Ranks
 from arpo.sft.conversations import read_conversations
 from arpo.sft.options import SFTDataConfig
 
-log = logging.getLogger("arpo")
+logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
 FORMAT = 1  # raise it when the same file would give other tokens, or another layout
@@ -82,10 +82,10 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     state = dist.all_gather_objects(_state(folder, origin) if dist.is_main else "")[0]
     if state != "ready":
         if state == "other":
-            log.warning("%s holds rows of another file, tokenizer or options; tokenising again", folder)
+            logger.warning("%s holds rows of another file, tokenizer or options; tokenising again", folder)
         _build(path, cfg, codec, folder, dist, origin)
     rows = ConversationRows(folder)
-    log.info(
+    logger.info(
         "%s: %d conversations, %d tokens; longer than %d: %d left out, %d cut (%s)",
         path, len(rows), rows.num_tokens, cfg.max_tokens, rows.num_dropped, rows.num_truncated, folder / OVERLONG,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
 
 
 def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks, origin: dict) -> None:
-    log.info("tokenising %s", path)
+    logger.info("tokenising %s", path)
     building = folder.with_name(f"{folder.name}.building")
     if dist.is_main:
         shutil.rmtree(building, ignore_errors=True)

@@ -17,6 +17,12 @@ from pathlib import Path
 from arpo.errors import UserError, exit_with
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 
+SHOWN = (
+    "trajectory_id", "parent_id", "fork_at", "stop_reason",
+    "reward", "reward_parts", "reward_reason", "kl_penalty", "advantage",
+)  # fmt: skip
+"""Fields of a trajectory that the page shows as they are."""
+
 
 def find_dump(run: Path, *, step: int | None = None) -> Path:
     """The dump of training step `step`, by default the newest; a run without any has validation or test dumps.
@@ -114,10 +120,6 @@ def trajectory_view(t: Trajectory) -> dict:
             del shown["tool_call"]["result"]
         view["turns"].append(shown)
     return view
-
-
-SHOWN = ("trajectory_id", "parent_id", "fork_at", "stop_reason")
-SHOWN += ("reward", "reward_parts", "reward_reason", "kl_penalty", "advantage")
 
 
 def group_summary(rewards: list[float | None]) -> dict:

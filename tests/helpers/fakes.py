@@ -35,8 +35,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-Script = Callable[[str, str, int], str | tuple[str, float]]
-"""(prompt_id, trajectory_id, turn index) -> the text the model "samples", or (text, entropy of its tokens in nats)."""
+Script = Callable[[str, str, int], str | tuple[str, float | list[float]]]
+"""(prompt_id, trajectory_id, turn index) -> the text the model "samples", or (text, entropy of its tokens in nats: one
+for all, or a list with that of each of its first tokens)."""
 
 
 @dataclass
@@ -76,6 +77,7 @@ class ScriptedEngine:
             new = ids[sent : sent + self.tokens_per_step]
             state[4] += len(new)
             measured = new[: max(0, spec.num_entropy_tokens - sent)]
+            entropies = entropy[sent:][: len(measured)] if isinstance(entropy, list) else [entropy] * len(measured)
             done = state[4] >= len(ids)
             if done:
                 del self._running[request_id]
@@ -85,7 +87,7 @@ class ScriptedEngine:
                     request_id=request_id,
                     token_ids=new,
                     logprobs=[-0.5] * len(new),
-                    entropies=[entropy] * len(measured),
+                    entropies=entropies,
                     top_logprobs=top,
                     finish=finish if done else None,
                     stop_string=stop if done else None,

@@ -16,7 +16,7 @@ GRACE_S = 10.0
 """A supervisor that is silent for so long, at its start or beyond its wall limit, means that the host is stuck."""
 NUM_ATTEMPTS = 4
 """Code in the jail has no effect outside of it, so a call may be repeated."""
-log = logging.getLogger("arpo")
+logger = logging.getLogger(__name__)
 
 
 class Sandbox:
@@ -93,7 +93,7 @@ class Sandbox:
             lost.kill()
             self._host = self._start(self.tier)  # never in a lower tier than was announced
             self.num_restarts += 1
-        log.warning("python tool: the sandbox host was lost and has been replaced (%d so far)", self.num_restarts)
+        logger.warning("python tool: the sandbox host was lost and has been replaced (%d so far)", self.num_restarts)
 
     @property
     def host_pid(self) -> int:
@@ -115,10 +115,10 @@ def _announce(tier: Tier, host: HostProcess, refused: list[str]) -> None:
     """One line per start; a warning for anything less than all."""
     reasons = f" ({'; '.join(refused)})" if refused else ""
     if tier == "none":
-        log.warning("python tool: NO isolation, model-written code runs as this user%s", reasons)
+        logger.warning("python tool: NO isolation, model-written code runs as this user%s", reasons)
     elif tier == "landlock":
-        log.warning("python tool: sandboxed by Landlock and seccomp, without namespaces%s", reasons)
+        logger.warning("python tool: sandboxed by Landlock and seccomp, without namespaces%s", reasons)
     elif not host.has_proc:
-        log.warning("python tool: sandboxed by namespaces and seccomp; without /proc, code may not start processes")
+        logger.warning("python tool: sandboxed by namespaces and seccomp; without /proc, code may not start processes")
     else:
-        log.info("python tool: sandboxed by namespaces and seccomp")
+        logger.info("python tool: sandboxed by namespaces and seccomp")
