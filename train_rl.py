@@ -95,17 +95,16 @@ from arpo.engine import Engine  # noqa: E402
 from arpo.engine.team import form_team  # noqa: E402
 from arpo.evals.scores import summarize  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
-from arpo.metrics import rollout_metrics  # noqa: E402
+from arpo.metrics import ToolHealth, rollout_metrics  # noqa: E402
 from arpo.model import load_policy, load_tokenizer  # noqa: E402
 from arpo.model.critic import fill_values, load_critic, update_critic  # noqa: E402
 from arpo.model.optim import build_optimizer, set_learning_rate  # noqa: E402
 from arpo.model.policy import check_companion, check_model_folder  # noqa: E402
 from arpo.protocol import Codec  # noqa: E402
-from arpo.protocol.codec import with_system_prompt  # noqa: E402
+from arpo.protocol.prompts import with_system_prompt  # noqa: E402
 from arpo.rewards import load_custom, score_groups  # noqa: E402
 from arpo.rollout import rollout  # noqa: E402
-from arpo.tools import make_tools  # noqa: E402
-from arpo.tools.health import ToolHealth  # noqa: E402
+from arpo.tools import make_tools, system_prompt_for  # noqa: E402
 from arpo.trajectory import Group, Metrics, Prompt  # noqa: E402
 from arpo.update import (  # noqa: E402
     fill_advantages,
@@ -137,7 +136,7 @@ def main(cfg: RLConfig) -> None:
     for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
         if path:
             check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
-    codec = Codec(tokenizer, enable_thinking=cfg.model.enable_thinking)
+    codec = Codec(tokenizer, tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
     order = PromptOrder(len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, cfg.data.shuffle)
@@ -185,7 +184,7 @@ def main(cfg: RLConfig) -> None:
                 seed=cfg.run.seed, step=step, on_progress=lambda done: bar.update(done - bar.n),
             )  # fmt: skip
         with timers("reward"):
-            score_groups(groups if team.is_first else [], cfg.reward, custom_reward)
+            score_groups(groups if team.is_first else [], cfg.reward, custom_reward, tools=cfg.tools.names)
         with timers("exchange"):
             return team.exchange(groups, len(prompts))
 
@@ -290,9 +289,10 @@ def main(cfg: RLConfig) -> None:
 def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     if not file:
         return []
+    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
     return tokenize_prompts(
         load_prompts(file),
-        lambda messages: codec.render_prompt(with_system_prompt(messages, cfg.system_prompt)),
+        lambda messages: codec.render_prompt(with_system_prompt(messages, system_prompt)),
         cfg.max_prompt_tokens,
         cfg.overlong,
         file,
@@ -304,7 +304,7 @@ def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
         f"step {step}/{num_steps}",
         f"reward {values['reward/mean']:+.3f}",
         f"solved {values['reward/solved_share']:.2f}",
-        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/executed']:.0f})",
+        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
         f"tokens {values['response/tokens']:.0f}",
         f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"

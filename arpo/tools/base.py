@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -26,7 +26,10 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A tool never raises for what the model wrote: it owns its deadline, its retries and its error texts."""
+    """A tool never raises for what the model wrote: it owns its deadline, its retries and its error texts.
+
+    A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`.
+    """
 
     tag: str
     """<tag>argument</tag> calls it."""
@@ -73,7 +76,7 @@ class ToolRunner:
         try:
             result = await tool.run(argument)
             if not result.seconds:
-                result = ToolResult(**{**vars(result), "seconds": time.perf_counter() - started})
+                result = replace(result, seconds=time.perf_counter() - started)
             self._done.put((call_id, result))
         except BaseException as error:  # handed to the caller's thread, where `collect` raises it
             self._done.put((call_id, error))
