@@ -81,7 +81,7 @@ from arpo.model.policy import check_model_folder
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.sampler import Sampler
-from arpo.tools import make_tools
+from arpo.tools import make_tools, system_prompt_for
 from arpo.tools.base import MutedTool
 from arpo.trajectory import Group, Prompt
 
@@ -99,12 +99,12 @@ def main(cfg: EvalConfig) -> None:
     # ---- everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    codec = Codec(load_tokenizer(cfg.model.path), enable_thinking=cfg.model.enable_thinking)
+    codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
     sets = load_questions(cfg.eval, chosen, codec)
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function)
-    tools = make_tools(only_recorded(cfg.tools) if cfg.eval.replay else cfg.tools)
+    tools = make_tools(cfg.tools.replayed() if cfg.eval.replay else cfg.tools)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     runner = team.tool_runner({tag: MutedTool(tag) for tag in tools} if cfg.eval.mute_tools else tools)
 
@@ -138,7 +138,7 @@ def main(cfg: EvalConfig) -> None:
             sampling,
             no_branching,
             description=name,
-            on_group=partial(save_group, path, name, metric) if team.is_first else None,
+            on_group=partial(save_group, path, name, metric, cfg.tools.names) if team.is_first else None,
             max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
         )
     log.close()
@@ -158,27 +158,15 @@ def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec)
         if Path(file).stem in sets:
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         sets[Path(file).stem] = load_prompts(file)[: cfg.max_questions or None]
+    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
     for name, prompts in sets.items():
-        asked = [asked_as(prompt, cfg.system_prompt) for prompt in prompts]
+        asked = [asked_as(prompt, system_prompt) for prompt in prompts]
         sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, "drop", name)
     return sets
 
 
-def only_recorded(tools: ToolsConfig) -> ToolsConfig:
-    for name in set(tools.names) & {"python", "search"}:
-        if not getattr(tools, name).cache:
-            raise UserError(
-                f"eval.replay needs what was recorded: set tools.{name}.cache, or leave it out of tools.names"
-            )
-    return replace(
-        tools,
-        python=replace(tools.python, cache_mode="replay_strict"),
-        search=replace(tools.search, mode="replay_strict"),
-    )
-
-
-def save_group(path: Path, name: str, metric: str, group: Group, wall_s: list[float]) -> None:
-    append_records(path, group_records(group, name, metric, wall_s))
+def save_group(path: Path, name: str, metric: str, tools: tuple[str, ...], group: Group, wall_s: list[float]) -> None:
+    append_records(path, group_records(group, name, metric, wall_s, tools))
 
 
 def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEngine:

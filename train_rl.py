@@ -96,19 +96,18 @@ from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
-from arpo.metrics import rollout_metrics
+from arpo.metrics import ToolHealth, rollout_metrics
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import resolve_layout
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion, check_model_folder
 from arpo.protocol import Codec
-from arpo.protocol.codec import with_system_prompt
+from arpo.protocol.prompts import with_system_prompt
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.custom import CustomReward
 from arpo.sampler import Sampler
-from arpo.tools import make_tools
-from arpo.tools.health import ToolHealth
+from arpo.tools import make_tools, system_prompt_for
 from arpo.trajectory import Metrics, Prompt
 from arpo.update import (
     fill_advantages,
@@ -139,7 +138,7 @@ def main(cfg: RLConfig) -> None:
     for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
         if path:
             check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
-    codec = Codec(tokenizer, enable_thinking=cfg.model.enable_thinking)
+    codec = Codec(tokenizer, tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
     order = PromptOrder(len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, cfg.data.shuffle)
@@ -192,7 +191,7 @@ def main(cfg: RLConfig) -> None:
         with timers("rollout"):
             share = sampler(prompts, cfg.rollout, cfg.branching, step=step, description=f"step {step} rollout")
         with timers("reward"):
-            score_groups(share if team.is_first else [], cfg.reward, custom_reward)
+            score_groups(share if team.is_first else [], cfg.reward, custom_reward, tools=cfg.tools.names)
         with timers("exchange"):
             groups = team.exchange(share, len(prompts))
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
@@ -274,9 +273,10 @@ def main(cfg: RLConfig) -> None:
 def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     if not file:
         return []
+    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
     return tokenize_prompts(
         load_prompts(file),
-        lambda messages: codec.render_prompt(with_system_prompt(messages, cfg.system_prompt)),
+        lambda messages: codec.render_prompt(with_system_prompt(messages, system_prompt)),
         cfg.max_prompt_tokens,
         cfg.overlong,
         file,
@@ -290,7 +290,7 @@ def validate(
     greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
     none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
     share = sampler(prompts, greedy, none, step=step, description="validation")
-    score_groups(share if sampler.team.is_first else [], cfg.reward, custom_reward)
+    score_groups(share if sampler.team.is_first else [], cfg.reward, custom_reward, tools=cfg.tools.names)
     groups = sampler.team.exchange(share, len(prompts))
     sampler.log.trajectories(step, groups, kind="valid")
     sampler.log.transcripts(step, groups, tag="valid")
@@ -302,7 +302,7 @@ def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
         f"step {step}/{num_steps}",
         f"reward {values['reward/mean']:+.3f}",
         f"solved {values['reward/solved_share']:.2f}",
-        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/executed']:.0f})",
+        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
         f"tokens {values['response/tokens']:.0f}",
         f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"

@@ -1,17 +1,23 @@
-"""What a rollout came to, in numbers. Each name is defined in the README's metric table.
+"""What a rollout came to, in numbers; and whether its tools worked well enough for it to be trained on.
 
 Every rank counts its share of the groups; merged over ranks (`Ranks.reduce_metrics`) they are numbers of all of them.
+Each name is defined in the table of metrics, and each number has one name.
 """
 
 from __future__ import annotations
 
-from arpo.tools.ledger import ledger
-from arpo.trajectory import Group, Metrics, StopReason, Trajectory
+from arpo.trajectory import Group, Metrics, StopReason, ToolCall, Trajectory
+
+MAX_FAILED_SHARE = 0.05
+"""A batch with a larger share of failed trajectories is not trained on."""
+MAX_BAD_BATCHES = 3
+"""Number of such batches in a row that ends the run."""
 
 
 def rollout_metrics(groups: list[Group]) -> Metrics:
-    """Rewards, lengths, tool calls and their ledger, entropies and branching of all trajectories."""
+    """Rewards, lengths, entropies, branching and tool calls of all trajectories."""
     m = Metrics()
+    m.sum("tools/all/calls", 0)  # a number also in a step without calls
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.reward is not None]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
@@ -19,7 +25,7 @@ def rollout_metrics(groups: list[Group]) -> Metrics:
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
         for trajectory in group.trajectories:
             _trajectory(m, trajectory)
-    m.merge(ledger(groups))
+            _tools(m, trajectory)
     return m
 
 
@@ -27,6 +33,7 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     if t.reward is not None:
         m.mean("reward/mean", t.reward)
         m.mean("reward/solved_share", float(t.reward > 0))
+        m.sum("response/solved", t.reward > 0)
         for part, value in t.reward_parts.items():
             m.mean(f"reward/{part}", value)
         m.sum(f"reward_reason/{t.reward_reason or 'ok'}", 1)
@@ -34,18 +41,6 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     m.mean("response/sampled_tokens", t.num_sampled_tokens)
     for reason in StopReason:
         m.mean(f"response/stop_{reason}", float(t.stop_reason == reason))
-    calls, own = t.tool_calls, t.own_tool_calls
-    m.mean("tools/calls_per_trajectory", len(calls))
-    m.sum("tools/executed", sum(c.executed for c in own))
-    m.sum("tools/inherited", len(calls) - len(own))
-    for call in own:
-        if call.executed:
-            m.mean("tools/failed_share", float(not call.ok))
-            m.mean("tools/cached_share", float(call.cached))
-            m.mean("tools/seconds", call.seconds)
-            m.max("tools/seconds_max", call.seconds)
-        else:
-            m.sum("tools/malformed_or_over_limit", 1)
     own_turns = [turn for turn in t.turns if not turn.inherited]
     for turn in own_turns:
         if turn.entropy is not None:
@@ -54,3 +49,73 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
             m.mean("branching/probability", turn.decision.probability)
             m.sum(f"branching/{turn.decision.outcome}", 1)
     m.sum("tokens/sampled", sum(turn.end - turn.start for turn in own_turns))
+
+
+def _tools(m: Metrics, t: Trajectory) -> None:
+    """What the tools did and cost: every call is booked with the trajectory that made it, and not with its branches."""
+    calls, own = t.tool_calls, t.own_tool_calls
+    m.mean("tools/calls_per_trajectory", len(calls))
+    m.sum("tools/inherited", len(calls) - len(own))
+    for call in own:
+        _counts(m, "tools/all", call)
+        m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")  # of right and wrong answers
+        if call.cost:
+            m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
+        _counts(m, f"tools/{call.tag}", call)
+        if call.executed:
+            _details(m, f"tools/{call.tag}", call)
+
+
+def _counts(m: Metrics, name: str, call: ToolCall) -> None:
+    if not call.executed:
+        m.sum(f"{name}/not_run", 1)
+        return
+    m.sum(f"{name}/calls", 1)
+    m.sum(f"{name}/cached", call.cached)
+    m.sum(f"{name}/failed", not call.ok)
+    if call.cost:
+        m.sum(f"{name}/cost", call.cost)
+
+
+def _details(m: Metrics, name: str, call: ToolCall) -> None:
+    if not call.ok:
+        m.sum(f"{name}/failed_{call.error_kind or 'unnamed'}", 1)
+    m.sum(f"{name}/bytes_in", _num_bytes(call.argument))
+    m.sum(f"{name}/bytes_out", _num_bytes(call.result))
+    m.percentiles(f"{name}/seconds", call.seconds)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
+
+
+class ToolHealth:
+    """Watches the batches of a run; every rank sees all groups, and so all ranks decide alike.
+
+    A trajectory that one of our services failed is left out of the loss. A few of them do no harm; many would leave a
+    batch of those questions that need no tool, and a policy that learns to do without.
+    """
+
+    def __init__(self) -> None:
+        self.num_bad_batches = 0
+        """Bad batches in a row, up to now."""
+        self.failed_share = 0.0
+        """Share of the last batch's trajectories that ended in a failure of ours."""
+
+    def may_train(self, groups: list[Group]) -> bool:
+        """False where too many trajectories of the batch ended in an infrastructure failure."""
+        reasons = [t.stop_reason for group in groups for t in group.trajectories]
+        self.failed_share = reasons.count(StopReason.ERROR) / max(len(reasons), 1)
+        self.num_bad_batches = self.num_bad_batches + 1 if self.failed_share > MAX_FAILED_SHARE else 0
+        return self.num_bad_batches == 0
+
+    @property
+    def must_stop(self) -> bool:
+        return self.num_bad_batches >= MAX_BAD_BATCHES
+
+    def __str__(self) -> str:
+        """The one line that ends the run."""
+        return (
+            f"tools failed in {self.failed_share:.0%} of the trajectories, in {self.num_bad_batches} batches in a row; "
+            "see the warnings above, then start the same command again: it continues from the checkpoint"
+        )

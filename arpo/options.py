@@ -228,6 +228,9 @@ class RewardConfig:
 
     compat: Literal["paper", "upstream"] = "paper"
     """paper = ALGORITHM as published, format judged on model-written text; upstream = the released score, exactly."""
+    bonus_tools: tuple[str, ...] = ("search", "python")
+    """A right answer earns 0.1 more where each of these tools was called with success; empty = no bonus. (The released
+    score always asks for search and python.)"""
     file: str = ""
     """A Python file with your own reward; empty = the built-in one."""
     function: str = "compute_score"

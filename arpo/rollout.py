@@ -23,7 +23,7 @@ from arpo.branching import Decision, GroupState, Live
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.protocol.codec import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
+from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
@@ -155,13 +155,17 @@ class _Loop:
             max_tokens=self.cfg.max_response_tokens - start,
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
-            stop=stop_strings(tuple(tag for tag in live.group.prompt.tools if tag in self.tools.tools)),
+            stop=stop_strings(self.offered_tools(live.group.prompt)),
             seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
             num_entropy_tokens=self.num_entropy_tokens,
             num_top_logprobs=self.num_top_logprobs,
         )
         self.decoding[live.key] = live
         self.engine.submit(live.key, [*live.group.prompt.token_ids, *trajectory.token_ids], spec)
+
+    def offered_tools(self, prompt: Prompt) -> tuple[str, ...]:
+        loaded = tuple(self.tools.tools)
+        return loaded if prompt.tools is None else tuple(tag for tag in prompt.tools if tag in loaded)
 
     def on_chunk(self, chunk: Chunk) -> None:
         live = self.decoding[chunk.request_id]

@@ -34,7 +34,8 @@ class Prompt:
     answers: list[str]
     """Accepted answers (aliases); the reward takes the best match."""
     data_source: str = ""
-    tools: tuple[str, ...] = ("python", "search")
+    tools: tuple[str, ...] | None = None
+    """Tags of the tools that it offers, as far as they are loaded; None = all that are loaded."""
     meta: dict = field(default_factory=dict)
     """`ability` ("math" | "qa") and whatever the data file says besides."""
     token_ids: tuple[int, ...] = ()

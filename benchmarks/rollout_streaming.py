@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.engine import Engine, SamplingSpec
 from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.protocol.codec import stop_strings
+from arpo.protocol.tags import stop_strings
 from arpo.rollout import rollout
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt

@@ -57,7 +57,7 @@ def write_run(folder: Path, accuracy: float, rewards: list[float], calls: int = 
     scores = {"test": {"accuracy": accuracy, "reward": accuracy - 0.1}}
     (folder / "eval" / "scores.json").write_text(json.dumps(scores))
     rows = [{"step": 0, "valid/accuracy": 0.0}] + [
-        {"step": step, "reward/mean": reward, "reward/accuracy": reward, "tools/executed": calls,
+        {"step": step, "reward/mean": reward, "reward/accuracy": reward, "tools/all/calls": calls,
          "tokens/sampled": 100, "time/rollout": 1.0, "time/step": 2.0}
         for step, reward in enumerate(rewards, 1)
     ]  # fmt: skip

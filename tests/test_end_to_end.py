@@ -169,7 +169,7 @@ def test_a_killed_run_continues_exactly_where_it_was(trained, world):
     process.communicate()
     output = run("train_rl.py", str(world / "config.yaml"), "--run.name", "killed")
     assert "from step 4" in output
-    names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "tools/executed")
+    names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "tools/all/calls")
     whole, resumed = read_metrics(trained), read_metrics(world / "runs" / "killed")
     assert [row["step"] for row in whole] == [row["step"] for row in resumed]
     for a, b in zip(whole, resumed, strict=True):

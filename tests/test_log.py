@@ -60,7 +60,7 @@ def group() -> Group:
 
 def test_rollout_metrics_count_inherited_calls_apart_from_executed_ones():
     values = rollout_metrics([group()]).values()
-    assert values["tools/executed"] == 1 and values["tools/inherited"] == 1
+    assert values["tools/all/calls"] == values["tools/search/calls"] == 1 and values["tools/inherited"] == 1
     assert values["tools/calls_per_trajectory"] == 1.0
     assert values["tokens/sampled"] == 3 + 1
 

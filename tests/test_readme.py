@@ -9,9 +9,9 @@ from test_log import group
 from test_rollout import ANSWER, play, prompt, tool_text
 
 import arpo.tools
+from arpo.metrics import rollout_metrics
 from arpo.options import RolloutConfig
-from arpo.tools import TOOLS, make_tools
-from arpo.tools.ledger import ledger
+from arpo.tools import TOOLS, make_tools, system_prompt_for
 from arpo.tools.options import ToolsConfig
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
@@ -29,6 +29,7 @@ def test_the_calculator_plugs_in_as_the_readme_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "arpo.tools.calculator", module)
     for name, make in eval("{" + line + "}", vars(arpo.tools)).items():
         monkeypatch.setitem(TOOLS, name, make)
+    assert "a calculator" in system_prompt_for("default", ("calculator", "search"))
 
     calls = ["2 * (3 + 4) - -1", "1 / 0", "__import__('os')", "2 +"]
     script = lambda _p, _t, turn: [*(f"<calculator> {c} </calculator>" for c in calls), ANSWER][turn]  # noqa: E731
@@ -57,8 +58,10 @@ def test_every_phase_of_a_step_is_in_the_table():
         assert f"`time/{phase}`" in table, phase
 
 
-def test_every_ledger_metric_is_in_the_table():
+def test_every_metric_of_the_tools_is_in_the_table():
     table, shortened = section("Metrics"), {"seconds_p95": "_p95", "seconds_max": "_max"}
-    for name in ledger([group()]).values():
+    names = [name for name in rollout_metrics([group()]).values() if name.startswith("tools/")]
+    assert len(names) > 10
+    for name in names:
         last = name.rsplit("/", 1)[1]
         assert shortened.get(last, last) in table, name

@@ -23,7 +23,7 @@ from arpo.demo import hard as demo_hard
 from arpo.demo import world as demo_world
 from arpo.demo.hard import HardTrace, HardWorld
 from arpo.demo.world import Demonstrator, Question, Trace, World
-from arpo.protocol.codec import TAGS
+from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.passages import format_passages
 
@@ -157,7 +157,7 @@ def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreT
     )
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
-    tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")] + ["\\boxed{", "}"]
+    tags = [f"<{slash}{tag}>" for tag in reserved_tags(PAPER_TOOLS) for slash in ("", "/")] + ["\\boxed{", "}"]
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),  # the tags count among the words it meets

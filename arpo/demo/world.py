@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arpo.protocol.codec import render_result
+from arpo.protocol.tags import render_result
 
 ADJECTIVES = (
     *("Red", "Blue", "Green", "Black", "White", "Gold", "Silver", "Dark", "Bright", "Old"),

@@ -13,7 +13,6 @@ import asyncio
 import http.client
 import json
 import logging
-import os
 import queue
 import threading
 import urllib.error
@@ -25,7 +24,7 @@ from typing import Any
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.errors import UserError
 from arpo.protocol import Codec
-from arpo.tools.http.client import HttpClient, check_url, read_key
+from arpo.tools.http.client import bearer, check_url, open_client, read_key
 from arpo.tools.http.policy import HttpPolicy
 
 logger = logging.getLogger(__name__)
@@ -61,19 +60,16 @@ class ServerEngine:
         `max_model_len` tokens.
         """
         check_url(url, "eval.server")
-        key = read_key("eval.server", KEY_VARIABLE) if os.environ.get(KEY_VARIABLE, "").strip() else ""
         self.url = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.model = choose_model(_get_json(f"{self.url}/models", headers), model, max_model_len, self.url)
+        models = _get_json(f"{self.url}/models", bearer(read_key(KEY_VARIABLE)))
+        self.model = choose_model(models, model, max_model_len, self.url)
         self.codec = codec
-        refused = f"eval.server: {self.url} refuses " + (f"the key in {KEY_VARIABLE}" if key else "access")
-        self._client = HttpClient(
+        self._client = open_client(
             "eval.server",
             f"{self.url}/completions",
             HttpPolicy(deadline_s=2 * deadline_s, max_concurrent=max_concurrent),  # a try may take half of it
-            headers=headers,
-            secret=key,
-            refused=f"{refused}; set {KEY_VARIABLE}",
+            setting=f"eval.server {self.url}",
+            key_variable=KEY_VARIABLE,
         )
         self._specs: dict[str, SamplingSpec] = {}
         self._tasks: dict[str, asyncio.Task] = {}

@@ -20,7 +20,7 @@ from arpo.log import read_metrics
 REFERENCES = ("random", "grpo")
 """Algorithms that the others are compared with, seed by seed."""
 TOTALS = {
-    "tool_calls": "tools/executed",
+    "tool_calls": "tools/all/calls",
     "sampled_tokens": "tokens/sampled",
     "rollout_s": "time/rollout",
     "step_s": "time/step",
@@ -156,7 +156,7 @@ def draw_curves(results: list[RunResult], path: Path) -> None:
     for number, (algorithm, runs) in enumerate(by_algorithm(results).items()):
         num_steps = min(len(run.metrics) for run in runs)
         steps = runs[0].series("step")[:num_steps]
-        calls = np.mean([np.cumsum(run.series("tools/executed"))[:num_steps] for run in runs], axis=0)
+        calls = np.mean([np.cumsum(run.series("tools/all/calls"))[:num_steps] for run in runs], axis=0)
         panels = [(steps, "reward/mean"), (steps, "reward/accuracy"), (calls, "reward/mean")]
         for axis, (x, metric) in zip(axes, panels, strict=True):
             y = np.stack([running_mean(run.series(metric))[:num_steps] for run in runs])  # (seeds, steps)

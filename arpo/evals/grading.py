@@ -91,7 +91,7 @@ def grade_records(
 
 def segments_of(record: Record) -> list[tuple[str, bool]]:
     """A record's runs; those of a response known only as text are derived from it."""
-    return [(text, bool(by_model)) for text, by_model in record.segments] or derive_segments(record.text)
+    return [(text, bool(by_model)) for text, by_model in record.segments] or derive_segments(record.text, record.tools)
 
 
 def extract_prediction(segments: list[tuple[str, bool]]) -> str:
@@ -151,7 +151,8 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
         turns = [Turn(0, tool_call=ToolCall(**call)) for call in r.tool_calls]
         segments = [(text, bool(by_model)) for text, by_model in r.segments]
         trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=segments))
-    score_trajectories(trajectories, prompts, cfg, custom)
+    tools = records[0].tools if records else ()  # the same in all records of a run
+    score_trajectories(trajectories, prompts, cfg, custom, tools=tools)
     grades = []
     for record, t in zip(records, trajectories, strict=True):
         # a custom reward without such a part is its own measure
@@ -168,8 +169,8 @@ def _grade(record: Record, correct: float, metric: str, scores: dict[str, float]
 
 
 def well_formed(record: Record) -> bool:
-    """Is the response in the format of training?"""
-    return not format_error(segments_of(record))
+    """Whether the response is in the format of training."""
+    return not format_error(segments_of(record), record.tools)
 
 
 def write_grades(path: Path, grades: Sequence[Grade]) -> None:

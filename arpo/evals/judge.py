@@ -10,18 +10,17 @@ not even after kill -9, and a reply of the past can be parsed anew.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from arpo.errors import UserError
 from arpo.evals.options import JudgeConfig
 from arpo.tools.cache.store import CacheFile, cache_key
-from arpo.tools.http.client import HttpClient, check_url, read_key
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url, open_client
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 
 BACKEND = "judge"
@@ -153,13 +152,9 @@ class Judge:
         return verdicts
 
     async def _ask(self, client: HttpClient, prompt: str) -> str:
-        payload = {
-            "model": self.cfg.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": self.cfg.temperature,
-            "max_tokens": self.cfg.max_tokens,
-        }
-        return await client.post(payload, _content)
+        cfg = self.cfg
+        request = chat_request(cfg.model, prompt, max_tokens=cfg.max_tokens, temperature=cfg.temperature)
+        return await client.post(request, chat_content)  # an empty reply is one too, that cannot be parsed
 
     async def _probe(self) -> None:
         client = self._client()
@@ -171,17 +166,14 @@ class Judge:
             await client.aclose()
 
     def _client(self) -> HttpClient:
-        variable = self.cfg.key_env
-        key = read_key(BACKEND, variable) if os.environ.get(variable, "").strip() else ""  # a server of one's own
-        return HttpClient(
+        return open_client(
             BACKEND,
             self.cfg.url,
             HttpPolicy(
                 deadline_s=self.cfg.timeout_s, max_concurrent=self.cfg.concurrency, max_tries=self.cfg.retries + 1
             ),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            secret=key,
-            refused=f"judge.url: the endpoint refuses {f'the key in {variable}' if key else f'access; set {variable}'}",
+            setting="judge.url",
+            key_variable=self.cfg.key_env,
             time_source=self._time_source,
         )
 
@@ -269,17 +261,6 @@ def _statement(text: str) -> bool | None:
 
 def _verdict(reply: str) -> Verdict:
     return Verdict({True: "correct", False: "incorrect", None: "unparsable"}[parse_verdict(reply)], reply)
-
-
-def _content(tree: Any) -> str:
-    """The text of a chat endpoint's answer; ValueError where there is none. An empty one is an (unparsable) reply."""
-    try:
-        content = tree["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("no choices[0].message.content") from None
-    if content is not None and not isinstance(content, str):
-        raise ValueError(f"choices[0].message.content is a {type(content).__name__}")
-    return content or ""
 
 
 def _as_material(text: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from arpo.protocol.codec import SYSTEM_PROMPT, with_system_prompt
+from arpo.protocol.prompts import with_system_prompt
+from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
 
@@ -20,7 +21,7 @@ class AskedAs:
 _ANSWER = r"When you are sure, give the final answer inside <answer> </answer>, the exact answer in \boxed{}."
 _EXAMPLE_END = r"<think> done </think><answer> The final answer is \[ \boxed{42} \] </answer>"
 PROMPTS: dict[str, AskedAs] = {
-    "code_search": AskedAs(SYSTEM_PROMPT, ("python", "search")),
+    "code_search": AskedAs(system_prompt_for("default", ("python", "search")), ("python", "search")),
     "search": AskedAs(
         "You are a helpful assistant that solves the given question step by step, with the help of a search tool.\n"
         "Think inside <think> </think>. To search, write <search> query </search>; after each search what was found "

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from arpo.errors import UserError
+from arpo.protocol.tags import PAPER_TOOLS
 from arpo.trajectory import Group
 
 
@@ -49,10 +50,14 @@ class Record:
     """Tool calls in order; each has the fields of arpo.trajectory.ToolCall."""
     meta: dict = field(default_factory=dict)
     """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
+    tools: list[str] = field(default_factory=lambda: list(PAPER_TOOLS))
+    """Tags of the tools that were loaded, whose calls the format is about."""
 
 
-def group_records(group: Group, benchmark: str, metric: str, wall_s: Sequence[float]) -> list[Record]:
-    """One record per trajectory of a finished group; `wall_s` goes by trajectory."""
+def group_records(
+    group: Group, benchmark: str, metric: str, wall_s: Sequence[float], tools: Sequence[str] = PAPER_TOOLS
+) -> list[Record]:
+    """One record per trajectory of a finished group; `wall_s` goes by trajectory, `tools` are those loaded."""
     prompt = group.prompt
     return [
         Record(
@@ -72,6 +77,7 @@ def group_records(group: Group, benchmark: str, metric: str, wall_s: Sequence[fl
             wall_s=round(seconds, 3),
             tool_calls=[asdict(call) for call in t.tool_calls],
             meta=prompt.meta,
+            tools=list(tools),
         )
         for sample, (t, seconds) in enumerate(zip(group.trajectories, wall_s, strict=True))
     ]
@@ -136,9 +142,10 @@ def _read_file(path: Path) -> list[Record]:
 
 def _parse(row: object, place: str) -> Record:
     kinds = {"sample": int, "num_tokens": int, "num_sampled_tokens": int, "wall_s": float | int, "meta": dict}
-    kinds |= dict.fromkeys(("answers", "segments", "tool_calls"), list)
+    kinds |= dict.fromkeys(("answers", "segments", "tool_calls", "tools"), list)
     if not isinstance(row, dict):
         raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}; remove the line, and run again")
+    row = {"tools": list(PAPER_TOOLS)} | row  # older records do not name them: there were no others
     for f in fields(Record):
         if not isinstance(row.get(f.name), kinds.get(f.name, str)):
             raise UserError(

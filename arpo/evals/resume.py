@@ -51,10 +51,7 @@ def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: Rollo
         "system_prompt": cfg.system_prompt,
         "mute_tools": cfg.mute_tools,
         "rollout": {name: value for name, value in asdict(rollout).items() if name != "group_size"},
-        "tools": {
-            "names": tools.names,
-            "search": {name: getattr(tools.search, name) for name in ("backend", "corpus", "top_k", "read_pages")},
-        },
+        "tools": tools.what_decides(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Text between model and tools."""
+"""Text between model and tools: tags, system prompts, and their tokens."""
 
 from arpo.protocol.codec import Codec
 

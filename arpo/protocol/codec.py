@@ -1,92 +1,17 @@
-"""The text protocol: <think>, <search>, <python>, <result>, <answer>; the same in SFT, RL and evaluation.
-
-A turn ends when the model closes a tool tag or emits EOS. The result is appended as ` <result>\\n{text}\\n</result>`
-(one leading space). Result text is data: our own tags in it are escaped, special tokens in it are plain characters.
-"""
+"""Text <-> tokens for one tokenizer and its chat template; the same in SFT, RL and evaluation."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from arpo.errors import UserError
+from arpo.protocol.tags import PAPER_TOOLS, TRUNCATION_MARK, escape_result, merge_tool_messages, render_result
 
-SYSTEM_PROMPT = """You are a helpful assistant that solves the given question step by step, with the help of a search \
-tool and a Python interpreter.
-Think inside <think> </think>. To search, write <search> query </search>; to run code, write <python> code </python> \
-and print what you need. After each call the result appears between <result> and </result>; then think again, and call \
-again if you need to. When you are sure, give the final answer inside <answer> </answer>, the exact answer in \\boxed{}.
-Example: <think> what is needed </think><search> query </search> <result> found passages </result><think> what follows \
-</think><python> print(6 * 7) </python> <result> 42 </result><think> done </think><answer> The final answer is \
-\\[ \\boxed{42} \\] </answer>"""
-
-TAGS = ("think", "search", "python", "result", "answer")
-_TAG = re.compile(rf"<(/?(?:{'|'.join(TAGS)}))>")
 _RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
 # Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
 DATE_STRING = "26 Jul 2024"
-
-TRUNCATION_MARK = "\n[... result truncated]"
-UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
-EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
-LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
-TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without {tag}."
-
-
-@dataclass(frozen=True)
-class Call:
-    """A parsed tool call; `error_kind` is set, and `error` says to the model what is wrong, where it is malformed."""
-
-    argument: str
-    error_kind: str | None = None
-    error: str = ""
-
-
-def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
-    """("python", "search") -> ("</python>", "</search>")"""
-    return tuple(f"</{tag}>" for tag in tools)
-
-
-def parse_call(turn_text: str, tag: str) -> Call:
-    """The call that ends a turn: what stands between the last <tag> of this turn and its closing tag.
-
-    Only the turn's own text is searched, never the prompt or an earlier result (UPSTREAM B14).
-
-    >>> parse_call("<think>look</think><search> Paris </search>", "search").argument
-    'Paris'
-    """
-    head = turn_text[: turn_text.rfind(f"</{tag}>")]
-    opened = head.rfind(f"<{tag}>")
-    if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
-        return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag))
-    argument = head[opened + len(tag) + 2 :].strip()
-    if not argument:
-        return Call("", "empty_call", EMPTY_CALL.format(tag=tag))
-    return Call(argument)
-
-
-def escape_result(text: str) -> str:
-    """Our own tags inside a result become text, so that a web page cannot answer or call for the model.
-
-    >>> escape_result("see <answer>4</answer>")
-    'see &lt;answer&gt;4&lt;/answer&gt;'
-    """
-    return _TAG.sub(r"&lt;\1&gt;", text)
-
-
-def render_result(text: str) -> str:
-    """What is appended to the response after a call."""
-    return f" <result>\n{text}\n</result>"
-
-
-def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:
-    """`keep` = as they are, `none` = without, `default` = SYSTEM_PROMPT, anything else = that text."""
-    if system_prompt == "keep":
-        return messages
-    rest = [m for m in messages if m["role"] != "system"]
-    text = {"none": "", "default": SYSTEM_PROMPT}.get(system_prompt, system_prompt)
-    return [{"role": "system", "content": text}, *rest] if text else rest
 
 
 class Rendered(NamedTuple):
@@ -106,12 +31,14 @@ class Codec:
     prompt, assistant turns that do not end with the tokenizer's EOS.
     """
 
-    def __init__(self, tokenizer, *, enable_thinking: bool = False):
+    def __init__(self, tokenizer, *, tools: Sequence[str] = PAPER_TOOLS, enable_thinking: bool = False):
+        """`tools`: the tags of the loaded tools, which are escaped in results."""
         if not tokenizer.chat_template:
             raise UserError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template; add chat_template.jinja to it"
             )
         self.tokenizer = tokenizer
+        self.tools = tuple(tools)
         self.enable_thinking = enable_thinking
         self._after_eos, self._trims = self._probe_template()
         self.vocab_size = len(tokenizer)
@@ -168,7 +95,7 @@ class Codec:
         """
         if max_tokens < self._min_result_tokens:
             return None
-        text = escape_result(text)
+        text = escape_result(text, self.tools)
         token_ids = self.encode(render_result(text))
         if len(token_ids) <= max_tokens:
             return text, token_ids
@@ -206,7 +133,7 @@ class Codec:
         `mask_results` False trains on results too, as upstream; `train_turns` "last" only on the last assistant turn.
         Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all.
         """
-        messages = merge_tool_messages(messages)
+        messages = merge_tool_messages(messages, self.tools)
         assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         row = Rendered([], [], [])
         done = ""
@@ -239,20 +166,3 @@ class Codec:
     def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:
         row.token_ids.extend(token_ids)
         row.loss_mask.extend([int(trained)] * len(token_ids))
-
-
-def merge_tool_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """assistant / tool / assistant ... -> one assistant turn with <result> spans, as the rollout writes it."""
-    merged: list[dict[str, str]] = []
-    for message in messages:
-        previous = merged[-1] if merged else None
-        if message["role"] == "tool":
-            if previous is None or previous["role"] != "assistant":
-                raise ValueError("a tool message must follow an assistant message")
-            previous["content"] += render_result(escape_result(message["content"]))
-            previous["after_tool"] = "yes"
-        elif message["role"] == "assistant" and previous is not None and previous.pop("after_tool", None):
-            previous["content"] += message["content"]
-        else:
-            merged.append({"role": message["role"], "content": message["content"]})
-    return [{"role": m["role"], "content": m["content"]} for m in merged]

@@ -1,8 +1,8 @@
 r"""From a finished trajectory to a number.
 
 -1 where the format is wrong; 0 where it is right and the answer wrong; else the accuracy of the answer, plus 0.1 where
-both tools were called with success (ARPO sec. 3, eq. 7). Accuracy is mathematical equality for math and token F1 for
-questions.
+all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is mathematical
+equality for math and token F1 for questions.
 
 >>> score(r"<think>t</think><answer>\boxed{4}</answer>", ["4"], "gsm8k").total
 1.0
@@ -11,11 +11,12 @@ questions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from arpo.options import RewardConfig
+from arpo.protocol.tags import PAPER_TOOLS
 from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
 from arpo.rewards.format import Segments, answered_calls, derive_segments, extract_answer, format_error
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
@@ -68,24 +69,28 @@ def score(
     segments: Segments | None = None,
     tool_calls: list[ToolCall] | None = None,
     ability: str | None = None,
+    tools: Sequence[str] = PAPER_TOOLS,
+    bonus_tools: Sequence[str] = PAPER_TOOLS,
 ) -> RewardResult:
     """The reward of one response. Without `segments` and `tool_calls`, both are derived from the text.
 
+    `tools` are the tags of the loaded tools; all of `bonus_tools` must have succeeded for the bonus (none = no bonus).
     `compat="upstream"` gives the released score and looks at nothing but text and answers.
     """
     if compat == "upstream":
         total, f1, bonus, reason = upstream_score(response_text, answers)
         return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
-    segments = derive_segments(response_text) if segments is None else segments
+    segments = derive_segments(response_text, tools) if segments is None else segments
     answer, _ = extract_answer(segments)
     accuracy = 0.0 if answer is None else accuracy_function(answers, data_source, ability)(answer, answers)
-    reason = format_error(segments)
+    reason = format_error(segments, tools)
     bonus = 0.0
-    if not reason and accuracy > 0:
-        successful = (
-            answered_calls(segments) if tool_calls is None else {c.tag for c in tool_calls if c.ok and c.executed}
-        )
-        bonus = TOOL_BONUS if {"search", "python"} <= successful else 0.0
+    if not reason and accuracy > 0 and bonus_tools:
+        if tool_calls is None:
+            successful = answered_calls(segments, tools)
+        else:
+            successful = {call.tag for call in tool_calls if call.ok and call.executed}
+        bonus = TOOL_BONUS if set(bonus_tools) <= successful else 0.0
     parts = {"format": float(not reason), "accuracy": accuracy, "tool_bonus": bonus}
     return RewardResult(-1.0 if reason else accuracy + bonus, parts, reason)
 
@@ -104,8 +109,10 @@ def score_trajectories(
     prompts_by_id: dict[str, Prompt],
     cfg: RewardConfig,
     custom: CustomReward | None = None,
+    *,
+    tools: Sequence[str],
 ) -> None:
-    """Fill `reward`, `reward_parts` and `reward_reason` of each trajectory.
+    """Fill `reward`, `reward_parts` and `reward_reason` of each trajectory; `tools` are the tags of the loaded tools.
 
     Raises UserError where a custom reward fails; it names the file and the sample.
     """
@@ -117,11 +124,14 @@ def score_trajectories(
         result = score(
             t.text, prompt.answers, prompt.data_source,
             compat=cfg.compat, segments=t.segments or None, tool_calls=t.tool_calls, ability=prompt.meta.get("ability"),
+            tools=tools, bonus_tools=cfg.bonus_tools,
         )  # fmt: skip
         t.reward, t.reward_parts, t.reward_reason = result.total, dict(result.parts), result.reason
 
 
-def score_groups(groups: list[Group], cfg: RewardConfig, custom: CustomReward | None = None) -> None:
+def score_groups(
+    groups: list[Group], cfg: RewardConfig, custom: CustomReward | None = None, *, tools: Sequence[str]
+) -> None:
     """`score_trajectories` over all trajectories of all groups at once."""
     prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
-    score_trajectories([t for group in groups for t in group.trajectories], prompts_by_id, cfg, custom)
+    score_trajectories([t for group in groups for t in group.trajectories], prompts_by_id, cfg, custom, tools=tools)

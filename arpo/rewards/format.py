@@ -7,18 +7,34 @@ followed by its result, and no result tag from the model's own pen.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
+
+from arpo.protocol.tags import PAPER_TOOLS
 
 Segments = list[tuple[str, bool]]
 """(text, written by the model) runs in order; a tool run is " <result>\n...\n</result>"."""
 
-CALL_TAGS = ("search", "python")
-_CALL_TAG = re.compile(rf"<(/?)({'|'.join(CALL_TAGS)})>")
-_RESULT_AFTER_CALL = re.compile(rf"(</(?:{'|'.join(CALL_TAGS)})>)(\s*<result>.*?</result>)", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
-def derive_segments(response_text: str) -> Segments:
+@cache
+def _call_tag(tools: tuple[str, ...]) -> re.Pattern[str]:
+    """An opening or closing tag of one of the tools: ("/" or "", name); of no tools, what never matches."""
+    return re.compile(rf"<(/?)({_any_of(tools)})>")
+
+
+@cache
+def _result_after_call(tools: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(</(?:{_any_of(tools)})>)(\s*<result>.*?</result>)", re.DOTALL)
+
+
+def _any_of(tools: tuple[str, ...]) -> str:
+    return "|".join(map(re.escape, tools)) or "(?!)"
+
+
+def derive_segments(response_text: str, tools: Sequence[str] = PAPER_TOOLS) -> Segments:
     r"""Segments of a response known only as text: a result directly after a closed call is taken for the tool's.
 
     >>> derive_segments("<search>q</search> <result>\nr\n</result><think>t</think>")
@@ -26,7 +42,7 @@ def derive_segments(response_text: str) -> Segments:
     """
     segments: Segments = []
     position = 0
-    for match in _RESULT_AFTER_CALL.finditer(response_text):
+    for match in _result_after_call(tuple(tools)).finditer(response_text):
         segments += [(response_text[position : match.end(1)], True), (match[2], False)]
         position = match.end()
     return [*segments, (response_text[position:], True)] if position < len(response_text) else segments
@@ -76,10 +92,13 @@ def extract_answer(segments: Segments) -> tuple[str | None, str]:
     return box, ""
 
 
-def format_error(segments: Segments) -> str:
-    """ "" for a well-formed response, else a short stable name of the first defect found."""
+def format_error(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> str:
+    """ "" for a well-formed response, else a short stable name of the first defect found.
+
+    `tools` are the tags of the loaded tools: their calls must be closed and answered. Any other tag is plain text.
+    """
     _, error = extract_answer(segments)
-    return error or _think_error(model_text(segments)) or _call_error(segments)
+    return error or _think_error(model_text(segments)) or _call_error(segments, _call_tag(tuple(tools)))
 
 
 def _think_error(text: str) -> str:
@@ -90,14 +109,14 @@ def _think_error(text: str) -> str:
     return "" if paired else "unpaired_think"
 
 
-def _call_error(segments: Segments) -> str:
+def _call_error(segments: Segments, call_tag: re.Pattern[str]) -> str:
     for i, (text, by_model) in enumerate(segments):
         if not by_model:
             continue
         if "<result>" in text or "</result>" in text:
             return "model_wrote_result"
         has_result = i + 1 < len(segments) and not segments[i + 1][1]
-        tags = [(match[1] == "/", match[2]) for match in _CALL_TAG.finditer(text)]
+        tags = [(match[1] == "/", match[2]) for match in call_tag.finditer(text)]
         if error := _call_tags_error(tags, has_result):
             return error
     return ""
@@ -120,13 +139,14 @@ def _call_tags_error(tags: list[tuple[bool, str]], has_result: bool) -> str:
     return "unclosed_call" if opened else ""
 
 
-def answered_calls(segments: Segments) -> set[str]:
+def answered_calls(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> set[str]:
     """Tags of the calls whose result does not start with "Error"; where the executed calls themselves are not known."""
+    call_tag = _call_tag(tuple(tools))
     answered = set()
     for (text, by_model), (result, result_by_model) in pairwise(segments):
         if not by_model or result_by_model:
             continue
-        closing = [match[2] for match in _CALL_TAG.finditer(text) if match[1]]
+        closing = [match[2] for match in call_tag.finditer(text) if match[1]]
         body = result.strip().removeprefix("<result>").lstrip()
         if closing and not body.startswith("Error"):
             answered.add(closing[-1])

@@ -32,5 +32,7 @@ class SFTDataConfig:
     train_turns: Literal["all", "last"] = "all"
     """all = every assistant turn; last = only the last one, the turns before it as the chat template shows them: for
     templates that rewrite earlier turns, as Qwen3's does with thinking. (Calls and results are within one turn.)"""
+    tools: tuple[str, ...] = ("python", "search")
+    """Tools of the later rollouts: the default system prompt offers them, and their tags are escaped in results."""
     system_prompt: str = "keep"
     """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""

@@ -19,7 +19,7 @@ import shutil
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +29,12 @@ from tqdm import tqdm
 from arpo.batch import Row
 from arpo.errors import UserError
 from arpo.protocol import Codec
-from arpo.protocol.codec import Rendered, with_system_prompt
+from arpo.protocol.codec import Rendered
+from arpo.protocol.prompts import with_system_prompt
 from arpo.ranks import Ranks
 from arpo.sft.conversations import read_conversations
 from arpo.sft.options import SFTDataConfig
+from arpo.tools import system_prompt_for
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     the same file with the same tokenizer and options is used again. Raises UserError, the same on every rank, for a
     conversation that cannot be used or masked exactly, and where none is short enough.
     """
+    cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, codec.tools))
     origin = _origin(Path(path), cfg, codec)
     state = dist.all_gather_objects(_state(folder, origin) if dist.is_main else "")[0]
     if state != "ready":
@@ -205,6 +208,7 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
         "file": [str(path.resolve()), stat.st_size, stat.st_mtime_ns],
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),
         "enable_thinking": codec.enable_thinking,
+        "tools": sorted(codec.tools),
         **{name: getattr(cfg, name) for name in options},
     }
 

@@ -26,7 +26,10 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A tool never raises for what the model wrote: it owns its deadline, its retries and its error texts."""
+    """A tool never raises for what the model wrote: it owns its deadline, its retries and its error texts.
+
+    A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`.
+    """
 
     tag: str
     """<tag>argument</tag> calls it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from arpo.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class PythonConfig:
     """As tools.search.mode; in a replay nothing is run, so no sandbox is needed."""
     allow_unsafe: bool = False
     """Run even where no isolation is available. Model-written code then runs as you, with your files."""
+
+    def replayed(self) -> PythonConfig:
+        """The same tool, answering from its recorded cache only."""
+        return replace(self, cache_mode="replay_strict")
+
+    def what_decides(self) -> dict[str, object]:
+        """No setting of this tool makes other trajectories: its limits are the machine's business."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,22 @@ class SearchConfig:
         """Nothing but the cache is asked."""
         return self.backend == "replay" or self.mode in ("replay", "replay_strict")
 
+    def replayed(self) -> SearchConfig:
+        """The same tool, answering from its recorded cache only."""
+        return replace(self, mode="replay_strict")
+
+    def what_decides(self) -> dict[str, object]:
+        """The settings that make other trajectories."""
+        return {name: getattr(self, name) for name in ("backend", "corpus", "top_k", "read_pages")}
+
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    """Which tools the policy has."""
+    """Which tools the policy has. A field that has the name of a tool is that tool's own section.
+
+    Such a section may say how it is `replayed` from recorded results, and `what_decides` the trajectories of an
+    evaluation; without the former a tool runs as ever, without the latter all its settings decide.
+    """
 
     names: tuple[str, ...] = ("python", "search")
     """Tools by tag."""
@@ -111,3 +133,26 @@ class ToolsConfig:
     that the tool answered itself, not its cache."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The sections of the named tools, by tag; a tool without settings has none."""
+        return {name: getattr(self, name) for name in self.names if name in vars(self)}
+
+    def replayed(self) -> ToolsConfig:
+        """The same tools, each that can have a cache answering from it only. Raises UserError for one without."""
+        recorded = {name: section for name, section in self.sections.items() if hasattr(section, "replayed")}
+        for name, section in recorded.items():
+            if not section.cache:
+                raise UserError(
+                    f"eval.replay needs what was recorded: set tools.{name}.cache, or leave it out of tools.names"
+                )
+        return replace(self, **{name: section.replayed() for name, section in recorded.items()})
+
+    def what_decides(self) -> dict[str, Any]:
+        """The settings under which the trajectories of an evaluation may stand in one table."""
+        decides = {
+            name: section.what_decides() if hasattr(section, "what_decides") else asdict(section)
+            for name, section in self.sections.items()
+        }
+        return {"names": self.names} | decides

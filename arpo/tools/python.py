@@ -8,6 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 from arpo.errors import UserError
+from arpo.protocol.prompts import About
 from arpo.tools.base import ToolResult
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.options import PythonConfig
@@ -31,6 +32,11 @@ class PythonTool:
     """
 
     tag = "python"
+    about = About(
+        "a Python interpreter",
+        "to run code, write <python> code </python> and print what you need",
+        "<python> print(6 * 7) </python> <result> 42 </result>",
+    )
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
         """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for

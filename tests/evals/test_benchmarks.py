@@ -11,8 +11,9 @@ from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
 from arpo.evals.prompts import PROMPTS, asked_as, is_chinese
 from arpo.evals.published import PUBLISHED
-from arpo.protocol.codec import SYSTEM_PROMPT, TAGS
+from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.rewards.math_answer import math_accuracy
+from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
 PUBLISHED_SETS = Path(__file__).parents[3] / "shared" / "data" / "eval"
@@ -63,15 +64,15 @@ def test_chinese_questions_are_asked_in_chinese_and_others_as_in_training(data_d
     ]
     (tmp_path / "webwalker" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chinese, english = [p.messages[0]["content"] for p in questions("webwalker", BENCHMARKS["webwalker"], tmp_path)]
-    assert is_chinese(chinese) and english == SYSTEM_PROMPT
+    assert is_chinese(chinese) and english == system_prompt_for("default", PAPER_TOOLS)
     assert questions("xbench", BENCHMARKS["xbench"], data_dir)[0].messages[0]["content"] == chinese
-    assert questions("gaia", BENCHMARKS["gaia"], data_dir)[0].messages[0]["content"] == SYSTEM_PROMPT
+    assert questions("gaia", BENCHMARKS["gaia"], data_dir)[0].messages[0]["content"] == english
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_a_prompt_speaks_of_exactly_the_tools_that_it_offers(kind):
     text, tools = PROMPTS[kind].system_prompt, PROMPTS[kind].tools
-    for tag in TAGS:
+    for tag in reserved_tags(PAPER_TOOLS):
         offered = tag in ("think", "answer") or tag in tools or (tag == "result" and tools)
         assert (f"<{tag}>" in text and f"</{tag}>" in text) == bool(offered), tag
     assert "\\boxed{" in text and not any(ord(c) < 32 and c != "\n" for c in text)

@@ -160,7 +160,7 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
 
 def test_the_scores_of_own_files_are_those_of_training_to_the_digit():
     groups = sample_groups()
-    score_groups(groups, RewardConfig())
+    score_groups(groups, RewardConfig(), tools=("python", "search"))
     records = [r for group in groups for r in group_records(group, "own", "reward", [0.5] * len(group.trajectories))]
     scores = benchmark_scores(records, grade_records(records, metric="reward"), seed=3)
     expected = summarize(groups, seed=3)

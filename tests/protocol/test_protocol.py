@@ -2,15 +2,16 @@ import pytest
 from helpers.fakes import byte_tokenizer
 
 from arpo.protocol import Codec
-from arpo.protocol.codec import (
+from arpo.protocol.prompts import About, default_system_prompt, with_system_prompt
+from arpo.protocol.tags import (
     TRUNCATION_MARK,
     escape_result,
     merge_tool_messages,
     parse_call,
     render_result,
     stop_strings,
-    with_system_prompt,
 )
+from arpo.tools import system_prompt_for
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +80,43 @@ def test_no_result_where_not_even_the_mark_fits(codec):
 def test_system_prompt_can_be_kept_dropped_or_replaced():
     messages = [{"role": "system", "content": "old"}, {"role": "user", "content": "q"}]
     assert with_system_prompt(messages, "keep") == messages
-    assert with_system_prompt(messages, "none") == messages[1:]
+    assert with_system_prompt(messages, "none") == with_system_prompt(messages, "") == messages[1:]
     assert with_system_prompt(messages, "new")[0] == {"role": "system", "content": "new"}
-    assert "\\boxed" in with_system_prompt(messages[1:], "default")[0]["content"]
+    default = system_prompt_for("default", ("python", "search"))
+    assert with_system_prompt(messages, default)[0]["content"].startswith("You are a helpful assistant")
+    assert [system_prompt_for(setting, ()) for setting in ("keep", "none", "new")] == ["keep", "none", "new"]
+
+
+@pytest.mark.parametrize("names", [("python", "search"), ("search", "python")])
+def test_the_default_system_prompt_of_the_papers_tools_is_word_for_word_that_of_the_sft_data(names):
+    assert system_prompt_for("default", names) == (
+        "You are a helpful assistant that solves the given question step by step, with the help of a search tool and a "
+        "Python interpreter.\n"
+        "Think inside <think> </think>. To search, write <search> query </search>; to run code, write <python> code "
+        "</python> and print what you need. After each call the result appears between <result> and </result>; then "
+        "think again, and call again if you need to. When you are sure, give the final answer inside <answer> "
+        "</answer>, the exact answer in \\boxed{}.\n"
+        "Example: <think> what is needed </think><search> query </search> <result> found passages </result><think> "
+        "what follows </think><python> print(6 * 7) </python> <result> 42 </result><think> done </think><answer> The "
+        "final answer is \\[ \\boxed{42} \\] </answer>"
+    )
+
+
+def test_the_default_system_prompt_offers_exactly_the_tools_that_are_loaded():
+    [one, none] = [system_prompt_for("default", names) for names in (("search",), ())]
+    assert "with the help of a search tool.\n" in one and "python" not in one.lower()
+    assert "<result>" not in none and "step by step.\n" in none
+    three = default_system_prompt([About(f"a {x}", f"to {x}, write <{x}> </{x}>", f"<{x}>") for x in ("a", "b", "c")])
+    assert "the help of a a, a b and a c." in three and three.count("<think> what follows </think>") == 2
+
+
+def test_the_tags_of_every_loaded_tool_are_escaped_in_results():
+    codec = Codec(byte_tokenizer(), tools=("search", "calculator", "a.b"))
+    text, _ = codec.encode_result("<calculator>1</calculator> <a.b> <axb> <python> <search>", 1000)
+    assert text == "&lt;calculator&gt;1&lt;/calculator&gt; &lt;a.b&gt; <axb> <python> &lt;search&gt;"
+    called = [{"role": "assistant", "content": "<search>x</search>"}, {"role": "tool", "content": "<calculator>"}]
+    conversation = codec.render_conversation([{"role": "user", "content": "q"}, *called, *called[:1]])
+    assert "<result>\n&lt;calculator&gt;\n</result>" in codec.decode(conversation.token_ids)
 
 
 def test_sft_loss_covers_assistant_text_and_eos_but_not_results_nor_prompt(codec):

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from arpo.errors import UserError
 from arpo.protocol import Codec
-from arpo.protocol.codec import merge_tool_messages
+from arpo.protocol.tags import merge_tool_messages
 
 TEMPLATES = Path(__file__).resolve().parent / "chat_templates"
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -15,6 +15,7 @@ from arpo.rewards.math_answer import exact_accuracy, math_equal
 from arpo.rewards.qa import qa_accuracy, token_f1
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
+LOADED = ("python", "search")
 T = "<think>t</think>"
 S = "<search>q</search> <result>\nr\n</result>"
 P = "<python>print(1)</python> <result>\n1\n</result>"
@@ -150,6 +151,27 @@ def test_tool_bonus_from_the_text_alone_skips_results_that_are_errors():
     assert score(T + S + T + P + T + A("4"), ["4"], "gsm8k").total == 1.1
     assert score(T + S + T + failed + T + A("4"), ["4"], "gsm8k").total == 1.0
     assert score("<think>use </search> and </python></think>" + A("4"), ["4"], "gsm8k").total == -1.0
+
+
+def test_the_bonus_is_for_the_tools_that_the_config_names():
+    text = T + S + T + A("4")
+    assert score(text, ["4"], "gsm8k", bonus_tools=("search",)).total == 1.1
+    assert score(text, ["4"], "gsm8k", bonus_tools=("search", "python")).total == 1.0
+    assert score(text, ["4"], "gsm8k", bonus_tools=()).total == 1.0
+    group = make_group()
+    score_groups([group], RewardConfig(bonus_tools=("search",)), tools=LOADED)
+    assert [t.reward_parts["tool_bonus"] for t in group.trajectories] == [0.1, 0.0]
+
+
+def test_only_the_tags_of_loaded_tools_are_calls():
+    call = "<clock>UTC</clock> <result>\nnoon\n</result>"
+    unclosed = T + "<clock>UTC" + A("4")
+    with_clock = {"tools": ("clock", "search"), "bonus_tools": ("clock",)}
+    assert score(T + call + A("4"), ["4"], "gsm8k", **with_clock).total == 1.1
+    assert score(unclosed, ["4"], "gsm8k", **with_clock).reason == "unclosed_call"
+    assert score(T + call + A("4"), ["4"], "gsm8k").reason == "model_wrote_result"
+    assert score(unclosed, ["4"], "gsm8k", tools=()).total == 1.0
+    assert score("<>" + T + A("4"), ["4"], "gsm8k", tools=()).total == 1.0
 
 
 def test_wrong_answer_in_good_form_is_zero_even_with_both_tools():
@@ -293,7 +315,7 @@ def make_group() -> Group:
 def test_trajectories_get_reward_parts_and_reason():
     group = make_group()
     group.trajectories[1].segments = [("cut off", True)]
-    score_groups([group], RewardConfig())
+    score_groups([group], RewardConfig(), tools=LOADED)
     good, bad = group.trajectories
     assert (good.reward, good.reward_reason) == (1.0, "") and good.reward_parts["accuracy"] == 1.0
     assert (bad.reward, bad.reward_reason) == (-1.0, "missing_answer")
@@ -306,7 +328,7 @@ def test_custom_reward_of_one_response(tmp_path):
         "    return {'score': extra_info['index'] + (ground_truth in solution_str), 'hit': 1, 'reason': 'mine'}\n"
     )
     group = make_group()
-    score_groups([group], RewardConfig(), load_custom(str(file), "compute_score"))
+    score_groups([group], RewardConfig(), load_custom(str(file), "compute_score"), tools=LOADED)
     assert [t.reward for t in group.trajectories] == [4.0, 3.0]
     assert group.trajectories[0].reward_parts == {"hit": 1.0} and group.trajectories[0].reward_reason == "mine"
 
@@ -317,7 +339,8 @@ def test_custom_reward_of_a_batch(tmp_path):
         "def batch(samples):\n    return [float(s['answer'] in s['output']) + len(samples) for s in samples]\n"
     )
     group = make_group()
-    score_trajectories(group.trajectories, {"q-0": group.prompt}, RewardConfig(), load_custom(str(file), "batch"))
+    custom = load_custom(str(file), "batch")
+    score_trajectories(group.trajectories, {"q-0": group.prompt}, RewardConfig(), custom, tools=LOADED)
     assert [t.reward for t in group.trajectories] == [3.0, 2.0]
 
 
@@ -338,4 +361,4 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
     (tmp_path / "mine.py").write_text(source)
     group = make_group()
     with pytest.raises(UserError, match=message):
-        score_groups([group], RewardConfig(), load_custom(str(tmp_path / "mine.py"), "f"))
+        score_groups([group], RewardConfig(), load_custom(str(tmp_path / "mine.py"), "f"), tools=LOADED)

@@ -11,7 +11,7 @@ import json
 import platform
 
 from arpo.errors import UserError
-from arpo.tools.base import Tool, ToolResult
+from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.store import cache_key
 from arpo.tools.options import PythonConfig
@@ -21,26 +21,21 @@ NOT_RECORDED = "Error: there is no recorded result of this code."
 _KEPT = ("text", "ok", "error_kind")
 
 
-def make_python(cfg: PythonConfig) -> Tool:
-    """The python tool of a config, with or without its cache. Raises UserError for a replay of nothing."""
-    replays = cfg.cache_mode in ("replay", "replay_strict")
-    if replays and not cfg.cache:
-        raise UserError(
-            f"tools.python.cache is empty, and cache_mode {cfg.cache_mode} reads it; set it to a recorded one"
-        )
-    return CachedPython(cfg) if cfg.cache and cfg.cache_mode != "live" else PythonTool(cfg)
-
-
 class CachedPython:
-    """Answers from the cache where it can; in a replay that is all it does, and nothing is ever run."""
+    """The python tool with the cache of its config, if it names one: asked first, and in a replay nothing else is."""
 
-    tag = "python"
+    tag, about = PythonTool.tag, PythonTool.about
 
     def __init__(self, cfg: PythonConfig):
-        """Raises UserError for a cache that cannot be used, and as `PythonTool`."""
+        """Raises UserError for a replay of nothing, for a cache that cannot be used, and as `PythonTool`."""
         self.cfg = cfg
         self.replays = cfg.cache_mode in ("replay", "replay_strict")
-        self.cache = open_cache(cfg.cache, read_only=self.replays, setting="tools.python.cache")
+        if self.replays and not cfg.cache:
+            raise UserError(
+                f"tools.python.cache is empty, and cache_mode {cfg.cache_mode} reads it; set it to a recorded one"
+            )
+        is_live = not cfg.cache or cfg.cache_mode == "live"
+        self.cache = None if is_live else open_cache(cfg.cache, read_only=self.replays, setting="tools.python.cache")
         self.tool = None if self.replays else PythonTool(cfg)
         interpreter = interpreter_of(cfg) if self.tool is None else self.tool.interpreter
         self._params = {
@@ -54,6 +49,8 @@ class CachedPython:
 
     async def run(self, argument: str) -> ToolResult:
         """Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on."""
+        if self.cache is None:
+            return await self.tool.run(argument)
         code = strip_fences(argument)
         refusal = refuse(code)
         if refusal:
@@ -88,7 +85,8 @@ class CachedPython:
         """End the host, if there is one. Safe to call twice."""
         if self.tool is not None:
             await self.tool.aclose()
-        self.cache.close()
+        if self.cache is not None:
+            self.cache.close()
 
 
 def _label(code: str) -> str:

@@ -6,7 +6,7 @@
                                  | other statuses, too large an answer: no second try
                                  | 401, 403: the run ends, a wrong key does not get better
 
-What happens to one call is in `http_policy`; failures of many calls open the circuit breaker there.
+How long one call is pursued is in `policy`; failures of many calls open the circuit breaker there.
 """
 
 from __future__ import annotations
@@ -223,13 +223,60 @@ def check_url(url: str, setting: str = "tools.search.url") -> None:
         raise UserError(f"{setting} must not hold a user or password: it is saved with the run")
 
 
-def read_key(backend: str, variable: str) -> str:
-    """The key from the environment; empty where the service needs none. Raises UserError, without quoting the key."""
-    if not variable:
-        return ""
+def read_key(variable: str) -> str:
+    """The key in an environment variable; empty where it is not set. Raises UserError, without quoting the key."""
     key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(f"tools.search.backend {backend} needs a key; set the environment variable {variable}")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")
     return key
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key; none for an empty one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def open_client(
+    name: str,
+    url: str,
+    policy: HttpPolicy,
+    *,
+    setting: str,
+    key_variable: str,
+    headers: Callable[[str], dict[str, str]] = bearer,
+    limit: RateLimit | None = None,
+    time_source: Time | None = None,
+) -> HttpClient:
+    """A client for a service that the user names in `setting`, with the key in `key_variable`, if there is one.
+
+    `headers` makes of the key what is sent. Raises UserError for a key that cannot be one.
+    """
+    key = read_key(key_variable)
+    access = f"the key in {key_variable}" if key else f"access; set {key_variable}" if key_variable else "access"
+    return HttpClient(
+        name,
+        url,
+        policy,
+        headers=headers(key),
+        secret=key,
+        refused=f"{setting}: the service refuses {access}",
+        limit=limit,
+        time_source=time_source,
+    )
+
+
+def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:
+    """What is posted to an OpenAI-compatible chat endpoint: one message of the user."""
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+
+
+def chat_content(tree: Any) -> str:
+    """The text of a chat endpoint's answer, which may be empty; ValueError where there is none."""
+    try:
+        content = tree["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError("no choices[0].message.content") from None
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"choices[0].message.content is a {type(content).__name__}")
+    return content or ""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import os
 import re
 from collections import Counter
 from typing import Any
@@ -22,7 +21,7 @@ import aiohttp
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
 from arpo.tools.cache.store import NO_RESULTS, cache_key
-from arpo.tools.http.client import HttpClient, check_url, read_key
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url, open_client
 from arpo.tools.http.policy import HttpPolicy, Time
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.page_fetch import PageFetcher, is_public
@@ -68,7 +67,16 @@ class ReadingBackend:
             may_connect=(lambda _: True) if cfg.browse_private_addresses else is_public,
         )
         self._extractor = Extractor()
-        self._summarizer = None if cfg.replays or not cfg.summarizer_url else _summarizer(cfg, time_source)
+        self._summarizer: HttpClient | None = None
+        if cfg.summarizer_url and not cfg.replays:
+            self._summarizer = open_client(
+                "summarizer",
+                cfg.summarizer_url,
+                HttpPolicy(deadline_s=cfg.deadline_s, max_concurrent=cfg.max_concurrent),
+                setting="tools.search.summarizer_url",
+                key_variable=KEY_VARIABLE,
+                time_source=time_source,
+            )
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """By what failed: page, summary."""
@@ -129,9 +137,8 @@ class ReadingBackend:
         label = f"<summary>{query}</summary>"
         if (text := await self._recorded(key, label)) is not None:
             return text
-        messages = [{"role": "user", "content": prompt}]
-        payload = {"model": self._cfg.summarizer_model, "messages": messages, "max_tokens": MAX_SUMMARY_TOKENS}
-        text = await self._summarizer.post(payload | {"temperature": 0.0}, _content)
+        request = chat_request(self._cfg.summarizer_model, prompt, max_tokens=MAX_SUMMARY_TOKENS, temperature=0.0)
+        text = await self._summarizer.post(request, _summary_text)
         await self._record(key, SUMMARY, label, text)
         return text
 
@@ -150,6 +157,9 @@ class ReadingBackend:
 
 def check_reading(cfg: SearchConfig) -> None:
     """Raises UserError for settings of page reading that cannot work; unless it replays, for missing packages too."""
+    if cfg.read_pages < 0 or cfg.backend == "local":
+        hint = "must not be negative" if cfg.read_pages < 0 else "reads web pages, and backend local finds none; set 0"
+        raise UserError(f"tools.search.read_pages {hint}")
     if cfg.page_chars < 1 or cfg.page_deadline_s <= 0:
         raise UserError("tools.search.page_chars must be at least 1, and page_deadline_s must be positive")
     if cfg.summarizer_url:
@@ -161,26 +171,9 @@ def check_reading(cfg: SearchConfig) -> None:
         raise UserError(f"tools.search.read_pages needs {' and '.join(missing)}; pip install 'arpo-torch[browse]'")
 
 
-def _summarizer(cfg: SearchConfig, time_source: Time | None) -> HttpClient:
-    # a server of one's own needs none
-    key = read_key("summarizer", KEY_VARIABLE) if os.environ.get(KEY_VARIABLE, "").strip() else ""
-    return HttpClient(
-        "summarizer",
-        cfg.summarizer_url,
-        HttpPolicy(deadline_s=cfg.deadline_s, max_concurrent=cfg.max_concurrent),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        secret=key,
-        refused=f"tools.search.summarizer_url: the service refuses {f'the key in {KEY_VARIABLE}' if key else 'access'}",
-        time_source=time_source,
-    )
-
-
-def _content(tree: Any) -> str:
+def _summary_text(tree: Any) -> str:
     """The answer of a chat endpoint without its thoughts; ValueError where there is none."""
-    try:
-        content = tree["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("no choices[0].message.content") from None
-    if not isinstance(content, str) or not (text := clean_text(_THOUGHTS.sub("", content))):
+    text = clean_text(_THOUGHTS.sub("", chat_content(tree)))
+    if not text:
         raise ValueError("an empty summary")
     return text

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from arpo.tools.http.client import bearer
 from arpo.tools.options import SearchConfig
 
 _CHINESE = re.compile(r"[\u4e00-\u9fff]")
@@ -131,7 +132,7 @@ SERVICES: dict[str, Service] = {
     "brightdata": Service(
         url="https://api.brightdata.com/request",
         key_variable="BRIGHTDATA_API_KEY",
-        headers=lambda key: {"Authorization": f"Bearer {key}"},
+        headers=bearer,
         payload=_brightdata_payload,
         passages=lambda tree: _organic(tree, "description", "general"),
         params=_web_params,

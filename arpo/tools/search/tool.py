@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from arpo.errors import UserError
+from arpo.protocol.prompts import About
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import Cache, open_cache
 from arpo.tools.cache.store import cache_key, clean_query
 from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.bm25 import Bm25Index
+from arpo.tools.search.browse import ReadingBackend
 from arpo.tools.search.passages import format_passages
+from arpo.tools.search.web import HttpBackend
 
 logger = logging.getLogger(__name__)
 
@@ -115,27 +118,11 @@ class LocalBackend:
         self.index.close()
 
 
-def _over_the_network(cfg: SearchConfig) -> Backend:
-    from arpo.tools.search.web import HttpBackend
-
-    return HttpBackend(cfg)
-
-
-def _reading_pages(backend: Backend, cfg: SearchConfig, cache: Cache | None) -> Backend:
-    """Raises UserError where there are no pages, or they cannot be read."""
-    from arpo.tools.search.browse import ReadingBackend
-
-    if cfg.read_pages < 0 or cfg.backend == "local":
-        hint = "must not be negative" if cfg.read_pages < 0 else "reads web pages, and backend local finds none; set 0"
-        raise UserError(f"tools.search.read_pages {hint}")
-    return ReadingBackend(backend, cfg, cache)
-
-
 BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
     "local": LocalBackend,
-    "http": _over_the_network,
-    "brightdata": _over_the_network,
-    "serper": _over_the_network,
+    "http": HttpBackend,
+    "brightdata": HttpBackend,
+    "serper": HttpBackend,
 }
 """By name. `replay` is none of them: it has nothing but the cache."""
 
@@ -161,6 +148,11 @@ class SearchTool:
     """<search>query</search> -> "Page 1: ...". Identical queries that overlap in time are asked once."""
 
     tag = "search"
+    about = About(
+        "a search tool",
+        "to search, write <search> query </search>",
+        "<search> query </search> <result> found passages </result>",
+    )
 
     def __init__(self, cfg: SearchConfig):
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
@@ -172,7 +164,7 @@ class SearchTool:
         self.cache = _open_cache(cfg)
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None
         if cfg.read_pages and self.backend:
-            self.backend = _reading_pages(self.backend, cfg, self.cache)
+            self.backend = ReadingBackend(self.backend, cfg, self.cache)
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:

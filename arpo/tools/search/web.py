@@ -1,6 +1,6 @@
-"""Search over the network, by one of search_services.py: its settings checked, its key read, tried before training.
+"""Search over the network, by one of services.py: its settings checked, its key read, tried before training.
 
-`http_client` is responsible for everything that can go wrong on the way. Keys come from the environment and stay in
+`http/client.py` is responsible for everything that can go wrong on the way. Keys come from the environment and stay in
 this process.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
-from arpo.tools.http.client import HttpClient, check_url, read_key
+from arpo.tools.http.client import HttpClient, check_url, open_client, read_key
 from arpo.tools.http.policy import HttpPolicy, Time
 from arpo.tools.http.rate_limit import LocalRateLimit, RateLimit, RedisRateLimit
 from arpo.tools.options import SearchConfig
@@ -42,12 +42,16 @@ class HttpBackend:
         self._time_source, self._limit = time_source, None
         self._client: HttpClient | None = None
         if not cfg.replays:
-            key = read_key(cfg.backend, self._service.key_variable)
+            variable = self._service.key_variable
+            if variable and not read_key(variable):
+                raise UserError(
+                    f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}"
+                )
             self._limit = rate_limit_of(cfg)
-            self._client = self._make_client(key)
+            self._client = self._make_client()
             if os.environ.get("RANK", "0") == "0":
                 with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
-                    thread.submit(asyncio.run, self._probe(self._make_client(key))).result()
+                    thread.submit(asyncio.run, self._probe(self._make_client())).result()
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], self._cfg.max_passage_chars)
@@ -62,15 +66,14 @@ class HttpBackend:
         if isinstance(self._limit, RedisRateLimit):
             self._limit.close()
 
-    def _make_client(self, key: str) -> HttpClient:
-        what = f"the service refuses the key in {self._service.key_variable}" if key else "the service refuses access"
-        return HttpClient(
+    def _make_client(self) -> HttpClient:
+        return open_client(
             self._cfg.backend,
             self._url,
             self._policy,
-            headers=self._service.headers(key),
-            secret=key,
-            refused=f"tools.search.backend {self._cfg.backend}: {what}",
+            setting=f"tools.search.backend {self._cfg.backend}",
+            key_variable=self._service.key_variable,
+            headers=self._service.headers,
             limit=self._limit,
             time_source=self._time_source,
         )

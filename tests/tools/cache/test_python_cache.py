@@ -16,9 +16,8 @@ from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.cache.__main__ import main
-from arpo.tools.cache.python_cache import NOT_RECORDED, CachedPython, make_python
+from arpo.tools.cache.python_cache import NOT_RECORDED, CachedPython
 from arpo.tools.options import PythonConfig, SearchConfig, ToolsConfig
-from arpo.tools.python import PythonTool
 from arpo.trajectory import Group, Prompt
 
 RANDOM = "import os\nos.urandom(8).hex()"
@@ -31,7 +30,7 @@ def cfg(tmp_path) -> PythonConfig:
 
 
 def ask(cfg: PythonConfig, *codes: str) -> list[ToolResult]:
-    tool = make_python(cfg)
+    tool = CachedPython(cfg)
     results = run(tool, *codes)
     asyncio.run(tool.aclose())
     return results
@@ -62,8 +61,8 @@ def test_a_replay_shows_what_was_recorded_errors_and_limits_included(cfg):
 
 def test_a_replay_runs_nothing_and_a_miss_is_an_error_or_the_end(cfg):
     ask(cfg, "1")
-    replay = make_python(dataclasses.replace(cfg, cache_mode="replay"))
-    assert isinstance(replay, CachedPython) and replay.tool is None
+    replay = CachedPython(dataclasses.replace(cfg, cache_mode="replay"))
+    assert replay.tool is None
     assert seen(run(replay, "1", "2")) == [("1", True, None), (NOT_RECORDED, False, "not_recorded")]
     with pytest.raises(UserError, match=r"python\.sqlite: no recorded result of '2'"):
         ask(dataclasses.replace(cfg, cache_mode="replay_strict"), "2")
@@ -78,9 +77,8 @@ def test_what_a_recording_run_shows_is_what_its_replay_will_show(cfg):
 
 def test_live_and_no_cache_run_every_call(cfg):
     for each in (dataclasses.replace(cfg, cache_mode="live"), dataclasses.replace(cfg, cache="")):
-        tool = make_python(each)
-        assert isinstance(tool, PythonTool)
-        asyncio.run(tool.aclose())
+        one, two = ask(each, RANDOM, RANDOM)
+        assert one.ok and one.text != two.text and not (one.cached or two.cached)
     assert not Path(cfg.cache).exists()
 
 
@@ -94,7 +92,7 @@ def test_other_limits_or_another_interpreter_are_another_question(cfg, monkeypat
 
 
 def test_a_failure_of_the_sandbox_is_not_kept(cfg):
-    tool = make_python(cfg)
+    tool = CachedPython(cfg)
     tool.tool.sandbox.close()
     [result] = run(tool, "1")
     assert result.infra_error and not list(tool.cache.rows())
@@ -103,9 +101,9 @@ def test_a_failure_of_the_sandbox_is_not_kept(cfg):
 
 def test_a_replay_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"tools\.python\.cache is empty, and cache_mode replay reads it"):
-        make_python(PythonConfig(cache_mode="replay"))
+        CachedPython(PythonConfig(cache_mode="replay"))
     with pytest.raises(UserError, match=r"no such cache; set tools\.python\.cache to a recorded one"):
-        make_python(PythonConfig(cache_mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
+        CachedPython(PythonConfig(cache_mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
 
 
 # ---- a batch, recorded and replayed

@@ -2,7 +2,7 @@
 
 import pytest
 
-from arpo.tools.health import ToolHealth
+from arpo.metrics import ToolHealth
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 

@@ -1,4 +1,4 @@
-"""The ledger: what it says is what the trajectories' records say."""
+"""What is counted of the tools is what the trajectories' records say; and what their calls cost."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.tools.ledger import PricedTool, ledger, prices
 from arpo.tools.options import SearchConfig, ToolsConfig
+from arpo.tools.prices import PricedTool, prices
 from arpo.tools.search import SearchTool
-from arpo.trajectory import Group, Metrics, Trajectory, Turn
+from arpo.trajectory import Group, Metrics, ToolCall, Trajectory, Turn
 
 SEARCHES = ["otter", "fox", "zebra", "nothing at all"]
 
@@ -59,20 +59,34 @@ def records(groups: list[Group]) -> list:
 
 
 def test_sums_equal_the_records(groups):
-    values, calls = ledger(groups).values(), records(groups)
+    values, calls = rollout_metrics(groups).values(), records(groups)
     ran = [call for call in calls if call["executed"]]
     assert len(ran) > 10 and len(ran) < len(calls) and any(t.parent_id for g in groups for t in g.trajectories)
+    kinds = Counter(call["error_kind"] for call in ran if not call["ok"])
     for name in ("search", "all"):
-        assert values[f"ledger/{name}/calls"] == len(ran)
-        assert values[f"ledger/{name}/not_run"] == len(calls) - len(ran)
-        assert values[f"ledger/{name}/cached"] == sum(call["cached"] for call in ran) > 0
-        assert values[f"ledger/{name}/bytes_in"] == sum(len(call["argument"].encode()) for call in ran)
-        assert values[f"ledger/{name}/bytes_out"] == sum(len(call["result"].encode()) for call in ran)
-        assert values[f"ledger/{name}/cost"] == sum(call["cost"] for call in ran)
-        kinds = Counter(call["error_kind"] for call in ran if not call["ok"])
-        assert values[f"ledger/{name}/failed"] == kinds.total() > 0
-        assert {kind: values[f"ledger/{name}/failed_{kind}"] for kind in kinds} == kinds
-        assert values[f"ledger/{name}/seconds_max"] == max(call["seconds"] for call in ran)
+        assert values[f"tools/{name}/calls"] == len(ran)
+        assert values[f"tools/{name}/not_run"] == len(calls) - len(ran)
+        assert values[f"tools/{name}/cached"] == sum(call["cached"] for call in ran) > 0
+        assert values[f"tools/{name}/cost"] == sum(call["cost"] for call in ran)
+        assert values[f"tools/{name}/failed"] == kinds.total() > 0
+    assert {kind: values[f"tools/search/failed_{kind}"] for kind in kinds} == kinds
+    assert values["tools/search/bytes_in"] == sum(len(call["argument"].encode()) for call in ran)
+    assert values["tools/search/bytes_out"] == sum(len(call["result"].encode()) for call in ran)
+    assert values["tools/search/seconds_max"] == max(call["seconds"] for call in ran)
+
+
+def test_the_numbers_of_a_step_each_have_one_name():
+    calls = [ToolCall("search", "q", "r", ok=True, cost=1.0), ToolCall("search", "", "limit", False, executed=False)]
+    calls += [ToolCall("python", "1 / 0", "Error", ok=False, error_kind="error")]
+    trajectory = Trajectory("p", "0", reward=1.0, turns=[Turn(0, tool_call=call) for call in calls])
+    values = rollout_metrics([Group(prompt(), [trajectory])]).values()
+    each = ("calls", "cached", "failed", "bytes_in", "bytes_out", "seconds_p50", "seconds_p95", "seconds_max")
+    assert sorted(name.removeprefix("tools/") for name in values if name.startswith("tools/")) == sorted([
+        "calls_per_trajectory", "inherited",
+        *(f"all/{name}" for name in (*each[:3], "not_run", "cost", "calls_per_correct", "cost_per_correct")),
+        *(f"search/{name}" for name in (*each, "not_run", "cost")),
+        *(f"python/{name}" for name in (*each, "failed_error")),
+    ])  # fmt: skip
 
 
 def test_money_is_paid_for_answers_and_not_for_cache_hits_or_errors(groups):
@@ -81,29 +95,35 @@ def test_money_is_paid_for_answers_and_not_for_cache_hits_or_errors(groups):
         call["cost"] == (0.25 if call["executed"] and call["ok"] and not call["cached"] else 0) for call in calls
     )
     distinct = {call["argument"] for call in calls if call["executed"] and call["ok"]}
-    assert ledger(groups)["ledger/search/cost"] == 0.25 * len(distinct)
+    assert rollout_metrics(groups)["tools/search/cost"] == 0.25 * len(distinct)
 
 
 def test_costs_per_correct_answer_count_wrong_answers_too(groups):
-    values = ledger(groups).values()
+    values = rollout_metrics(groups).values()
     num_correct = sum(t.reward > 0 for group in groups for t in group.trajectories)
-    assert values["ledger/correct"] == num_correct == 8
-    assert values["ledger/search/calls_per_correct"] == values["ledger/search/calls"] / num_correct
-    assert values["ledger/all/cost_per_correct"] == values["ledger/all/cost"] / num_correct
+    assert values["response/solved"] == num_correct == 8
+    assert values["tools/all/calls_per_correct"] == values["tools/all/calls"] / num_correct
+    assert values["tools/all/cost_per_correct"] == values["tools/all/cost"] / num_correct
 
 
-def test_ranks_that_each_book_their_share_get_the_whole_ledger(groups):
+def test_ranks_that_each_count_their_share_get_the_whole(groups):
     merged = Metrics()
     for rank in range(3):
-        merged.merge(ledger(groups[rank::3]))
-    assert merged.values() == pytest.approx(ledger(groups).values())
-    step = rollout_metrics(groups).values()
-    assert {name: value for name, value in step.items() if name.startswith("ledger/")} == ledger(groups).values()
+        merged.merge(rollout_metrics(groups[rank::3]))
+    assert merged.values() == pytest.approx(rollout_metrics(groups).values())
 
 
-def test_without_a_correct_answer_there_is_no_price_of_one():
+def test_without_calls_their_number_is_zero_and_without_a_correct_answer_it_has_no_quotient():
     wrong = Trajectory("p", "0", reward=0.0, turns=[Turn(0)])
-    assert ledger([Group(prompt(), [wrong])]).values() == {"ledger/correct": 0}
+    values = rollout_metrics([Group(prompt(), [wrong])]).values()
+    assert {name for name in values if name.startswith("tools/")} == {
+        "tools/all/calls", "tools/calls_per_trajectory", "tools/inherited",
+    }  # fmt: skip
+    called = Trajectory(
+        "p", "0", reward=0.0, turns=[Turn(0, tool_call=ToolCall("search", "q", "r", ok=True, cost=1.0))]
+    )
+    values = rollout_metrics([Group(prompt(), [called])]).values()
+    assert values["tools/all/cost"] == 1.0 and not any(name.endswith("_per_correct") for name in values)
 
 
 def test_percentiles_are_those_of_all_values():

@@ -1,0 +1,98 @@
+r"""The tags: what the model writes to call a tool, and what it reads back. Text only, no tokenizer.
+
+    <think> ... </think><search> Paris </search> <result>
+    found passages
+    </result><think> ... </think><answer> ... \boxed{Paris} ... </answer>
+
+A turn ends when the model closes a tool's tag or emits EOS. The result is appended as ` <result>\n{text}\n</result>`
+(one leading space). Result text is data: our own tags in it are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+PAPER_TOOLS = ("search", "python")
+"""The tools of the published runs; meant wherever nobody says which tools there are."""
+
+TRUNCATION_MARK = "\n[... result truncated]"
+UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
+EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
+LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
+TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without {tag}."
+
+
+def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
+    """All tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
+    return ("think", *tools, "result", "answer")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A parsed tool call; `error_kind` is set, and `error` says to the model what is wrong, where it is malformed."""
+
+    argument: str
+    error_kind: str | None = None
+    error: str = ""
+
+
+def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
+    """("python", "search") -> ("</python>", "</search>")"""
+    return tuple(f"</{tag}>" for tag in tools)
+
+
+def parse_call(turn_text: str, tag: str) -> Call:
+    """The call that ends a turn: what stands between the last <tag> of this turn and its closing tag.
+
+    Only the turn's own text is searched, never the prompt or an earlier result (UPSTREAM B14).
+
+    >>> parse_call("<think>look</think><search> Paris </search>", "search").argument
+    'Paris'
+    """
+    head = turn_text[: turn_text.rfind(f"</{tag}>")]
+    opened = head.rfind(f"<{tag}>")
+    if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
+        return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag))
+    argument = head[opened + len(tag) + 2 :].strip()
+    if not argument:
+        return Call("", "empty_call", EMPTY_CALL.format(tag=tag))
+    return Call(argument)
+
+
+def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
+    """The result with the protocol's tags made plain text, so that a web page cannot answer or call for the model.
+
+    >>> escape_result("see <answer>4</answer>")
+    'see &lt;answer&gt;4&lt;/answer&gt;'
+    """
+    return _any_tag(tuple(tools)).sub(r"&lt;\1&gt;", text)
+
+
+@cache
+def _any_tag(tools: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"<(/?(?:{'|'.join(map(re.escape, reserved_tags(tools)))}))>")
+
+
+def render_result(text: str) -> str:
+    """What is appended to the response after a call."""
+    return f" <result>\n{text}\n</result>"
+
+
+def merge_tool_messages(messages: list[dict[str, str]], tools: Sequence[str] = PAPER_TOOLS) -> list[dict[str, str]]:
+    """assistant / tool / assistant ... -> one assistant turn with <result> spans, as the rollout writes it."""
+    merged: list[dict[str, str]] = []
+    for message in messages:
+        previous = merged[-1] if merged else None
+        if message["role"] == "tool":
+            if previous is None or previous["role"] != "assistant":
+                raise ValueError("a tool message must follow an assistant message")
+            previous["content"] += render_result(escape_result(message["content"], tools))
+            previous["after_tool"] = "yes"
+        elif message["role"] == "assistant" and previous is not None and previous.pop("after_tool", None):
+            previous["content"] += message["content"]
+        else:
+            merged.append({"role": message["role"], "content": message["content"]})
+    return [{"role": m["role"], "content": m["content"]} for m in merged]
