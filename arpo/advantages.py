@@ -51,9 +51,13 @@ def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]
     return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
 
 
-GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {"grpo": grpo}
+GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
+    "grpo": grpo,
+}
 """-> (N,) one advantage for each trajectory."""
-CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {"gae": gae}
+CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
+    "gae": gae,
+}
 """-> (B, T) advantages, before they are whitened, and (B, T) returns, which the critic learns."""
 
 

@@ -153,7 +153,12 @@ def reinforce(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     return TokenLosses(-inputs.advantages * inputs.logprobs, inputs.log_ratio.exp())
 
 
-TOKEN_LOSSES: dict[str, TokenLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+TOKEN_LOSSES: dict[str, TokenLoss] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:

@@ -1,22 +1,12 @@
-"""Edits as a researcher would make them: one function, one line in a dict and, for a knob, one field in options.py.
+"""The edits of docs/extending.md, made in a copy of the project as they stand there; then the copy is used.
 
-Each is made in a copy of the project, which is then used as ever. Nothing else there may need to know the new name.
+Nothing else in the copy may need to know the new name.
 """
+
+import json
 
 import pytest
-from helpers.edits import edited_copy, run_in
-
-RLOO = """
-
-def rloo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    \"\"\"Reward less the mean of the others in the group, times a scale (arXiv 2402.14740).\"\"\"
-    advantages = evidence.rewards.clone()
-    for indices in members(evidence.group_ids):
-        rewards = evidence.rewards[indices]
-        if len(indices) > 1:
-            advantages[indices] = rewards - (rewards.sum() - rewards) / (len(indices) - 1)
-    return cfg.rloo_scale * advantages
-"""
+from helpers.edits import edited_copy, edits_of, run_in
 
 USE_RLOO = """
 from arpo.advantages import assign_advantages, token_advantages
@@ -43,26 +33,12 @@ for flags in (["--advantage.kind", "rlo"], ["--advantage.kind", "rloo", "--criti
 """
 
 
-def test_an_advantage_estimator_is_one_function_and_one_line(tmp_path):
-    edits = {
-        "arpo/advantages.py": [
-            ("normalize_std=cfg.normalize_std)\n", RLOO),
-            ("GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {", '"rloo": rloo, '),
-        ],
-        "arpo/options.py": [('    tree: str = "soft"\n', '    """ """\n    rloo_scale: float = 1.0\n')],
-    }
+def test_an_advantage_estimator_is_one_function_one_line_and_one_field(tmp_path):
+    edits = edits_of("An advantage estimator")
+    assert [code.count("def ") for _, code in edits] == [1, 0, 0]
     printed = run_in(edited_copy(tmp_path, edits), USE_RLOO).splitlines()
-    assert "did you mean 'rloo'" in printed[0] and "rloo has no critic" in printed[1]
+    assert "did you mean 'rloo'" in printed[0] and "critic.lr" in printed[1] and "advantage.kind" in printed[1]
 
-
-SAPO = """
-
-def sapo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
-    \"\"\"A sigmoid gate in place of the clip (arXiv 2511.20347): l = -A 4 / tau sigmoid(tau (r - 1)).\"\"\"
-    ratio = inputs.log_ratio.exp()
-    gate = torch.sigmoid(cfg.sapo_temperature * (ratio - 1))
-    return TokenLosses(-inputs.advantages * gate * 4 / cfg.sapo_temperature, ratio, {"gate": gate.detach()})
-"""
 
 USE_SAPO = """
 import math
@@ -90,18 +66,245 @@ except UserError as error:
 
 
 def test_a_loss_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
-    edits = {
-        "arpo/losses.py": [
-            ("    return TokenLosses(-inputs.advantages * inputs.logprobs, inputs.log_ratio.exp())\n", SAPO),
-            ("TOKEN_LOSSES: dict[str, TokenLoss] = {", '"sapo": sapo, '),
-        ],
-        "arpo/options.py": [
-            ('"""Ratio clip above 1."""\n', '    sapo_temperature: float = 1.0\n    """sapo: tau."""\n')
-        ],
-    }
+    edits = edits_of("A loss with a knob")
+    assert [code.count("def ") for _, code in edits] == [1, 0, 0]
     assert "did you mean 'sapo'? use one of sapo, ppo" in run_in(edited_copy(tmp_path, edits), USE_SAPO)
 
 
 def test_an_edit_in_a_place_that_is_not_there_is_noticed(tmp_path):
-    with pytest.raises(AssertionError, match="occurs 0 times"):
-        edited_copy(tmp_path, {"arpo/losses.py": [("no such line", "x = 1")]})
+    with pytest.raises(AssertionError, match="there is no LOSSES"):
+        edited_copy(tmp_path, [("One line in `LOSSES` of `arpo/losses.py`:", "    1: 1,\n")])
+
+
+# ---- a branching rule on token entropies
+
+USE_SPIKES = '''
+import json
+from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
+import arpo.rollout
+from arpo.config import load_config
+from arpo.protocol import Codec
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Prompt
+from train_rl import RLConfig
+
+COMMON = [
+    "--data.train", "x", "--rollout.group_size", "6", "--branching.num_initial_rollouts", "2",
+    "--branching.entropy_tokens", "8", "--branching.rule", "threshold", "--branching.threshold", "0.45",
+]
+
+def script(prompt_id, path, turn):
+    """Two searches, then the answer. After the first result half of the tokens stand out against root 0, none against
+    root 1; after the second all do, but only against root 0. In the mean the entropy falls, but for root 0's last."""
+    text = "<think>t</think><search>q</search>" if turn < 2 else "<think>t</think><answer>1</answer>"
+    if turn == 0:
+        return text, [1.0] * 8 if path == "0" else [3.0] * 8
+    return text, [1.5] * 4 + [0.1] * 4 if turn == 1 else [1.2] * 8
+
+tokenizer = byte_tokenizer()
+codec = Codec(tokenizer)
+messages = [{"role": "user", "content": "question"}]
+prompt = Prompt("p", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))
+
+def decisions(flags):
+    cfg = load_config(RLConfig, COMMON + flags)
+    tools = ToolRunner({"search": EchoTool("search", "found")})
+    engine = ScriptedEngine(tokenizer, script)
+    [group] = arpo.rollout.rollout([prompt], engine, tools, codec, cfg.rollout, cfg.branching, seed=0)
+    tools.close()
+    return {
+        t.trajectory_id: {i: [turn.decision.probability, turn.decision.num_children]
+                          for i, turn in enumerate(t.turns) if turn.decision}
+        for t in group.trajectories
+    }
+
+print(json.dumps({name: decisions(flags) for name, flags in RUNS.items()}))
+'''
+RUNS = {
+    "plain": ["--branching.selector", "spikes"],
+    "weighted": ["--branching.selector", "spikes", "--branching.spike_weight", "0.8"],
+    "means": ["--branching.selector", "arpo", "--branching.threshold", "0.5"],
+}
+Decisions = dict[str, dict[str, list]]
+"""Trajectory -> turn -> [P, number of children]."""
+
+
+@pytest.fixture(scope="module")
+def decisions(tmp_path_factory) -> dict[str, Decisions]:
+    """What rollouts on the scripted engine decide with each of RUNS, in a copy with the rule in it."""
+    folder = edited_copy(tmp_path_factory.mktemp("rule"), edits_of("A branching rule on token entropies"))
+    return json.loads(run_in(folder, f"RUNS = {RUNS!r}\n{USE_SPIKES}"))
+
+
+def test_decisions_follow_a_rule_on_the_token_entropies_of_turn_and_root(decisions):
+    # Root 0 branches after both results. Its child has the parent's first turn, so all tokens of its own last turn
+    # stand out too, and it branches as well; against root 1's first turn nothing stands out.
+    assert decisions["plain"] == {
+        "0": {"1": [0.5, 1], "2": [1.0, 1]},
+        "0.0": {"2": [1.0, 1]},
+        "0.0.0": {},
+        "0.1": {},
+        "1": {"1": [0.0, 0], "2": [0.0, 0]},
+        "2": {},
+    }
+
+
+def test_the_rules_knob_comes_from_the_command_line(decisions):
+    assert decisions["weighted"]["0"] == {"1": [0.4, 0], "2": [0.8, 1]}
+
+
+def test_a_rule_on_the_means_decides_otherwise(decisions):
+    assert [children for _, children in decisions["means"]["0"].values()] == [0, 1]
+
+
+# ---- a tool with a knob
+
+USE_CALCULATOR = r"""
+import json
+from dataclasses import dataclass, field, replace
+
+from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
+
+from arpo.config import load_config
+from arpo.evals.grading import well_formed
+from arpo.evals.records import group_records
+from arpo.metrics import rollout_metrics
+from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rewards import score_groups
+from arpo.rollout import rollout
+from arpo.tools import make_tools, system_prompt_for
+from arpo.tools.base import ToolRunner
+from arpo.tools.options import ToolsConfig
+from arpo.trajectory import Prompt
+
+
+@dataclass(frozen=True)
+class Config:
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+with open("corpus.jsonl", "w") as file:
+    file.write(json.dumps({"contents": "otter <calculator>1</calculator> <answer>5</answer>"}) + "\n")
+cfg = load_config(Config, [
+    "--tools.names", "calculator", "search", "--tools.calculator.digits", "3", "--tools.price_per_call",
+    "calculator=0.5", "--tools.search.backend", "local", "--tools.search.corpus", "corpus.jsonl",
+])
+
+T, A = "<think>t</think>", "<think>t</think><answer>\\boxed{4}</answer>"
+CALC, SEARCH = T + "<calculator>20 / 3</calculator>", T + "<search>otter</search>"
+SCRIPTS = {
+    "calculator": [CALC, A],
+    "python": [T + "<python>20 / 3</python>", A],
+    "unclosed": ["<think>t</think><calculator>1+1<answer>\\boxed{4}</answer>"],
+    "unclosed_python": ["<think>t</think><python>1+1<answer>\\boxed{4}</answer>"],
+    "unopened": [T + "1+1</calculator>", A],
+    "search": [SEARCH, A],
+    "both": [CALC, SEARCH, A],
+    "failed": [T + "<calculator>1 / 0</calculator>", SEARCH, A],
+}
+tokenizer = byte_tokenizer()
+loaded = make_tools(cfg.tools) | {"python": EchoTool("python", "6.67")}
+codec, runner = Codec(tokenizer, tools=loaded), ToolRunner(loaded)
+ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
+prompts = [Prompt(name, [{"role": "user", "content": "q"}], ["4"], "gsm8k", token_ids=ids) for name in SCRIPTS]
+groups = rollout(
+    prompts, ScriptedEngine(tokenizer, lambda prompt, _path, turn: SCRIPTS[prompt][turn]), runner, codec,
+    RolloutConfig(group_size=1, max_response_tokens=900, answer_reserve_tokens=60),
+    BranchingConfig(selector="none", num_initial_rollouts=1), seed=0,
+)
+runner.close()
+found = {}
+for bonus in (cfg.reward.bonus_tools, ("search", "calculator")):
+    score_groups(groups, replace(cfg.reward, bonus_tools=bonus), tools=tuple(loaded))
+    found["+".join(bonus)] = {g.prompt.prompt_id: g.trajectories[0].to_dict() for g in groups}
+values = rollout_metrics(groups).values()
+records = {g.prompt.prompt_id: group_records(g, "own", "reward", [0.0], tuple(loaded))[0] for g in groups}
+print(json.dumps({
+    "plain": found["search+python"], "bonus": found["search+calculator"], "metrics": values,
+    "well_formed": {name: well_formed(record) for name, record in records.items()},
+    "from_text": {name: well_formed(replace(record, segments=[])) for name, record in records.items()},
+    "prompt": system_prompt_for("default", cfg.tools.names), "decides": cfg.tools.what_decides(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    """What USE_CALCULATOR prints in a copy that has the calculator."""
+    edits = edits_of("A tool with a knob")
+    assert [code.count("\n") for _, code in edits[1:]] == [1, 1, 1]
+    return json.loads(run_in(edited_copy(tmp_path_factory.mktemp("tool"), edits), USE_CALCULATOR))
+
+
+def reward(trajectory: dict) -> tuple[float, dict, str]:
+    return trajectory["reward"], trajectory["reward_parts"], trajectory["reward_reason"]
+
+
+def test_a_well_formed_call_of_the_tool_earns_what_one_of_python_earns(found):
+    plain = found["plain"]
+    assert reward(plain["calculator"]) == reward(plain["python"])
+    assert reward(plain["calculator"]) == (1.0, {"format": 1.0, "accuracy": 1.0, "tool_bonus": 0.0}, "")
+
+
+def test_an_unclosed_or_unopened_call_of_the_tool_loses_what_one_of_python_loses(found):
+    plain = found["plain"]
+    assert reward(plain["unclosed"]) == reward(plain["unclosed_python"])
+    assert (plain["unclosed"]["reward"], plain["unclosed"]["reward_reason"]) == (-1.0, "unclosed_call")
+    assert (plain["unopened"]["reward"], plain["unopened"]["reward_reason"]) == (-1.0, "unopened_call")
+
+
+def test_the_tools_tags_in_a_search_result_are_escaped(found):
+    [call] = [turn["tool_call"] for turn in found["plain"]["search"]["turns"] if turn["tool_call"]]
+    assert call["ok"] and "&lt;calculator&gt;1&lt;/calculator&gt; &lt;answer&gt;5" in call["result"]
+    assert "<calculator>" not in call["result"] and found["plain"]["search"]["reward"] == 1.0
+
+
+def test_the_tools_knob_acts(found):
+    assert found["plain"]["calculator"]["turns"][0]["tool_call"]["result"] == "6.67"
+
+
+def test_the_bonus_can_be_for_the_tool(found):
+    rewards = {name: trajectory["reward"] for name, trajectory in found["bonus"].items()}
+    assert rewards["both"] == 1.1 and rewards["failed"] == rewards["calculator"] == 1.0
+    assert found["plain"]["both"]["reward"] == 1.0
+
+
+def test_prompt_metrics_prices_and_grades_know_the_tool(found):
+    assert "with the help of a calculator and a search tool." in found["prompt"]
+    metrics = found["metrics"]
+    assert metrics["tools/calculator/calls"] == 3 and metrics["tools/calculator/not_run"] == 1
+    assert metrics["tools/calculator/failed_error"] == 1 and metrics["tools/calculator/cost"] == 2 * 0.5
+    ill_formed = {"unclosed", "unclosed_python", "unopened"}
+    for verdicts in (found["well_formed"], found["from_text"]):
+        assert {name for name, good in verdicts.items() if not good} == ill_formed
+    assert found["decides"]["calculator"] == {"digits": 3}
+
+
+# ---- a benchmark
+
+USE_FRAMES = """
+import json
+from pathlib import Path
+from arpo.evals.benchmarks import questions, select
+from arpo.evals.grading import grade_records
+from arpo.evals.records import Record
+
+Path("sets/frames").mkdir(parents=True)
+row = {"Prompt": "Who wrote it?", "Answer": "Jane Austen", "reasoning_types": "multi hop"}
+Path("sets/frames/test.jsonl").write_text(json.dumps(row))
+chosen, absent = select(("frames",), "sets")
+assert set(chosen) == {"frames"} and not absent
+assert "frames" in select(("qa",), "sets")[0]
+[prompt] = questions("frames", chosen["frames"], "sets")
+assert prompt.answers == ["Jane Austen"] and prompt.meta == {"split": "multi hop"}
+assert prompt.messages[-1]["content"] == "Who wrote it?" and prompt.messages[0]["role"] == "system"
+print(chosen["frames"].grader)
+"""
+
+
+def test_a_benchmark_is_one_line(tmp_path):
+    edits = edits_of("A benchmark")
+    assert [code.count("\n") for _, code in edits] == [1]
+    assert run_in(edited_copy(tmp_path, edits), USE_FRAMES) == "qa\n"

@@ -1,8 +1,11 @@
-"""A copy of the project with a researcher's edit in it, and a process that uses the copy."""
+"""A researcher's edit, as docs/extending.md shows it, in a copy of the project; and a process that uses the copy."""
 
+import ast
 import contextlib
+import importlib
 import io
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,26 +14,57 @@ import torch
 from helpers.forked import in_processes
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = {"arpo", *(script.stem for script in ROOT.glob("*.py"))}
+OURS = {"arpo", "helpers", "use", *(script.stem for script in ROOT.glob("*.py"))}
+
+Edit = tuple[str, str]
+"""What a paragraph says of the place, and the code below it."""
 
 
-def edited_copy(folder: Path, edits: dict[str, list[tuple[str, str]]]) -> Path:
-    """Copy the package and the scripts to `folder`, and edit them there; returns `folder`.
+def edits_of(title: str) -> list[Edit]:
+    """The code blocks of a section of docs/extending.md, each with the paragraph above it."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    pieces = re.split(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    edits: list[Edit] = []
+    for text, code in zip(pieces[::2], pieces[1::2], strict=False):
+        paragraph = text.strip().rpartition("\n\n")[2]
+        edits.append((paragraph or edits[-1][0], code))
+    return edits
 
-    `edits`: file -> [(a piece of its text, which must occur exactly once; the text to be put right behind it)]. A file
-    that does not exist is created, from the second text of its only pair.
-    """
+
+def edited_copy(folder: Path, edits: list[Edit]) -> Path:
+    """Copy the package and the scripts to `folder`, and make the edits there; returns `folder`."""
     shutil.copytree(ROOT / "arpo", folder / "arpo", ignore=shutil.ignore_patterns("__pycache__"))
     for script in ROOT.glob("*.py"):
         shutil.copy(script, folder)
-    for name, pairs in edits.items():
-        path = folder / name
-        text = path.read_text() if path.exists() else ""
-        for place, more in pairs:
-            assert not text or text.count(place) == 1, f"{name}: {place!r} occurs {text.count(place)} times"
-            text = text.replace(place, place + more) if text else more
-        path.write_text(text)
+    file = ""
+    for place, code in edits:
+        names = re.findall(r"`([^`]+)`", place.partition(":")[0])
+        file = next((name for name in names if name.endswith(".py")), file)  # else in the file of the edit before
+        target = next((name for name in names if not name.endswith(".py")), "")
+        path = folder / file
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(make(lines, place, target, code)))
     return folder
+
+
+def make(lines: list[str], place: str, target: str, code: str) -> list[str]:
+    """The lines of a file with the edit. Raises AssertionError where the paragraph names a place that is not there."""
+    if place.startswith("A new file, "):
+        assert not lines, place
+        return [code]
+    tree = ast.parse("".join(lines))
+    if code.startswith("from "):  # an import, beside the others
+        at = next(node.lineno - 1 for node in tree.body if isinstance(node, ast.ImportFrom) and "arpo" in node.module)
+    elif place.startswith("One field in "):
+        [section] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == target]
+        at = [node.end_lineno for node in section.body if isinstance(node, ast.AnnAssign | ast.Expr)][-1]
+    else:
+        found = [node for node in tree.body if isinstance(node, ast.AnnAssign) and node.target.id == target]
+        assert len(found) == 1, f"there is no {target}"
+        at = found[0].lineno if place.startswith("One line in ") else found[0].lineno - 1
+        code = code if place.startswith("One line in ") else code + "\n\n"
+    return [*lines[:at], code, *lines[at:]]
 
 
 def run_in(folder: Path, code: str) -> str:
@@ -39,14 +73,16 @@ def run_in(folder: Path, code: str) -> str:
     The process is forked from this one, which has torch behind it, and forgets this project's own modules.
     """
 
+    (folder / "use.py").write_text(code)
+
     def work(_: int) -> str:
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
             del sys.modules[name]
-        sys.path.insert(0, str(folder))
+        sys.path[:0] = [str(folder), str(ROOT / "tests")]
         os.chdir(folder)
         torch.set_num_threads(1)  # threads of the process that this one was forked from are not here
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(code, {"__name__": "edited"})
+            importlib.import_module("use")
         assert sys.modules["arpo"].__file__ == str(folder / "arpo/__init__.py")
         return printed.getvalue()
 
