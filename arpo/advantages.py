@@ -1,9 +1,9 @@
 """From rewards to advantages: estimators, tree credits, and which trajectories are trained on.
 
-A new estimator is one function and one line in GROUP_ESTIMATORS, which compare trajectories with each other, or in
-CRITIC_ESTIMATORS, which compare tokens with a critic's values (being named there is what loads a critic). A new way to
-share a trajectory's advantage among its tokens is one function and one line in TREE_CREDITS. A knob is a field of
-AdvantageConfig.
+A new estimator is one function and one line: in GROUP_ESTIMATORS if it compares trajectories with each other, in
+CRITIC_ESTIMATORS if it compares tokens with a critic's values (a critic is loaded for these, and for no others). A new
+way to share a trajectory's advantage among its tokens is one function and one line in TREE_CREDITS. A knob is a field
+of AdvantageConfig.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from arpo.trajectory import Group, StopReason, Trajectory
 
 @dataclass(frozen=True)
 class GroupEvidence:
-    """Everything that a group estimator may look at: the N trajectories of a step that are trained on."""
+    """Everything that a group estimator may look at: N trajectories, all of a step but those that ended in an error."""
 
     rewards: Tensor
-    """(N,) float64, the reward less the KL penalty (loss.kl_in=reward)."""
+    """(N,) float64, each trajectory's reward less its KL penalty (loss.kl_in=reward)."""
     group_ids: list[int]
     """(N,) index of the group that each trajectory belongs to."""
     trajectories: list[Trajectory]
@@ -54,11 +54,11 @@ def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]
 GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
     "grpo": grpo,
 }
-"""-> (N,) one advantage for each trajectory."""
+"""Each returns one advantage for each trajectory, (N,)."""
 CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
     "gae": gae,
 }
-"""-> (B, T) advantages, before they are whitened, and (B, T) returns, which the critic learns."""
+"""Each returns (B, T) advantages, which are whitened afterwards, and (B, T) returns, which the critic learns."""
 
 
 def group_advantages(
@@ -172,7 +172,7 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 
 
 TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {"soft": soft, "hard": hard}
-"""What `token_advantages` returns, from the trajectories' advantages (and rewards, if it likes) and the tree."""
+"""Each returns what `token_advantages` does, from the group's tree and its trajectories' `advantage` (and `reward`)."""
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:

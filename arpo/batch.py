@@ -55,16 +55,16 @@ class RowPaths:
     """Which tokens of a micro-batch attend to which."""
 
     num_queries: tuple[int, ...]
-    """Of each row: its own tokens, at least one, which lie one row behind the other."""
+    """Number of tokens that each row computes for itself (at least 1). They lie row after row in the sequence."""
     num_keys: tuple[int, ...]
-    """Of each row: its tokens with those that it shares with earlier rows. At least its queries."""
+    """Number of tokens that each row attends to: its own and those that it shares with earlier rows."""
     keys: Tensor | None = None
-    """(sum of num_keys,) which tokens the keys are, row after row; None = all in their order."""
+    """(sum of num_keys,) positions of the tokens that each row attends to, row after row; None = all in their order."""
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, compare=False)
-    """What the layers of one forward pass have computed so far: see `mask`."""
+    """Masks that the layers of one forward pass have computed so far, by (row, window); filled by `mask`."""
 
     def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
-        """(queries, keys) of this row, to be added to the scores: 0 or -inf. None = plainly causal."""
+        """The row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plainly causal."""
         num_queries, num_keys = self.num_queries[row], self.num_keys[row]
         if num_queries == num_keys and not window:
             return None
@@ -74,10 +74,11 @@ class RowPaths:
         return self.masks[row, window]
 
     def for_one_pass(self) -> RowPaths:
+        """A copy whose `masks` are empty, so that they live only as long as one forward pass."""
         return replace(self, masks={})
 
     def padded(self, num_tokens: int) -> RowPaths:
-        """With so many rows of one token behind."""
+        """A copy with `num_tokens` more rows of one token each at the end."""
         ones, keys = (1,) * num_tokens, self.keys
         if keys is not None:
             num_tokens_before = sum(self.num_queries)
@@ -140,12 +141,12 @@ class MicroBatch:
         return rows.masked_scatter(self.loss_mask, values)
 
     def attention_mask(self, config: Any) -> Any:
-        """What the model of this Hugging Face config gets as its mask. None: flex_attention reads off the positions
-        where rows begin, and the others know from `attention_options`."""
+        """The mask that is passed to the model of this Hugging Face config. None here: flex_attention finds the rows'
+        beginnings in the position ids, and the other kernels get them by `attention_options`."""
         return None
 
     def attention_options(self) -> dict[str, Any]:
-        """What the attention layers get beyond that."""
+        """Keyword arguments for the model's attention layers."""
         return {"paths": self.paths.for_one_pass()}
 
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:

@@ -63,7 +63,7 @@ def run_or_exit(main: Callable[[C], None], config: C) -> None:
 
 def one_line(tyro_box: str) -> str:
     """tyro explains itself in a drawn box of several lines; keep the words of it."""
-    text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]", " ", tyro_box))
+    text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]|-{9,}", " ", tyro_box))
     text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
     return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 

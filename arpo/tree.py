@@ -41,9 +41,9 @@ class TreeBatch(MicroBatch):
     subtree_end: torch.Tensor
     """(N,) one past the last node below"""
     parents: torch.Tensor
-    """(N,) the node before; 0 for a first token, which has none"""
+    """(N,) each node's parent; 0 for a first token, which has none"""
     nodes: torch.Tensor
-    """(B, T) of the response tokens; -1 beyond a row's end"""
+    """(B, T) each response token's node; -1 beyond a row's end"""
     loss_nodes: torch.Tensor
     """(U,) nodes that are a loss token of at least one row, ascending"""
 
@@ -205,7 +205,7 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
 
 
 def row_paths(paths: list[np.ndarray], shared: Sequence[int]) -> RowPaths:
-    """Of the rows that have a token of their own, in depth-first order: nodes are numbered in this order too."""
+    """Queries and keys of the rows, in depth-first order, without rows that have no token of their own."""
     seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]
     return RowPaths(
         num_queries=tuple(len(path) - n for path, n in seen),

@@ -43,7 +43,7 @@ class Minibatch:
 
     groups: list[Group]
     trajectories: list[tuple[int, Trajectory]]
-    """By row id: (index in `groups`, trajectory)."""
+    """(index in `groups`, trajectory) of each row; a row's id is its place in this list."""
     micros: list[MicroBatch]
     """This rank's part."""
 
@@ -65,6 +65,7 @@ def make_minibatches(
 
 
 def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: float) -> None:
+    """Fill each token's log-probability under the reference policy."""
     for micro in micros:
         with torch.no_grad():
             micro.ref_logprobs, _ = reference(micro, temperature)

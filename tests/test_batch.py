@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+import train_sft
 from arpo.batch import Row, assign_to_ranks, collate, microbatches, pack, training_rows
 from arpo.options import AdvantageConfig
+from arpo.ranks import Ranks
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
@@ -62,8 +64,12 @@ def test_packing_respects_the_budget_and_keeps_every_row_once():
 def test_a_row_over_the_budget_is_an_error_that_names_the_option():
     with pytest.raises(ValueError, match=r"update\.max_tokens_per_microbatch=10"):
         pack([5, 11], 10)
-    with pytest.raises(ValueError, match=r"data\.max_tokens_per_microbatch=4"):
-        microbatches([make_row(3, [1, 1])], 0, 1, 4, option="data.max_tokens_per_microbatch")
+
+
+def test_a_conversation_over_the_budget_is_an_error_that_names_the_option_of_sft():
+    alone = Ranks(0, 1, torch.device("cpu"), None)
+    with pytest.raises(ValueError, match=r" data\.max_tokens_per_microbatch=4;"):
+        train_sft.share([make_row(3, [1, 1])], 4, alone)
 
 
 def test_ranks_get_about_the_same_number_of_tokens():

@@ -1,10 +1,15 @@
 """The names that options may take are read from the source; they must be what the modules really hold."""
 
 import importlib
+import io
+import sys
 
 import pytest
 
+from arpo.config import load_config
+from arpo.errors import UserError
 from arpo.names import check_name, names_of
+from train_rl import RLConfig
 
 DICTS = [
     ("losses", "TOKEN_LOSSES"),
@@ -30,6 +35,16 @@ def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
     assert str(caught.value) == f"loss.kind='cipso' is unknown; {hint}"
     with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, none$"):
         check_name("loss.rollout_correction", "xyz", "losses", "ROLLOUT_CORRECTIONS", "none")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_misspelt_name_in_a_config_is_one_plain_line_whatever_the_terminal(encoding, monkeypatch):
+    """tyro draws a box around it, of dashes where the terminal has no better lines."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    with pytest.raises(UserError) as caught:
+        load_config(RLConfig, ["--data.train", "x", "--loss.kind", "gpso"])
+    hint = "did you mean 'gspo'? use one of ppo, gspo, cispo, reinforce; see --help"
+    assert str(caught.value) == f"command line: loss.kind='gpso' is unknown; {hint}"
 
 
 def test_names_beside_the_dict_are_known_too():
