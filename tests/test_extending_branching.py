@@ -4,46 +4,47 @@ One function and one line in arpo/branching.py, one field in BranchingConfig for
 """
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from helpers.edits import edited_copy, run_in
 
-ROOT = Path(__file__).resolve().parent.parent
+SPIKES = '''
 
-FUNCTION = '''
 def spikes(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P = the share of the turn's first tokens that are less certain than the first turn ever was, times a weight."""
     bound = max(evidence.root_entropies)
     share = sum(entropy > bound for entropy in evidence.entropies) / len(evidence.entropies)
     return min(1.0, cfg.spike_weight * share)
-
-
 '''
-LINE = '    "spikes": spikes,\n'
-FIELD = '''    spike_weight: float = 1.0
-    """spikes: P per share of the tokens that stand out."""
-'''
+EDITS = {
+    "arpo/branching.py": [
+        ("    return cfg.base\n", SPIKES),
+        ('    "random": at_random,\n', '    "spikes": spikes,\n'),
+    ],
+    "arpo/options.py": [("    threshold: float = 0.5\n", '    """ """\n    spike_weight: float = 1.0\n')],
+}
 
-PROGRAM = '''
-import json, sys
-from pathlib import Path
+USE_SPIKES = '''
+import json
+
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
-import arpo.rollout
+
 from arpo.config import load_config
 from arpo.protocol import Codec
+from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from train_rl import RLConfig
 
-assert Path(arpo.rollout.__file__).is_relative_to(Path.cwd()), "this is not the copy"
 COMMON = [
     "--data.train", "x", "--rollout.group_size", "6", "--branching.num_initial_rollouts", "2",
-    "--branching.entropy_tokens", "8", "--branching.rule", "threshold", "--branching.threshold", "0.45",
+    "--branching.entropy_tokens", "8", "--branching.rule", "threshold",
 ]
+RUNS = {
+    "plain": ["--branching.selector", "spikes", "--branching.threshold", "0.45"],
+    "weighted": ["--branching.selector", "spikes", "--branching.threshold", "0.45", "--branching.spike_weight", "0.8"],
+    "means": ["--branching.selector", "arpo"],
+}
 
 def script(prompt_id, path, turn):
     """Two searches, then the answer. After the first result half of the tokens stand out against root 0, none against
@@ -62,7 +63,7 @@ def decisions(flags):
     cfg = load_config(RLConfig, COMMON + flags)
     tools = ToolRunner({"search": EchoTool("search", "found")})
     engine = ScriptedEngine(tokenizer, script)
-    [group] = arpo.rollout.rollout([prompt], engine, tools, codec, cfg.rollout, cfg.branching, seed=0)
+    [group] = rollout([prompt], engine, tools, codec, cfg.rollout, cfg.branching, seed=0)
     tools.close()
     return {
         t.trajectory_id: {i: [turn.decision.probability, turn.decision.num_children]
@@ -70,44 +71,17 @@ def decisions(flags):
         for t in group.trajectories
     }
 
-print(json.dumps({name: decisions(flags) for name, flags in json.loads(sys.argv[1]).items()}))
+print(json.dumps({name: decisions(flags) for name, flags in RUNS.items()}))
 '''
-RUNS = {
-    "plain": ["--branching.selector", "spikes"],
-    "weighted": ["--branching.selector", "spikes", "--branching.spike_weight", "0.8"],
-    "means": ["--branching.selector", "arpo", "--branching.threshold", "0.5"],
-}
 Decisions = dict[str, dict[str, list]]
 """Trajectory -> turn -> [P, number of children]."""
-
-
-def insert(path: Path, before: str, new: str) -> None:
-    text = path.read_text()
-    assert text.count(before) == 1, (path, before)
-    path.write_text(text.replace(before, new + before))
-
-
-def add_the_rule(folder: Path) -> None:
-    """To the package in `folder`."""
-    insert(folder / "arpo" / "branching.py", "RULES: dict", FUNCTION)
-    insert(folder / "arpo" / "branching.py", '    "none": None', LINE)
-    insert(folder / "arpo" / "options.py", "    max_branches_per_turn: int", FIELD)
 
 
 @pytest.fixture(scope="module")
 def decisions(tmp_path_factory) -> dict[str, Decisions]:
     """What rollouts on the scripted engine decide with each of RUNS, in a copy of the package with the rule in it."""
-    folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(ROOT / "arpo", folder / "arpo", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "train_rl.py", folder)
-    add_the_rule(folder)
-    path = os.pathsep.join([str(folder), str(ROOT / "tests")])
-    command = [sys.executable, "-c", PROGRAM, json.dumps(RUNS)]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    folder = edited_copy(tmp_path_factory.mktemp("extended"), EDITS)
+    return json.loads(run_in(folder, USE_SPIKES))
 
 
 def test_decisions_follow_a_rule_on_the_token_entropies_of_turn_and_root(decisions):
