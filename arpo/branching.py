@@ -43,6 +43,7 @@ class Evidence:
 
     @property
     def delta_entropy(self) -> float:
+        """H - H_root: how much less certain the policy has become."""
         return self.entropy - self.root_entropy
 
 
@@ -244,7 +245,8 @@ class Live:
     group: GroupState
     path: Path
     evidence: Evidence | None = None
-    """What the newest measured turn has shown; a branch begins with what its parent was judged by."""
+    """What the newest measured turn has shown, None before there is one; a branch begins with that by which its parent
+    was judged."""
     entropies: list[float] = field(default_factory=list)
     """Next-token entropies (nats) of the current turn's first tokens, as far as they are sampled."""
     top_logprobs: list[list[float]] = field(default_factory=list)

@@ -225,15 +225,9 @@ class _Loop:
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
         live, tag, argument = self.calling.pop(call_id)
         call = ToolCall(
-            tag,
-            argument,
-            result.text,
-            result.ok,
-            result.error_kind,
-            cached=result.cached,
-            seconds=result.seconds,
-            cost=result.cost,
-        )
+            tag, argument, result.text, result.ok, result.error_kind,
+            cached=result.cached, seconds=result.seconds, cost=result.cost,
+        )  # fmt: skip
         if result.infra_error:  # our failure, not the model's: it neither reads it nor is trained on it
             live.trajectory.turns[-1].tool_call = call
             self.end(live, StopReason.ERROR)
