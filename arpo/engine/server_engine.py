@@ -24,7 +24,7 @@ from typing import Any
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.errors import UserError
 from arpo.protocol import Codec
-from arpo.tools.http.client import bearer, check_url, open_client, read_key
+from arpo.tools.http.client import HttpClient, bearer, check_url, read_key
 from arpo.tools.http.policy import HttpPolicy
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ServerEngine:
         models = _get_json(f"{self.url}/models", bearer(read_key(KEY_VARIABLE)))
         self.model = choose_model(models, model, max_model_len, self.url)
         self.codec = codec
-        self._client = open_client(
+        self._client = HttpClient(
             "eval.server",
             f"{self.url}/completions",
             HttpPolicy(deadline_s=2 * deadline_s, max_concurrent=max_concurrent),  # a try may take half of it

@@ -20,7 +20,7 @@ from typing import Literal
 from arpo.errors import UserError
 from arpo.evals.options import JudgeConfig
 from arpo.tools.cache.store import CacheFile, cache_key
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url, open_client
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 
 BACKEND = "judge"
@@ -166,7 +166,7 @@ class Judge:
             await client.aclose()
 
     def _client(self) -> HttpClient:
-        return open_client(
+        return HttpClient(
             BACKEND,
             self.cfg.url,
             HttpPolicy(

@@ -38,12 +38,7 @@ PROMPTS: dict[str, AskedAs] = {
         f"</result>{_EXAMPLE_END}",
         ("python",),
     ),
-    "base": AskedAs(
-        "You are a helpful assistant that solves the given question step by step.\nThink inside <think> </think>. "
-        f"{_ANSWER}\nExample: <think> what is needed, and what follows </think><answer> The final answer is "
-        r"\[ \boxed{42} \] </answer>",
-        (),
-    ),
+    "base": AskedAs(system_prompt_for("default", ()), ()),
     "chinese": AskedAs(
         "你是一个乐于助人的助手，借助搜索工具和 Python 解释器，一步一步地解答给定的问题。\n"
         "在 <think> </think> 中思考。需要搜索时，写 <search> 搜索词 </search>；需要运行代码时，"

@@ -68,12 +68,13 @@ def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
     >>> escape_result("see <answer>4</answer>")
     'see &lt;answer&gt;4&lt;/answer&gt;'
     """
-    return _any_tag(tuple(tools)).sub(r"&lt;\1&gt;", text)
+    return tag_pattern(reserved_tags(tools)).sub(r"&lt;\1\2&gt;", text)
 
 
 @cache
-def _any_tag(tools: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"<(/?(?:{'|'.join(map(re.escape, reserved_tags(tools)))}))>")
+def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches an opening or closing tag; its groups are "" or "/", and the name. Without tags it matches nothing."""
+    return re.compile(rf"<(/?)({'|'.join(map(re.escape, tags)) or '(?!)'})>")
 
 
 def render_result(text: str) -> str:

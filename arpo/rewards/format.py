@@ -8,30 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
-from arpo.protocol.tags import PAPER_TOOLS
+from arpo.protocol.tags import PAPER_TOOLS, tag_pattern
 
 Segments = list[tuple[str, bool]]
 """(text, written by the model) runs in order; a tool run is " <result>\n...\n</result>"."""
 
+_RESULT = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-
-
-@cache
-def _call_tag(tools: tuple[str, ...]) -> re.Pattern[str]:
-    """An opening or closing tag of one of the tools: ("/" or "", name); of no tools, what never matches."""
-    return re.compile(rf"<(/?)({_any_of(tools)})>")
-
-
-@cache
-def _result_after_call(tools: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"(</(?:{_any_of(tools)})>)(\s*<result>.*?</result>)", re.DOTALL)
-
-
-def _any_of(tools: tuple[str, ...]) -> str:
-    return "|".join(map(re.escape, tools)) or "(?!)"
 
 
 def derive_segments(response_text: str, tools: Sequence[str] = PAPER_TOOLS) -> Segments:
@@ -42,9 +27,11 @@ def derive_segments(response_text: str, tools: Sequence[str] = PAPER_TOOLS) -> S
     """
     segments: Segments = []
     position = 0
-    for match in _result_after_call(tuple(tools)).finditer(response_text):
-        segments += [(response_text[position : match.end(1)], True), (match[2], False)]
-        position = match.end()
+    for call in tag_pattern(tuple(tools)).finditer(response_text):
+        result = _RESULT.match(response_text, call.end()) if call[1] and call.start() >= position else None
+        if result:
+            segments += [(response_text[position : call.end()], True), (result[0], False)]
+            position = result.end()
     return [*segments, (response_text[position:], True)] if position < len(response_text) else segments
 
 
@@ -98,7 +85,7 @@ def format_error(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> str:
     `tools` are the tags of the loaded tools: their calls must be closed and answered. Any other tag is plain text.
     """
     _, error = extract_answer(segments)
-    return error or _think_error(model_text(segments)) or _call_error(segments, _call_tag(tuple(tools)))
+    return error or _think_error(model_text(segments)) or _call_error(segments, tag_pattern(tuple(tools)))
 
 
 def _think_error(text: str) -> str:
@@ -141,7 +128,7 @@ def _call_tags_error(tags: list[tuple[bool, str]], has_result: bool) -> str:
 
 def answered_calls(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> set[str]:
     """Tags of the calls whose result does not start with "Error"; where the executed calls themselves are not known."""
-    call_tag = _call_tag(tuple(tools))
+    call_tag = tag_pattern(tuple(tools))
     answered = set()
     for (text, by_model), (result, result_by_model) in pairwise(segments):
         if not by_model or result_by_model:

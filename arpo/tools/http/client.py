@@ -57,6 +57,11 @@ class _Call:
     num_tries: int = 0
 
 
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key; none for an empty one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class HttpClient:
     """One service, one process. Its session is made by the first call, on the event loop of that call."""
 
@@ -66,19 +71,25 @@ class HttpClient:
         url: str,
         policy: HttpPolicy,
         *,
-        headers: dict[str, str] | None = None,
-        secret: str = "",
-        refused: str = "the service refuses access",
+        setting: str = "",
+        key_variable: str = "",
+        headers: Callable[[str], dict[str, str]] = bearer,
         limit: RateLimit | None = None,
         breaker: CircuitBreaker | None = None,
         time_source: Time | None = None,
         rng: random.Random | None = None,
     ):
-        """`secret` is cut out of everything that is said about a failure; `refused` is what to say of 401 and 403."""
+        """The key is in the environment variable `key_variable`, if that is set; `headers` makes of it what is sent.
+
+        `setting` is the option that names the service, for messages. Raises UserError for a key that cannot be one.
+        """
+        key = read_key(key_variable)
+        access = f"the key in {key_variable}" if key else f"access; set {key_variable}" if key_variable else "access"
+        self._refused = f"{setting or name}: the service refuses {access}"
         self._time = time_source or Time()
         self._name, self._url, self._policy = name, url, policy
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | (headers or {})
-        self._secret, self._refused = secret, refused
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | headers(key)
+        self._key = key
         self._throttle = Throttle(limit, self._time)
         self._breaker = breaker or CircuitBreaker(name, self._time)
         self._rng = rng or random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
@@ -197,8 +208,8 @@ class HttpClient:
 
     def _clean(self, reason: str) -> str:
         """One short line without the key, which a service may quote."""
-        if self._secret:
-            reason = reason.replace(self._secret, "***")
+        if self._key:
+            reason = reason.replace(self._key, "***")
         return " ".join(reason.split())[:MAX_REASON_CHARS]
 
 
@@ -229,40 +240,6 @@ def read_key(variable: str) -> str:
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")
     return key
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key; none for an empty one."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def open_client(
-    name: str,
-    url: str,
-    policy: HttpPolicy,
-    *,
-    setting: str,
-    key_variable: str,
-    headers: Callable[[str], dict[str, str]] = bearer,
-    limit: RateLimit | None = None,
-    time_source: Time | None = None,
-) -> HttpClient:
-    """A client for a service that the user names in `setting`, with the key in `key_variable`, if there is one.
-
-    `headers` makes of the key what is sent. Raises UserError for a key that cannot be one.
-    """
-    key = read_key(key_variable)
-    access = f"the key in {key_variable}" if key else f"access; set {key_variable}" if key_variable else "access"
-    return HttpClient(
-        name,
-        url,
-        policy,
-        headers=headers(key),
-        secret=key,
-        refused=f"{setting}: the service refuses {access}",
-        limit=limit,
-        time_source=time_source,
-    )
 
 
 def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import aiohttp
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
 from arpo.tools.cache.store import NO_RESULTS, cache_key
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url, open_client
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url
 from arpo.tools.http.policy import HttpPolicy, Time
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.page_fetch import PageFetcher, is_public
@@ -69,7 +69,7 @@ class ReadingBackend:
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
-            self._summarizer = open_client(
+            self._summarizer = HttpClient(
                 "summarizer",
                 cfg.summarizer_url,
                 HttpPolicy(deadline_s=cfg.deadline_s, max_concurrent=cfg.max_concurrent),

@@ -14,7 +14,7 @@ from typing import Any
 
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
-from arpo.tools.http.client import HttpClient, check_url, open_client, read_key
+from arpo.tools.http.client import HttpClient, check_url, read_key
 from arpo.tools.http.policy import HttpPolicy, Time
 from arpo.tools.http.rate_limit import LocalRateLimit, RateLimit, RedisRateLimit
 from arpo.tools.options import SearchConfig
@@ -67,7 +67,7 @@ class HttpBackend:
             self._limit.close()
 
     def _make_client(self) -> HttpClient:
-        return open_client(
+        return HttpClient(
             self._cfg.backend,
             self._url,
             self._policy,
