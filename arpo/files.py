@@ -1,8 +1,9 @@
-"""Rows of parquet, jsonl and json-array files, each with its place for error messages; streamed, whole or a part."""
+"""Files of rows, read (parquet, jsonl and json arrays; streamed, whole or a part), and JSON for the pages we write."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -110,3 +111,21 @@ def _count_newlines(file: BinaryIO, num_bytes: int) -> int:
         count += block.count(b"\n")
         num_bytes -= len(block)
     return count
+
+
+def script_json(tree: object) -> str:
+    r"""JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start a
+    comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+
+    >>> script_json({"text": "</script>", "loss": math.nan})
+    '{"text":"\\u003c/script>","loss":"nan"}'
+    """
+    return json.dumps(_finite(tree), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _finite(tree: object) -> object:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree

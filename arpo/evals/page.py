@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -20,7 +19,7 @@ from typing import Any
 from arpo.evals.grading import Grade, segments_of
 from arpo.evals.records import Record
 from arpo.evals.tables import Table
-from arpo.viewer.viewer import finite
+from arpo.files import script_json
 
 BLOCK = 64
 """Transcripts that are unpacked together."""
@@ -56,16 +55,11 @@ def write_page(
     middle, tail = tail.split("@@BLOCKS@@")
     writing = path.with_name(path.name + ".tmp")
     with writing.open("w", encoding="utf-8") as file:
-        file.write(head + as_json(data) + middle)
+        file.write(head + script_json(data) + middle)
         for block in blocks(pairs):
             file.write(f'<script type="text/plain" class="block">{block}</script>\n')
         file.write(tail)
     writing.replace(path)
-
-
-def as_json(tree: object) -> str:
-    """ASCII JSON without "<": it can neither end its script element nor start a comment, whatever the model wrote."""
-    return json.dumps(finite(tree), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def index_row(benchmark: str, record: Record, grade: Grade) -> list:
@@ -92,7 +86,7 @@ def blocks(pairs: Sequence[Pair]) -> Iterator[str]:
     for start in range(0, len(pairs), BLOCK):
         views = [transcript(record, grade) for _, record, grade in pairs[start : start + BLOCK]]
         # mtime 0: the same records make the same page, byte for byte
-        packed = base64.b64encode(gzip.compress(json.dumps(finite(views)).encode(), 6, mtime=0)).decode()
+        packed = base64.b64encode(gzip.compress(script_json(views).encode(), 6, mtime=0)).decode()
         num_bytes += len(packed)
         if num_bytes > MAX_TRANSCRIPT_BYTES:
             return

@@ -55,11 +55,6 @@ class SearchConfig:
     corpus: str = ""
     """local: jsonl, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key is
     indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
-    index: Literal["auto", "sqlite", "tantivy"] = "auto"
-    """local: what searches the corpus. sqlite needs nothing, and takes longer the larger the corpus; tantivy (pip
-    install 'arpo-torch[tantivy]') answers within milliseconds also in a million passages. auto = tantivy, where it is
-    installed, for a corpus of 50 MB or more. Both rank by BM25, but passages of nearly equal worth not always in the
-    same order; what one found is not replayed as the other's."""
     url: str = ""
     """http: POST {"queries", "topk"} goes here, e.g. http://host:8000/retrieve; brightdata, serper: a gateway to use
     instead of the service's own address."""

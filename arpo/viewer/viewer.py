@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 from arpo.errors import UserError, exit_with
+from arpo.files import script_json
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 
 SHOWN = (
@@ -102,6 +102,12 @@ def parse_trajectory(row: dict) -> Trajectory:
     return trajectory
 
 
+SHOWN = (
+    "trajectory_id", "parent_id", "fork_at", "stop_reason",
+    "reward", "reward_parts", "reward_reason", "kl_penalty", "advantage",
+)  # fmt: skip
+
+
 def trajectory_view(t: Trajectory) -> dict:
     """Return what the page shows of a trajectory: each turn with its text and its result's, without token lists."""
     num_sampled = t.num_sampled_tokens
@@ -132,18 +138,8 @@ def group_summary(rewards: list[float | None]) -> dict:
 def render(title: str, dump: Path, groups: list[dict], num_groups: int) -> str:
     """The page's HTML with the data in it."""
     data = {"title": title, "dump": str(dump), "num_groups": num_groups, "groups": groups}
-    # ASCII JSON without "<" can neither end the script element nor start a comment, whatever the model wrote.
-    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return resources.files("arpo.viewer").joinpath("viewer.html").read_text(encoding="utf-8").replace("@@DATA@@", text)
-
-
-def finite(tree: object) -> object:
-    """JSON has no NaN: such numbers become the words "nan", "inf", which the page prints as they are."""
-    if isinstance(tree, dict):
-        return {key: finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [finite(value) for value in tree]
-    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
+    template = resources.files("arpo.viewer").joinpath("viewer.html").read_text(encoding="utf-8")
+    return template.replace("@@DATA@@", script_json(data))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,5 +1,6 @@
 """Real ranks that load a model shard by shard; the reference is from_pretrained, which loads it whole."""
 
+import json
 import re
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_a_tied_head_that_is_stored_again_and_old_rope_buffers_do_no_harm(tmp_pa
         policy = load_policy(cfg_of(folder), mesh, device=CPU)
     assert policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight
     assert policy.hf.lm_head.weight.full_tensor().abs().max() > 0
+
+
+def test_a_second_copy_beside_the_files_that_the_index_lists_is_not_read(tmp_path):
+    folder = build_tiny_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    weights = load_file(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for copy in ("consolidated", "older"):  # whatever order they come in
+        save_file({name: torch.zeros_like(w) for name, w in weights.items()}, folder / f"{copy}.safetensors")
+    with mesh_of_one() as mesh:
+        policy = load_policy(cfg_of(folder), mesh, device=CPU)
+        assert torch.equal(policy.hf.lm_head.weight.full_tensor(), weights["model.embed_tokens.weight"])
 
 
 def test_a_quantized_model_and_an_unknown_type_are_refused_by_name(tmp_path):

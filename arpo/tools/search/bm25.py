@@ -1,158 +1,217 @@
-"""BM25 over a jsonl corpus: SQLite FTS5, text and index in one file that is built once and then only read.
+"""BM25 over a jsonl corpus with tantivy: text and index in one folder, which is built once and then only read.
 
-FTS5 because it needs no dependency, indexes 100,000 passages in seconds and answers in tens of milliseconds. Its time
-grows with the corpus: `arpo/tools/tantivy_index.py` is for larger ones.
+tantivy skips blocks of passages that cannot be among the best, so a query takes milliseconds among a million passages
+(`benchmarks/search_local.py`). It rounds the length of passages of more than 40 words.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import queue
-import re
-import sqlite3
+import json
+import logging
+import os
+import shutil
 import time
 import unicodedata
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from arpo.tools.search.corpus import STOP_WORDS, DamagedIndex, Stamp, crc32_of, ranking_terms, read_corpus, ready_index
+import tantivy
+from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
+
+from arpo.errors import UserError
+from arpo.tools.cache.sqlite_files import derived_paths, first_writable, lock_of
+from arpo.tools.search.corpus import ranking_terms, read_corpus
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Counted up when the schema below changes; an index of another format is built anew."""
-NUM_CONNECTIONS = 4
-"""Searches that run at the same time, per index."""
-HEADER_BYTES = 100
-CHECKSUM = slice(60, 64)
-"""The bytes of a SQLite header that belong to its user: here the CRC-32 of all others of the file."""
-_TERM = re.compile(r"\w+")
-_SCHEMA = """
-    PRAGMA journal_mode = OFF;
-    PRAGMA synchronous = OFF;
-    CREATE TABLE passages (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
-    CREATE VIRTUAL TABLE words USING fts5(indexed, content='', tokenize='unicode61 remove_diacritics 2');
-    CREATE TABLE meta (format INTEGER, corpus_bytes INTEGER, corpus_mtime_ns INTEGER, corpus_sha256 TEXT);
-"""
+"""Counted up when what follows changes; an index of another format, or of another tantivy, is built anew."""
+BUILD_MEMORY_BYTES = 1_000_000_000
+"""Memory of the builder, at most: a larger one makes fewer segments, which are searched one after the other."""
+ABOUT = "arpo.json"
+"""File in the index's folder: what it was built from, and the checksum of its parts. Written last."""
+PANIC = "PanicException"
+"""What Rust raises where it would crash, on a file that has changed under it; no Exception, nor can it be imported."""
+ANALYZER = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.ascii_fold()).filter(Filter.lowercase()).build()
+"""Letters and digits are words, without their accents; passages and queries go through it, in NFC."""
+
+Stamp = tuple[int, int]
+"""Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
+Opened = tuple[tantivy.Searcher, str]
+"""A searcher, which keeps its index even if another run replaces it, and the hash of the corpus."""
 
 
-def fts_query(query: str, stop_words: frozenset[str] = STOP_WORDS) -> str:
-    """The query as FTS5 reads it: every term quoted, so that no operator is left in it. Empty when there is no term.
-
-    >>> fts_query('What is the height of "Silver Otter"?')
-    '"height" OR "silver" OR "otter"'
-    """
-    words = _TERM.findall(unicodedata.normalize("NFC", query).lower())
-    return " OR ".join(f'"{term}"' for term in ranking_terms([word for word in words if word.strip("_")], stop_words))
+class DamagedIndex(OSError):
+    """An index that says it is the wanted one, but is not as it was built. A checksum finds it: tantivy does not notice
+    every flipped bit, and wrong passages look like right ones."""
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    # immutable: a finished index is replaced, never written, so it needs no locks, nor a file system that has any
-    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-    return sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+def _schema() -> tantivy.Schema:
+    builder = tantivy.SchemaBuilder()
+    builder.add_text_field("words", tokenizer_name="words", index_option="freq")
+    builder.add_bytes_field("shown", stored=True)  # not text: text fields are indexed
+    builder.add_integer_field("row", fast=True)
+    return builder.build()
 
 
-def _checksum(path: Path) -> bytes:
-    with path.open("rb") as file:
-        header = file.read(HEADER_BYTES)
-        rest = zlib.crc32(header[: CHECKSUM.start] + header[CHECKSUM.stop :])
-        return crc32_of(file, rest).to_bytes(4, "big")
-
-
-def _seal(path: Path) -> None:
-    checksum = _checksum(path)
-    with path.open("r+b") as file:
-        file.seek(CHECKSUM.start)
-        file.write(checksum)
-
-
-def _is_intact(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(HEADER_BYTES)[CHECKSUM] == _checksum(path)
-
-
-def _open(path: Path, stamp: Stamp) -> list[sqlite3.Connection] | None:
-    """NUM_CONNECTIONS, opened at once: they keep reading this index, even if another run replaces it."""
-    if not path.is_file():
-        return None
-    with contextlib.ExitStack() as stack:
-        try:
-            connections = [stack.enter_context(contextlib.closing(_connect(path))) for _ in range(NUM_CONNECTIONS)]
-            for connection in connections:
-                connection.execute("PRAGMA mmap_size = 1073741824")
-                built_from = connection.execute("SELECT format, corpus_bytes, corpus_mtime_ns FROM meta").fetchone()
-        except sqlite3.Error as error:
-            raise DamagedIndex(str(error)) from None
-        if built_from != (FORMAT, *stamp):
-            return None
-        if not _is_intact(path):
-            raise DamagedIndex("its checksum does not hold")
-        stack.pop_all()
-        return connections
+SCHEMA = _schema()
 
 
 class Bm25Index:
-    """The index of one corpus. Any number of threads may search; NUM_CONNECTIONS of them at a time."""
+    """The index of one corpus. Any number of threads may search at the same time."""
 
     def __init__(self, corpus: str | Path):
-        """Builds the index if there is none for the corpus as it is now. Raises UserError, see `ready_index`."""
+        """Opens the index of the corpus as it is now; builds it if there is none, or a damaged one.
+
+        Raises UserError for a corpus that cannot be read or indexed, see `read_corpus`.
+        """
         self.corpus = Path(corpus)
-        self.path, self._connections = ready_index(self.corpus, ".fts5.sqlite", open_index=_open, build=self._build)
-        self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
-        for connection in self._connections:
-            self._idle.put(connection)
-        [self.corpus_sha256] = self._connections[0].execute("SELECT corpus_sha256 FROM meta").fetchone()
-
-    def _build(self, path: Path, stamp: Stamp) -> int:
         try:
-            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-                num_passages = self._fill(connection, stamp)
-        except sqlite3.Error as error:
-            raise OSError(f"writing {path}: {error}") from None
-        _seal(path)
-        return num_passages
-
-    def _fill(self, connection: sqlite3.Connection, stamp: Stamp) -> int:
-        connection.executescript(_SCHEMA)
-        connection.execute("BEGIN")
-        corpus_hash, num_passages = hashlib.sha256(), 0
-        for num_passages, (indexed, shown) in enumerate(read_corpus(self.corpus, corpus_hash), 1):
-            connection.execute("INSERT INTO passages VALUES (?, ?)", (num_passages, shown))
-            connection.execute("INSERT INTO words (rowid, indexed) VALUES (?, ?)", (num_passages, indexed))
-        connection.execute("INSERT INTO words (words) VALUES ('optimize')")
-        connection.execute("INSERT INTO meta VALUES (?, ?, ?, ?)", (FORMAT, *stamp, corpus_hash.hexdigest()))
-        connection.execute("COMMIT")
-        return num_passages
+            self.path, (searcher, self.corpus_sha256) = _ready_index(self.corpus)
+        except OSError as error:
+            raise UserError(
+                f"{corpus}: cannot read or index the corpus ({error.strerror or error}); "
+                "set tools.search.corpus to a jsonl file"
+            ) from None
+        self._searcher: tantivy.Searcher | None = searcher
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
 
-        Raises TimeoutError after `deadline_s`, and OSError where the index has been damaged since it was opened.
+        Raises TimeoutError after `deadline_s`, which is looked at between passes over the index, not within one (they
+        take milliseconds), and OSError where the index has been damaged since it was opened.
         """
-        expression = fts_query(query)
-        return self.match(expression, top_k, deadline_s=deadline_s) if expression else []
-
-    def match(self, expression: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
-        """`search` for an expression in the language of FTS5."""
         ends = time.monotonic() + deadline_s
-        connection = self._idle.get()
+        terms = ranking_terms(ANALYZER.analyze(unicodedata.normalize("NFC", query).encode("utf-8", "replace").decode()))
+        if not terms:
+            return []
+        each = [Query.term_query(SCHEMA, "words", term, index_option="freq") for term in terms]
+        expression = Query.boolean_query([(Occur.Should, one) for one in each])
         try:
-            connection.set_progress_handler(lambda: time.monotonic() > ends, 100_000)
-            # Ranks first, texts of the winners after: the sorter then carries two numbers per hit, not a passage.
-            best = connection.execute(
-                "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?", (expression, top_k)
-            ).fetchall()
-            found = [connection.execute("SELECT text FROM passages WHERE id = ?", rowid).fetchone() for rowid in best]
-            if None in found:
-                raise sqlite3.DatabaseError("a passage is missing")
-            return [text for (text,) in found]
-        except sqlite3.Error as error:
+            best = sorted(self._hits(expression, top_k, ends), key=lambda hit: (-hit[0], hit[1]))[:top_k]
+            return [self._searcher.doc(address).get_first("shown").decode() for _, _, address in best]
+        except BaseException as error:
+            if not (isinstance(error, ValueError) or type(error).__name__ == PANIC):
+                raise
+            raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
+
+    def _hits(self, expression: Query, top_k: int, ends: float) -> list[tuple[float, int, tantivy.DocAddress]]:
+        """(score, row, address) of the `top_k` best and of all that are as good as the last of them."""
+        limit = 2 * top_k + 16
+        while True:
             if time.monotonic() > ends:
-                raise TimeoutError(f"no answer within {deadline_s:g} s") from error
-            raise OSError(f"{self.path}: {error}; the next run builds the index anew") from error
-        finally:
-            self._idle.put(connection)
+                raise TimeoutError("no answer before the deadline")
+            limit = min(limit, self._searcher.num_docs)
+            hits = self._searcher.search(expression, limit, count=False).hits  # counting would visit every hit
+            if len(hits) < limit or limit == self._searcher.num_docs or hits[-1][0] < hits[top_k - 1][0]:
+                break
+            limit *= 8
+        addresses = [address for _, address in hits]
+        rows = self._searcher.fast_field_values("row", addresses)
+        return [(score, row, address) for (score, address), row in zip(hits, rows, strict=True)]
 
     def close(self) -> None:
-        """No search may be running."""
-        for connection in self._connections:
-            connection.close()
+        """No search may be running. Safe to call twice."""
+        self._searcher = None
+
+
+# ---- the folder beside the corpus
+
+
+def _ready_index(corpus: Path) -> tuple[Path, Opened]:
+    """The folder of the index, opened; of several ranks that come at once one builds it. Raises OSError."""
+    stat = corpus.stat()
+    stamp = (stat.st_size, stat.st_mtime_ns)
+    paths = derived_paths(corpus, ".tantivy")
+    for path in paths:
+        with contextlib.suppress(DamagedIndex):
+            if opened := _open(path, stamp):
+                return path, opened
+    path = first_writable(paths)
+    with lock_of(path) as is_alone:  # the others wait here, and find it done
+        try:
+            opened = _open(path, stamp)
+        except DamagedIndex as error:
+            logger.warning("%s: the index is damaged (%s), and is built anew; is the disk well?", path, error)
+            opened = None
+        if not opened:
+            if is_alone:
+                for remains in path.parent.glob(f"{path.name}.{os.uname().nodename}.*.tmp"):  # of a killed build
+                    shutil.rmtree(remains)
+            _build(corpus, path, stamp)
+            opened = _open(path, stamp)
+    if not opened:
+        raise OSError(f"{path} is damaged just after it was built")
+    return path, opened
+
+
+def _open(folder: Path, stamp: Stamp) -> Opened | None:
+    """None where the folder holds no index with that stamp. Raises DamagedIndex."""
+    try:
+        about = json.loads((folder / ABOUT).read_bytes())
+        corpus_sha256 = about["corpus_sha256"]
+        expected = _about(folder, stamp, corpus_sha256)
+        if about["built_from"] != expected["built_from"]:
+            return None
+        if about != expected:
+            raise DamagedIndex("its checksum does not hold")
+        return tantivy.Index.open(str(folder)).searcher(), corpus_sha256
+    except FileNotFoundError:  # there is none, or another run puts a new one here just now
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # JSON's words for damage, and tantivy's
+        raise DamagedIndex(f"{type(error).__name__}: {error}") from None
+
+
+def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
+    """What the file ABOUT says of an intact index. Raises OSError."""
+    crc = zlib.crc32(corpus_sha256.encode())
+    for part in _parts(folder):
+        with part.open("rb") as file:
+            while block := file.read(1 << 20):
+                crc = zlib.crc32(block, crc)
+    return {"built_from": [FORMAT, tantivy.__version__, *stamp], "corpus_sha256": corpus_sha256, "crc32": crc}
+
+
+def _parts(folder: Path) -> Iterator[Path]:
+    """The files that tantivy reads, which are neither ours nor locks, nor what only a writer reads."""
+    return (part for part in sorted(folder.iterdir()) if part.name != ABOUT and not part.name.startswith("."))
+
+
+def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
+    """Builds the index where no reader looks, then moves it to `path`. Raises OSError."""
+    started = time.perf_counter()
+    building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    replaced = building.with_suffix(".old.tmp")
+    try:
+        shutil.rmtree(building, ignore_errors=True)  # of a killed build with this number, where there are no locks
+        num_passages = _write(corpus, building, stamp)
+        for part in building.iterdir():
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+        if path.is_dir():  # no folder takes the place of another at once; who comes in between waits at the lock
+            path.rename(replaced)
+        building.replace(path)  # readers of the index before it keep theirs
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+    logger.info("%s: %d passages indexed in %.1f s", path, num_passages, time.perf_counter() - started)
+
+
+def _write(corpus: Path, folder: Path, stamp: Stamp) -> int:
+    """Returns the number of passages."""
+    folder.mkdir()
+    corpus_hash, num_passages = hashlib.sha256(), 0
+    try:
+        index = tantivy.Index(SCHEMA, path=str(folder), reuse=False)
+        index.register_tokenizer("words", ANALYZER)
+        with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
+            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
+                words = unicodedata.normalize("NFC", indexed)
+                writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
+    except ValueError as error:  # what tantivy says when the disk is full
+        raise OSError(f"writing {folder}: {error}") from None
+    (folder / ABOUT).write_text(json.dumps(_about(folder, stamp, corpus_hash.hexdigest())))
+    return num_passages

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import importlib.util
 import logging
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from arpo.errors import UserError
@@ -44,49 +42,6 @@ class Backend(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Index(Protocol):
-    """What local search needs of an index; `Bm25Index` says what is to be expected of it."""
-
-    corpus_sha256: str
-
-    def search(self, query: str, top_k: int, *, deadline_s: float) -> list[str]: ...
-
-    def close(self) -> None: ...
-
-
-def _tantivy(corpus: str | Path) -> Index:
-    if importlib.util.find_spec("tantivy") is None:
-        raise UserError("tools.search.index tantivy needs the tantivy package; pip install 'arpo-torch[tantivy]'")
-    from arpo.tools.search.tantivy_index import TantivyIndex
-
-    return TantivyIndex(corpus)
-
-
-INDEXES: dict[str, Callable[[str | Path], Index]] = {"sqlite": Bm25Index, "tantivy": _tantivy}
-"""By name, of a corpus."""
-
-
-LARGE_CORPUS_BYTES = 50_000_000
-"""About 100,000 passages, among which SQLite takes a tenth of a second for a query, and longer in proportion."""
-
-
-def choose_index(cfg: SearchConfig) -> str:
-    """tools.search.index with auto decided."""
-    corpus = Path(cfg.corpus)
-    if cfg.index != "auto":
-        return cfg.index
-    if not corpus.is_file() or corpus.stat().st_size < LARGE_CORPUS_BYTES:  # a missing one is the index's to name
-        return "sqlite"
-    if importlib.util.find_spec("tantivy") is None:
-        logger.warning(
-            "%s is large, and a query will take SQLite long; pip install 'arpo-torch[tantivy]', or set "
-            "tools.search.index sqlite",
-            corpus,
-        )
-        return "sqlite"
-    return "tantivy"
-
-
 class LocalBackend:
     """BM25 over the user's own corpus."""
 
@@ -98,17 +53,13 @@ class LocalBackend:
             if getattr(cfg, name) < 1:
                 raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
         self.top_k, self.max_passage_chars, self.deadline_s = cfg.top_k, cfg.max_passage_chars, cfg.deadline_s
-        index = choose_index(cfg)
-        if index not in INDEXES:
-            raise UserError(f"tools.search.index: no index {index!r}; use {' or '.join(['auto', *INDEXES])}")
-        self.index = INDEXES[index](cfg.corpus)
+        self.index = Bm25Index(cfg.corpus)
         self.params = {
             "corpus_sha256": self.index.corpus_sha256,
             "top_k": cfg.top_k,
             "max_passage_chars": cfg.max_passage_chars,
+            "index": "tantivy",  # keys of older caches that lack it are of SQLite's ranking
         }
-        if index != "sqlite":  # which is what the keys of caches without this entry mean
-            self.params["index"] = index
 
     async def search(self, query: str) -> str:
         passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)

@@ -1,4 +1,4 @@
-"""The search tool and its local indexes: real SQLite, real tantivy, real processes."""
+"""The search tool and its local index: real SQLite, real tantivy, real processes."""
 
 import asyncio
 import json
@@ -18,13 +18,12 @@ from helpers.forked import in_processes
 from arpo.demo.world import World
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
-from arpo.tools.cache.store import NO_RESULTS
+from arpo.tools.cache.store import NO_RESULTS, cache_key
 from arpo.tools.options import SearchConfig
-from arpo.tools.search import SearchTool, tantivy_index
-from arpo.tools.search.bm25 import Bm25Index, fts_query
-from arpo.tools.search.corpus import MAX_TERMS
-from arpo.tools.search.tantivy_index import TantivyIndex
-from arpo.tools.search.tool import BACKENDS, INDEXES
+from arpo.tools.search import SearchTool, bm25
+from arpo.tools.search.bm25 import Bm25Index
+from arpo.tools.search.corpus import MAX_TERMS, ranking_terms
+from arpo.tools.search.tool import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[3]
 OTTERS = [
@@ -42,12 +41,6 @@ def write_corpus(path: Path, rows: list[dict]) -> Path:
 @pytest.fixture
 def corpus(tmp_path) -> Path:
     return write_corpus(tmp_path / "corpus.jsonl", OTTERS)
-
-
-@pytest.fixture(params=INDEXES)
-def index(request) -> str:
-    """Each of them."""
-    return request.param
 
 
 def remains(folder: Path) -> list[str]:
@@ -68,46 +61,46 @@ def ask(tool: SearchTool, *queries: str):
     return results[0] if len(queries) == 1 else results
 
 
-def search(corpus: Path, index: str, query: str, **options) -> str:
-    cfg = SearchConfig(backend="local", corpus=str(corpus), index=index, mode="live", **options)
+def search(corpus: Path, query: str, **options) -> str:
+    cfg = SearchConfig(backend="local", corpus=str(corpus), mode="live", **options)
     return ask(SearchTool(cfg), query).text
 
 
 # ---- what comes back
 
 
-def test_the_best_passages_come_first_numbered(corpus, index):
-    assert search(corpus, index, "height of Silver Otter", top_k=2) == (
+def test_the_best_passages_come_first_numbered(corpus):
+    assert search(corpus, "height of Silver Otter", top_k=2) == (
         "Page 1: height of Silver Otter is 482\nPage 2: height of Red Fox is 77"
     )
 
 
-def test_only_the_key_of_a_row_is_searched_and_only_its_text_is_shown(corpus, index):
-    assert search(corpus, index, "owner of Silver Otter", top_k=1) == "Page 1: height of Silver Otter is 482"
-    assert search(corpus, index, "482") == NO_RESULTS
+def test_only_the_key_of_a_row_is_searched_and_only_its_text_is_shown(corpus):
+    assert search(corpus, "owner of Silver Otter", top_k=1) == "Page 1: height of Silver Otter is 482"
+    assert search(corpus, "482") == NO_RESULTS
 
 
-def test_every_fact_of_the_demo_is_found_by_its_own_key(tmp_path, index):
+def test_every_fact_of_the_demo_is_found_by_its_own_key(tmp_path):
     documents = World(0).documents()[:500]
-    built = INDEXES[index](write_corpus(tmp_path / "demo.jsonl", documents))
+    built = Bm25Index(write_corpus(tmp_path / "demo.jsonl", documents))
     assert [built.search(d["key"], 1) for d in documents] == [[d["text"]] for d in documents]
 
 
-def test_titles_are_searched_and_shown_where_the_text_does_not_begin_with_them(tmp_path, index):
+def test_titles_are_searched_and_shown_where_the_text_does_not_begin_with_them(tmp_path):
     rows = [
         {"title": "Ada Lovelace", "text": "She wrote the first program."},
         {"title": "Alan Turing", "text": "Alan Turing broke\n\nEnigma."},
         {"contents": '"Grace Hopper"\nShe wrote a compiler.'},
     ]
     corpus = write_corpus(tmp_path / "people.jsonl", rows)
-    assert search(corpus, index, "Lovelace", top_k=1) == "Page 1: Ada Lovelace: She wrote the first program."
-    assert search(corpus, index, "turing", top_k=1) == "Page 1: Alan Turing broke Enigma."
-    assert search(corpus, index, "compiler", top_k=1) == 'Page 1: "Grace Hopper" She wrote a compiler.'
+    assert search(corpus, "Lovelace", top_k=1) == "Page 1: Ada Lovelace: She wrote the first program."
+    assert search(corpus, "turing", top_k=1) == "Page 1: Alan Turing broke Enigma."
+    assert search(corpus, "compiler", top_k=1) == 'Page 1: "Grace Hopper" She wrote a compiler.'
 
 
-def test_long_passages_are_cut_with_a_mark(tmp_path, index):
+def test_long_passages_are_cut_with_a_mark(tmp_path):
     corpus = write_corpus(tmp_path / "long.jsonl", [{"text": "word " * 1000}])
-    text = search(corpus, index, "word", max_passage_chars=20)
+    text = search(corpus, "word", max_passage_chars=20)
     assert text == "Page 1: word word word word…"
 
 
@@ -117,41 +110,41 @@ def test_no_hit_is_a_proper_answer(corpus):
     assert (result.text, result.ok, result.cached) == ("No search results found.", True, False)
 
 
-def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path, index):
+def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path):
     rows = [{"key": "same words", "text": f"number {i}"} for i in range(50)]
-    built = INDEXES[index](write_corpus(tmp_path / "ties.jsonl", rows))
+    built = Bm25Index(write_corpus(tmp_path / "ties.jsonl", rows))
     assert built.search("words", 50) == [f"number {i}" for i in range(50)]
 
 
 def test_an_index_of_several_segments_keeps_the_order_of_the_corpus(tmp_path, monkeypatch):
     rows = [{"key": f"same unique{i}", "text": f"number {i}"} for i in range(60_000)]
     corpus = write_corpus(tmp_path / "segments.jsonl", rows)
-    monkeypatch.setattr(tantivy_index, "BUILD_MEMORY_BYTES", 15_000_000)  # the least that tantivy takes
-    built = TantivyIndex(corpus)
+    monkeypatch.setattr(bm25, "BUILD_MEMORY_BYTES", 15_000_000)  # the least that tantivy takes
+    built = Bm25Index(corpus)
     assert len(list(built.path.glob("*.store"))) > 1
     assert built.search("same", 20) == [f"number {i}" for i in range(20)]
     assert built.search("same unique54321", 2) == ["number 54321", "number 0"]
 
 
-def test_words_are_found_whatever_their_case_and_accents(tmp_path, index):
+def test_words_are_found_whatever_their_case_and_accents(tmp_path):
     rows = [{"text": "Café Zürich"}, {"text": "Cafe\u0301 Zu\u0308rich, decomposed"}, {"text": "ÅNGSTRÖM foo_bar"}]
-    built = INDEXES[index](write_corpus(tmp_path / "accents.jsonl", rows))
+    built = Bm25Index(write_corpus(tmp_path / "accents.jsonl", rows))
     for query in ("cafe zurich", "CAFÉ ZÜRICH", "Cafe\u0301 Zu\u0308rich"):
         assert built.search(query, 3) == ["Café Zürich", "Cafe\u0301 Zu\u0308rich, decomposed"]
     assert built.search("angstrom", 3) == built.search("foo_bar", 3) == ["ÅNGSTRÖM foo_bar"]
 
 
-def test_threads_search_at_the_same_time(tmp_path, index):
+def test_threads_search_at_the_same_time(tmp_path):
     documents = World(0).documents()[:200]
-    built = INDEXES[index](write_corpus(tmp_path / "demo.jsonl", documents))
+    built = Bm25Index(write_corpus(tmp_path / "demo.jsonl", documents))
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda d: built.search(d["key"], 1), documents * 3))
     assert found == [[d["text"]] for d in documents * 3]
 
 
-def test_two_indexes_of_one_corpus_answer_alike(tmp_path, index):
+def test_two_indexes_of_one_corpus_answer_alike(tmp_path):
     documents = World(1).documents()
-    one, two = (INDEXES[index](write_corpus(tmp_path / name, documents)) for name in ("one.jsonl", "two.jsonl"))
+    one, two = (Bm25Index(write_corpus(tmp_path / name, documents)) for name in ("one.jsonl", "two.jsonl"))
     queries = [f"info on {d['key'].split(' of ')[1]}" for d in documents[:100]]
     assert [one.search(q, 5) for q in queries] == [two.search(q, 5) for q in queries]
     assert one.corpus_sha256 == two.corpus_sha256
@@ -171,23 +164,23 @@ HOSTILE = ['"', "*", "NEAR(", "-a", "OR", "AND NOT", ":", "^", "{indexed}:", "("
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=ascii)
-def test_search_syntax_in_a_query_is_only_text(corpus, hostile, index):
-    assert search(corpus, index, f"{hostile} silver height", top_k=1) == "Page 1: height of Silver Otter is 482"
+def test_search_syntax_in_a_query_is_only_text(corpus, hostile):
+    assert search(corpus, f"{hostile} silver height", top_k=1) == "Page 1: height of Silver Otter is 482"
 
 
-def test_a_query_of_ten_thousand_words_is_cut(corpus, index):
-    assert search(corpus, index, "otter " + "the fox " * 5000, top_k=3).count("Page") == 3
-    assert len(fts_query(" ".join(f"w{i}" for i in range(500))).split(" OR ")) == MAX_TERMS
+def test_a_query_of_ten_thousand_words_is_cut(corpus):
+    assert search(corpus, "otter " + "the fox " * 5000, top_k=3).count("Page") == 3
+    assert len(ranking_terms(f"w{i}" for i in range(500))) == MAX_TERMS
 
 
-def test_stop_words_are_left_out_unless_there_is_nothing_else(tmp_path, index):
-    assert fts_query("What is the height of an otter?") == '"height" OR "otter"'
+def test_stop_words_are_left_out_unless_there_is_nothing_else(tmp_path):
+    assert ranking_terms(["what", "is", "the", "height", "of", "an", "otter"]) == ["height", "otter"]
     corpus = write_corpus(tmp_path / "bands.jsonl", [{"text": "Queen are a band"}, {"text": "The Who"}])
-    assert search(corpus, index, "the who", top_k=1) == "Page 1: The Who"
+    assert search(corpus, "the who", top_k=1) == "Page 1: The Who"
 
 
-def test_a_search_past_its_deadline_stops(tmp_path, index):
-    built = INDEXES[index](write_corpus(tmp_path / "big.jsonl", [{"text": f"word {i}"} for i in range(20_000)]))
+def test_a_search_past_its_deadline_stops(tmp_path):
+    built = Bm25Index(write_corpus(tmp_path / "big.jsonl", [{"text": f"word {i}"} for i in range(20_000)]))
     with pytest.raises(TimeoutError):
         built.search("word", 3, deadline_s=-1.0)
     assert len(built.search("word", 3)) == 3
@@ -209,52 +202,39 @@ def test_a_search_past_its_deadline_stops(tmp_path, index):
         ("\udcff", "not UTF-8"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path, line, complaint, index):
+def test_a_malformed_row_is_named(tmp_path, line, complaint):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b'{"text": "fine"}\n\n' + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(UserError) as error:
-        INDEXES[index](corpus)
+        Bm25Index(corpus)
     assert str(error.value).startswith(f"{corpus}:3: ") and complaint in str(error.value)
     assert remains(tmp_path) == []
 
 
-def test_an_empty_or_missing_corpus_is_refused(tmp_path, index):
+def test_an_empty_or_missing_corpus_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"nowhere.jsonl: cannot read"):
-        INDEXES[index](tmp_path / "nowhere.jsonl")
+        Bm25Index(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match=r"empty.jsonl: the corpus is empty"):
-        INDEXES[index](write_corpus(tmp_path / "empty.jsonl", []))
+        Bm25Index(write_corpus(tmp_path / "empty.jsonl", []))
 
 
-def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus, index):
-    first = INDEXES[index](corpus)
+def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus):
+    first = Bm25Index(corpus)
     built = first.path.stat().st_ino
-    assert INDEXES[index](corpus).path.stat().st_ino == built
+    assert Bm25Index(corpus).path.stat().st_ino == built
     write_corpus(corpus, [{"text": "new otter"}])
-    assert INDEXES[index](corpus).search("otter", 5) == ["new otter"]
+    assert Bm25Index(corpus).search("otter", 5) == ["new otter"]
     assert first.search("otter", 5) == ["height of Silver Otter is 482"]  # a running search keeps what it opened
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a database at all" * 50, b"SQLite format 3\0" + b"\0" * 500])
-def test_a_damaged_index_is_built_anew(corpus, damage):
-    path = Bm25Index(corpus).path
-    path.write_bytes(damage)
-    assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
-
-
-def test_a_truncated_index_is_built_anew(corpus):
-    path = Bm25Index(corpus).path
-    os.truncate(path, path.stat().st_size // 2)
-    assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
-
-
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.99])
-def test_one_flipped_bit_anywhere_in_an_index_is_noticed_and_the_index_built_anew(tmp_path, caplog, index, place):
+def test_one_flipped_bit_anywhere_in_an_index_is_noticed_and_the_index_built_anew(tmp_path, caplog, place):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"otter word{i}"} for i in range(300)])
-    for number in range(len(parts_of(INDEXES[index](corpus).path))):
-        path = INDEXES[index](corpus).path
+    for number in range(len(parts_of(Bm25Index(corpus).path))):
+        path = Bm25Index(corpus).path
         flip_bit(parts_of(path)[number], place)
         caplog.clear()
-        assert INDEXES[index](corpus).search("word123", 1) == ["otter word123"]
+        assert Bm25Index(corpus).search("word123", 1) == ["otter word123"]
         [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert line.startswith(f"{path}: the index is damaged (") and line.endswith(
             "and is built anew; is the disk well?"
@@ -263,8 +243,8 @@ def test_one_flipped_bit_anywhere_in_an_index_is_noticed_and_the_index_built_ane
 
 def parts_of(path: Path) -> list[Path]:
     """The files of an index, by kind (each build gives them other names), but for the one that says what it is of."""
-    parts = [path] if path.is_file() else [p for p in path.glob("[!.]*") if p.name != tantivy_index.ABOUT]
-    return sorted((p for p in parts if p.stat().st_size), key=lambda p: p.suffix)
+    parts = [p for p in path.glob("[!.]*") if p.name != bm25.ABOUT and p.stat().st_size]
+    return sorted(parts, key=lambda p: p.suffix)
 
 
 def flip_bit(file: Path, place: float) -> None:
@@ -276,11 +256,11 @@ def flip_bit(file: Path, place: float) -> None:
         stream.write(bytes([byte ^ 4]))
 
 
-def test_an_index_that_is_damaged_while_it_is_searched_is_our_failure_in_one_line(tmp_path, caplog, index):
+def test_an_index_that_is_damaged_while_it_is_searched_is_our_failure_in_one_line(tmp_path, caplog):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"otter word{i}"} for i in range(300)])
-    tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus), index=index))
+    tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus)))
     path = tool.backend.index.path
-    for part in [path] if path.is_file() else path.iterdir():
+    for part in path.iterdir():
         with part.open("r+b") as file:  # in place: the tool has it open
             file.write(os.urandom(part.stat().st_size))
     result = ask(tool, "word123")
@@ -290,24 +270,24 @@ def test_an_index_that_is_damaged_while_it_is_searched_is_our_failure_in_one_lin
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("part", ["*.store", "*.term", "*.idx", "*.fast", "meta.json", tantivy_index.ABOUT])
+@pytest.mark.parametrize("part", ["*.store", "*.term", "*.idx", "*.fast", "meta.json", bm25.ABOUT])
 @pytest.mark.parametrize("kept_share", [0, 0.5])
-def test_a_tantivy_index_with_a_truncated_part_is_built_anew(corpus, part, kept_share):
-    [file] = TantivyIndex(corpus).path.glob(part)
+def test_an_index_with_a_truncated_part_is_built_anew(corpus, part, kept_share):
+    [file] = Bm25Index(corpus).path.glob(part)
     kept = file.read_bytes()[: int(file.stat().st_size * kept_share)]
     file.unlink()  # not cut in place: a thread that tantivy leaves behind here may have it mapped (SIGBUS)
     file.write_bytes(kept)
-    assert TantivyIndex(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
+    assert Bm25Index(corpus).search("silver", 5) == ["height of Silver Otter is 482"]
     assert not list(corpus.parent.glob("*.tmp"))
 
 
-def test_a_tantivy_index_of_another_version_is_built_anew(corpus, monkeypatch):
-    built = TantivyIndex(corpus).path.stat().st_ino
-    monkeypatch.setattr(tantivy_index, "FORMAT", tantivy_index.FORMAT + 1)
-    assert TantivyIndex(corpus).path.stat().st_ino != built
+def test_an_index_of_another_format_is_built_anew(corpus, monkeypatch):
+    built = Bm25Index(corpus).path.stat().st_ino
+    monkeypatch.setattr(bm25, "FORMAT", bm25.FORMAT + 1)
+    assert Bm25Index(corpus).path.stat().st_ino != built
 
 
-def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypatch, index):
+def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypatch):
     with tempfile.TemporaryDirectory() as name:  # not tmp_path: its parents are closed to other users
         folder, cache = Path(name) / "data", Path(name) / "cache"
         folder.mkdir()
@@ -318,7 +298,7 @@ def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypat
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
         def build(_: int) -> tuple[Path, list[str]]:
-            built = INDEXES[index](corpus)
+            built = Bm25Index(corpus)
             return built.path, built.search("silver", 1)
 
         [(path, found)] = in_processes(build, as_nobody=True)
@@ -327,11 +307,11 @@ def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypat
         assert [p.name for p in folder.iterdir()] == ["corpus.jsonl"]
 
 
-def test_processes_that_start_together_build_one_index(tmp_path, index):
+def test_processes_that_start_together_build_one_index(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(5000)])
 
     def build(_: int) -> tuple[int, list[str]]:
-        built = INDEXES[index](corpus)
+        built = Bm25Index(corpus)
         return built.path.stat().st_ino, built.search("word4321", 1)
 
     outcomes = in_processes(build, 4)
@@ -339,9 +319,9 @@ def test_processes_that_start_together_build_one_index(tmp_path, index):
     assert len({inode for inode, _ in outcomes}) == 1 and len(remains(tmp_path)) == 1
 
 
-def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path, index):
+def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(50_000)])
-    code = f"from arpo.tools.search import INDEXES; INDEXES[{index!r}]({str(corpus)!r})"
+    code = f"from arpo.tools.search.bm25 import Bm25Index; Bm25Index({str(corpus)!r})"
     builder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 60
     while bytes_being_built(tmp_path) < 50_000 and time.monotonic() < deadline:
@@ -350,13 +330,13 @@ def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path, index)
     assert builder.wait() == -signal.SIGKILL
     [left] = remains(tmp_path)
     assert left.endswith(f".{builder.pid}.tmp")
-    assert INDEXES[index](corpus).search("word49999", 1) == ["word49999 common"]
+    assert Bm25Index(corpus).search("word49999", 1) == ["word49999 common"]
     assert len(remains(tmp_path)) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
 def bytes_being_built(folder: Path) -> int:
-    """The size of an unfinished index, a file or a folder."""
-    return sum(part.stat().st_size for path in folder.glob("*.tmp") for part in [path, *path.glob("*.store")])
+    """The size of what an unfinished index has written of its texts."""
+    return sum(part.stat().st_size for part in folder.glob("*.tmp/*.store"))
 
 
 # ---- the tool: cache, modes, failures
@@ -412,34 +392,13 @@ def test_another_corpus_or_top_k_is_not_answered_from_the_cache(corpus, tmp_path
     assert ask(SearchTool(one), "height").text == "Page 1: height of nothing"
 
 
-def test_what_one_index_found_is_not_replayed_as_the_others(corpus, tmp_path):
-    cache = str(tmp_path / "cache.sqlite")
-    sqlite = SearchConfig(backend="local", corpus=str(corpus), cache=cache)
-    tantivy = replace(sqlite, index="tantivy")
-    assert [ask(SearchTool(cfg), "height").cached for cfg in (sqlite, tantivy, sqlite, tantivy)] == [False] * 2 + [
-        True
-    ] * 2
-    strict = replace(tantivy, mode="replay_strict")
-    assert ask(SearchTool(strict), "height").cached
-
-
-def test_a_large_corpus_is_searched_with_tantivy_where_it_is_installed(corpus, monkeypatch, caplog):
-    cfg = SearchConfig(backend="local", corpus=str(corpus))
-    assert isinstance(SearchTool(cfg).backend.index, Bm25Index)
-    monkeypatch.setattr("arpo.tools.search.tool.LARGE_CORPUS_BYTES", corpus.stat().st_size)
-    assert isinstance(SearchTool(cfg).backend.index, TantivyIndex)
-    assert isinstance(SearchTool(replace(cfg, index="sqlite")).backend.index, Bm25Index)
-    monkeypatch.setitem(sys.modules, "tantivy", None)
-    caplog.clear()
-    assert isinstance(SearchTool(cfg).backend.index, Bm25Index)
-    [warning] = caplog.messages
-    assert "pip install 'arpo-torch[tantivy]'" in warning
-
-
-def test_a_missing_tantivy_is_named_with_the_fix(corpus, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tantivy", None)
-    with pytest.raises(UserError, match=r"tools\.search\.index tantivy needs .*pip install 'arpo-torch\[tantivy\]'"):
-        SearchTool(SearchConfig(backend="local", corpus=str(corpus), index="tantivy"))
+def test_what_sqlite_found_in_older_runs_is_not_replayed_as_tantivys(corpus, tmp_path):
+    cfg = SearchConfig(backend="local", corpus=str(corpus), cache=str(tmp_path / "cache.sqlite"))
+    tool = SearchTool(cfg)
+    older = {name: value for name, value in tool.backend.params.items() if name != "index"}
+    tool.cache.put(cache_key("local", older, "height"), "local", "height", "Page 1: what SQLite ranked first")
+    assert ask(tool, "height").text.startswith("Page 1: height of ")
+    assert ask(SearchTool(replace(cfg, mode="replay_strict")), "height").cached
 
 
 class SlowBackend:
@@ -518,10 +477,6 @@ def test_a_cancelled_caller_does_not_cancel_the_others(slow):
         ({"backend": "replay", "cache": "/nowhere/cache.json"}, r"/nowhere/cache\.json: .*set tools\.search\.cache"),
         ({"backend": "local", "corpus": "/nowhere/c.jsonl"}, r"/nowhere/c\.jsonl: cannot read or index the corpus"),
         ({"backend": "local", "corpus": "C", "top_k": 0}, r"tools\.search\.top_k must be at least 1, not 0"),
-        (
-            {"backend": "local", "corpus": "C", "index": "lucene"},
-            r"tools\.search\.index: no index 'lucene'; use auto or sqlite or",
-        ),
         ({"backend": "bing"}, r"tools\.search\.backend: no backend 'bing'"),
     ],
 )
