@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 
 import ablate
 from ablate import AblationConfig

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import build_tiny_model
 from engine.test_server import ScriptedServer
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
+from helpers.models import build_tiny_model
 from helpers.web_service import WebService, says
 
 import evaluate

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny_model
+from helpers.models import searching_model
 from helpers.nodes import two_nodes
+from helpers.processes import is_running
 from helpers.redis_server import redis_server
-from ranks.test_distributed import is_running
-from test_end_to_end import CONFIG, REWARD
+from helpers.toy_run import CONFIG, build_toy_world
 
 from arpo.log import read_metrics
 
@@ -163,19 +163,6 @@ def test_restarted_ranks_meet_though_one_of_them_is_seconds_late(work, tmp_path)
 # ------------------------------------------------------------------------------------------------ a real training run
 
 
-def searching_model(folder: Path) -> Path:
-    """The tiny model, whose tied rows of the search tags are large: it opens and closes searches all the time."""
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoTokenizer
-
-    build_tiny_model(folder)
-    weights = load_file(folder / "model.safetensors")
-    tags = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<search>", "</search>"])
-    weights["model.embed_tokens.weight"][tags] *= 3
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture(scope="module")
 def shared_redis(cluster, tmp_path_factory):
     with redis_server(tmp_path_factory.mktemp("redis"), address=cluster.head) as server:
@@ -184,15 +171,10 @@ def shared_redis(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(cluster, shared_redis, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    searching_model(folder / "model")
-    rows = [{"prompt": f"say e {i}", "answer": "e", "data_source": "toy"} for i in range(16)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "corpus.jsonl").write_text('{"title": "e", "text": "eeee"}\n{"title": "a", "text": "aaaa"}\n')
-    (folder / "reward.py").write_text(REWARD)
     config = CONFIG.replace("mode: live}", f"mode: record, cache: '{shared_redis.url}'}}")
     assert config != CONFIG
-    (folder / "config.yaml").write_text(config.replace("@DIR@", str(folder)))
+    folder = build_toy_world(tmp_path_factory.mktemp("world"), config)
+    searching_model(folder / "model")
     return folder
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from transformers import AutoModelForCausalLM
 
 from arpo.log import read_metrics

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, run_ranks, start_ranks
 from torch.distributed.tensor import DTensor
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from safetensors.torch import load_file, save_file
 
 from arpo.engine import Chunk, Engine, SamplingSpec

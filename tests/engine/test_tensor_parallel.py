@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
 from helpers.fakes import EchoTool
+from helpers.models import build_tiny_model, searching_model
 from helpers.ranks import run_ranks
-from test_multi_node import searching_model
 from transformers import AutoTokenizer
 
 from arpo.batch import Row, microbatches

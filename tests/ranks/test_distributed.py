@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import is_running
 from helpers.ranks import run_ranks
 
 from arpo import ranks
@@ -253,12 +254,6 @@ def wait_until(condition, timeout_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    """A zombie, which nobody may have reaped yet, has ended."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_timers_add_up_by_name():
