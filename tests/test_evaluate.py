@@ -1,7 +1,7 @@
 """evaluate.py from end to end: benchmarks, kill -9 and resume, regrade, replay, judge, compare, bad input.
 
 Generation is by real vLLM of a random tiny model, in processes of their own; what a random model never does (call tools
-on purpose, answer right) is played by test_server.py's scripted server, in this process.
+on purpose, answer right) is played by a scripted server, in this process.
 """
 
 import json
@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from engine.test_server import ScriptedServer
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
 from helpers.models import build_tiny_model
+from helpers.ranks import PATIENCE_S, ROOT, free_port, run_script
+from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, says
 
 import evaluate
@@ -29,7 +29,6 @@ from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.records import read_records
 
-ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {
     "eval.benchmarks": "all", "eval.num_samples": "2", "eval.max_prompt_tokens": "2500", "tools.names": "python",
     "rollout.max_response_tokens": "48", "rollout.answer_reserve_tokens": "8", "engine.dtype": "float32",
@@ -57,22 +56,21 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def start(world: Path, name: str, *flags: str, ranks: int = 0) -> subprocess.Popen:
-    """evaluate.py in a process of its own; with `ranks`, under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, "evaluate.py", "--model.path", str(world / "model"), "--run.dir", str(world),
-               "--run.name", name, "--eval.data_dir", str(world / "sets"), *flags]  # fmt: skip
-    return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def of_run(world: Path, name: str) -> list[str]:
+    return ["--model.path", str(world / "model"), "--run.dir", str(world), "--run.name", name,
+            "--eval.data_dir", str(world / "sets")]  # fmt: skip
 
 
-def run(world: Path, name: str, *flags: str, ranks: int = 0) -> str:
-    process = start(world, name, *flags, ranks=ranks)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output[-4000:]
-    return output
+def run(world: Path, name: str, *flags: str, ranks: int = 1) -> str:
+    """What the evaluation prints."""
+    return run_script("evaluate.py", *of_run(world, name), *flags, ranks=ranks)
+
+
+def start(world: Path, name: str, *flags: str) -> subprocess.Popen:
+    """evaluate.py as a user starts it, without torchrun, in a process group of its own."""
+    command = [sys.executable, "evaluate.py", *of_run(world, name), *flags]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +83,13 @@ def whole(world) -> Path:
 @pytest.fixture
 def evaluate_here(monkeypatch):
     """evaluate.main in this process, for runs without an engine; it leaves no process group and no log behind."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     logger = logging.getLogger("arpo")
@@ -121,7 +122,7 @@ def test_every_benchmark_is_generated_graded_and_reported(whole):
 def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(whole, world):
     """Each trajectory has its own random stream, so the result is that of the run that was left alone."""
     process = start(world, "killed", *flags_of(engine__max_num_seqs="2"))
-    records, deadline = world / "killed" / "records", time.monotonic() + 600
+    records, deadline = world / "killed" / "records", time.monotonic() + PATIENCE_S
     while sum(path.read_text().count("\n") for path in records.glob("*.jsonl")) < 10:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)

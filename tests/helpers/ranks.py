@@ -116,10 +116,10 @@ def run_script(script: str, *argv: str, ranks: int = 2) -> str:
     return done.output
 
 
-def try_script(script: str, *argv: str, ranks: int = 2) -> Done:
+def try_script(script: str, *argv: str, ranks: int = 2, patience_after_failure_s: float = 30.0) -> Done:
     """Run `python script argv` as `__main__` on each of `ranks` ranks, and wait for all of them.
 
-    When one of them fails, the others get seconds to end by themselves, as torchrun gives them, and are killed then.
+    When one of them fails, the others may end by themselves, as under torchrun, until they are killed.
     """
     ensure_server()
     context = multiprocessing.get_context("forkserver")
@@ -130,7 +130,7 @@ def try_script(script: str, *argv: str, ranks: int = 2) -> Done:
         try:
             for process in processes:
                 process.start()
-            code = wait_for_all(processes)
+            code = wait_for_all(processes, patience_after_failure_s)
         finally:
             for process in processes:
                 process.kill()
@@ -138,7 +138,7 @@ def try_script(script: str, *argv: str, ranks: int = 2) -> Done:
         return Done(code, output.read_text(errors="replace"))
 
 
-def wait_for_all(processes: list[multiprocessing.Process]) -> int:
+def wait_for_all(processes: list[multiprocessing.Process], patience_after_failure_s: float) -> int:
     """0, or the code of the first that failed."""
     deadline, running, code = time.monotonic() + PATIENCE_S, list(processes), 0
     while running and (left := deadline - time.monotonic()) > 0:
@@ -146,7 +146,7 @@ def wait_for_all(processes: list[multiprocessing.Process]) -> int:
         for process in [process for process in running if process.exitcode is not None]:
             running.remove(process)
             if process.exitcode and not code:
-                code, deadline = process.exitcode, min(deadline, time.monotonic() + 30.0)
+                code, deadline = process.exitcode, min(deadline, time.monotonic() + patience_after_failure_s)
     assert code or not running, f"{len(running)} ranks still ran after {PATIENCE_S} s"
     return code
 

@@ -1,18 +1,19 @@
 """Real gloo ranks; every mini-batch is run on world sizes 1 and 2, and must give the same step."""
 
+import logging
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.forked import in_processes
 from helpers.processes import is_running
-from helpers.ranks import run_ranks
+from helpers.ranks import PATIENCE_S, ROOT, run_ranks
 
 from arpo import ranks
 from arpo.batch import Row, microbatches
@@ -22,10 +23,9 @@ from arpo.losses import AGGREGATIONS, policy_loss, statistics_of, token_moments
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import ModelConfig, OptimConfig
-from arpo.ranks.ranks import Timers, make_mesh, seed_everything
+from arpo.ranks.ranks import Timers, _log_once_per_node, make_mesh, seed_everything
 from arpo.trajectory import Metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 # (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch
 # nearly alone. Of one row, the second of two ranks has nothing but an empty micro-batch.
 MINIBATCHES = {
@@ -240,17 +240,17 @@ def test_workers_die_with_their_launcher(tmp_path):
     """torchrun itself leaves its workers behind when it is killed, and those keep the GPUs."""
     (tmp_path / "worker.py").write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen([*command, tmp_path / "worker.py", tmp_path], env=environment)
     pids = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in pids), 60)
+    wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: not any(is_running(int(path.read_text())) for path in pids), 10)
+    wait_until(lambda: not any(is_running(int(path.read_text())) for path in pids))
 
 
-def wait_until(condition, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -302,11 +302,13 @@ def test_a_process_group_that_was_there_before_is_left_alone():
     ("rank", "local_rank", "said"),
     [(0, 0, ["note", "warning"]), (1, 1, []), (8, 0, [f"{os.uname().nodename}: warning"])],
 )
-def test_notes_come_from_rank_0_and_warnings_from_every_node(rank, local_rank, said):
-    code = (
-        "import logging; from arpo.ranks.ranks import _log_once_per_node as start; start(); "
-        "log = logging.getLogger('arpo.tools'); log.info('note'); log.warning('warning')"
-    )
-    environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout.splitlines(), done.returncode) == (said, 0), done.stderr
+def test_notes_come_from_rank_0_and_warnings_from_every_node(rank, local_rank, said, capfd):
+    def speak(_: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        _log_once_per_node()
+        log = logging.getLogger("arpo.tools")
+        log.info("note")
+        log.warning("warning")
+
+    in_processes(speak)
+    assert capfd.readouterr().out.splitlines() == said
