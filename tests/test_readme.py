@@ -5,8 +5,8 @@ import sys
 import types
 from pathlib import Path
 
-from test_log import group
-from test_rollout import ANSWER, play, prompt, tool_text
+from helpers.sample_groups import group
+from helpers.scripted_rollout import ANSWER, play, prompt, tool_text
 
 import arpo.tools
 from arpo.options import RolloutConfig

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.ranks import PATIENCE_S, free_port
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
 from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, half_an_answer, never, resets, says
-from test_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
 
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.server_engine import ServerEngine, left_open
