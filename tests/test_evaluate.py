@@ -19,7 +19,8 @@ import torch.distributed as dist
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
 from helpers.models import build_tiny_model
-from helpers.ranks import PATIENCE_S, ROOT, free_port, run_script
+from helpers.processes import free_port
+from helpers.ranks import PATIENCE_S, ROOT, run_script
 from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, says
 

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.ranks import PATIENCE_S, free_port
+from helpers.processes import free_port
+from helpers.ranks import PATIENCE_S
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
 from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, half_an_answer, never, resets, says

@@ -1,6 +1,13 @@
-"""Watching processes from outside."""
+"""Processes, seen from outside."""
 
+import socket
 from pathlib import Path
+
+
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def is_running(pid: int) -> bool:

@@ -16,7 +16,6 @@ import multiprocessing.connection
 import os
 import pickle
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers.processes import free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from arpo.ranks import init
@@ -46,7 +46,6 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.uniproc_executor",
     "vllm.model_executor.models.qwen3",
 ]
@@ -177,8 +176,3 @@ def take_place(rank: int, world_size: int, port: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun does; vLLM on a CPU leaves another one behind
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -110,6 +110,7 @@ def test_layers_that_stay_gathered_for_the_backward_pass_give_the_same_gradients
     assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_model_dir, mesh, monkeypatch):
     """All but the last stage, code generation, which takes a minute here; benchmarks/update_mfu.py has that too."""
     from torch._dynamo.utils import counters
