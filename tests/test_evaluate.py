@@ -105,7 +105,6 @@ def evaluate_here(monkeypatch):
 # ---- generation by vLLM
 
 
-@pytest.mark.slow
 def test_every_benchmark_is_generated_graded_and_reported(whole):
     scores = json.loads((whole / "scores.json").read_text())
     assert list(scores) == list(BENCHMARKS)
@@ -143,7 +142,6 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
     assert texts == {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(whole / "records")}
 
 
-@pytest.mark.slow
 def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world):
     before = (whole / "scores.json").read_bytes()
     shutil.rmtree(whole / "grades")
@@ -152,7 +150,6 @@ def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world
     assert (whole / "scores.json").read_bytes() == before and (whole / "grades" / "gaia.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_regrading_needs_no_model_and_gives_the_same_to_the_digit(whole, evaluate_here):
     before = {name: (whole / name).read_bytes() for name in ("scores.json", "report.md", "report.html")}
     for name in before:

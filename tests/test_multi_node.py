@@ -94,14 +94,13 @@ def lines_of(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error")]
 
 
-@pytest.mark.slow
 def test_a_killed_peer_is_named_in_one_line_and_ends_the_run(work, tmp_path):
     here, _ = work(wait_s=600, silence_s=600)
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
     output, _ = here.communicate(timeout=HANG_S)
     [line] = lines_of(output)
     assert here.returncode != 0 and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in output
-    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in (worker|distributed).py:\d+ \S+\)", line), (
+    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in (worker|ranks).py:\d+ \S+\)", line), (
         line
     )
     assert "is gone" in line and "run.silence_timeout_s=600, run.peer_timeout_minutes=10" in line, line

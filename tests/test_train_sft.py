@@ -46,7 +46,6 @@ def trained(world) -> Path:
     return world / "runs" / "sft"
 
 
-@pytest.mark.slow
 def test_the_loss_falls_on_training_and_validation_conversations(trained):
     rows = read_metrics(trained)
     losses = [row["loss/nll"] for row in rows if row["step"] > 0]
@@ -55,20 +54,17 @@ def test_the_loss_falls_on_training_and_validation_conversations(trained):
     assert len(valid) == 3 and valid[-1] < 0.7 * valid[0]
 
 
-@pytest.mark.slow
 def test_the_run_leaves_a_model_that_loads_and_a_curve(trained):
     model = AutoModelForCausalLM.from_pretrained(trained / "hf")
     assert model.config.num_hidden_layers == 2 and (trained / "curve.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_the_first_line_of_the_metrics_says_what_the_data_is(trained):
     start = read_metrics(trained)[0]
     assert start["step"] == 0 and start["data/conversations"] == 24 and start["data/tokens"] > 24 * 20
     assert start["data/dropped"] == start["data/truncated"] == 0
 
 
-@pytest.mark.slow
 def test_one_rank_learns_what_two_ranks_learn(trained, world):
     train(world, "--run.name", "alone", "--run.num_steps", "4", "--run.save_every", "0", ranks=1)
     alone, together = read_metrics(world / "runs" / "alone"), read_metrics(trained)[:5]
@@ -77,7 +73,6 @@ def test_one_rank_learns_what_two_ranks_learn(trained, world):
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_rows_spread_over_two_ranks_teach_what_whole_rows_teach(trained, world):
     train(world, "--run.name", "spread", "--run.num_steps", "4", "--model.context_parallel", "2")
     for a, b in zip(read_metrics(world / "runs" / "spread")[1:], read_metrics(trained)[1:5], strict=True):
@@ -85,14 +80,12 @@ def test_rows_spread_over_two_ranks_teach_what_whole_rows_teach(trained, world):
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_adapters_learn_too(world):
     train(world, "--run.name", "lora", "--model.lora_rank", "8", "--run.save_every", "0")
     losses = [row["loss/nll"] for row in read_metrics(world / "runs" / "lora") if row["step"] > 0]
     assert losses[-1] < 0.8 * losses[0], losses
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     """Its newest checkpoint is half-written, as by a kill: it goes on from the one before and ends the same."""
     train(world, "--run.name", "again")

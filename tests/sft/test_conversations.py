@@ -169,7 +169,7 @@ def test_a_file_of_300_mb_is_read_in_little_memory(tmp_path):
             file.write(line * 1000)
     code = (
         "import resource, sys\n"
-        "from arpo.conversations import read_conversations\n"
+        "from arpo.sft.conversations import read_conversations\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "num_rows = sum(1 for _ in read_conversations(sys.argv[1], part=1, num_parts=2))\n"
