@@ -100,9 +100,7 @@ def test_a_killed_peer_is_named_in_one_line_and_ends_the_run(work, tmp_path):
     output, _ = here.communicate(timeout=HANG_S)
     [line] = lines_of(output)
     assert here.returncode != 0 and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in output
-    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in (worker|ranks).py:\d+ \S+\)", line), (
-        line
-    )
+    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in (worker|ranks).py:\d+ \S+\)", line), line
     assert "is gone" in line and "run.silence_timeout_s=600, run.peer_timeout_minutes=10" in line, line
 
 
