@@ -24,7 +24,7 @@ def stumble(ranks) -> None:
 
 
 def test_a_rank_that_fails_shows_its_traceback():
-    with pytest.raises(Exception, match=r"(?s)process 1 terminated.*in stumble\n.*LookupError: no such token"):
+    with pytest.raises(Exception, match=r"(?s)Process 1 terminated.*in stumble\n.*LookupError: no such token"):
         run_ranks(2, stumble)
 
 
