@@ -70,7 +70,7 @@ redis-server:
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 || \
 	  echo "redis-server could not be installed; its tests will be skipped"
 
-# Most of a test's time is one process that imports torch and vLLM; more of them at once would only wait for memory.
+# Each worker holds torch and vLLM twice, in itself and in the server that it forks ranks from: four are enough.
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
 # A file's tests stay together, for they share real engines and runs; conftest.py puts the longest files first.
