@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from helpers.files import read_jsonl
 from helpers.models import build_tiny_model
 from helpers.ranks import PATIENCE_S, ROOT, run_script, try_script
 from helpers.toy_run import build_toy_world
@@ -132,18 +133,16 @@ def test_two_ranks_with_one_engine_between_them_count_every_trajectory_once(adap
     rows = steps_of(adapted)
     assert len(rows) == 12
     for row in rows:
-        dump = adapted / "trajectories" / f"step_{row['step']:06d}.jsonl"
-        records = [json.loads(line) for line in dump.read_text().splitlines()]
+        records = read_jsonl(adapted / "trajectories" / f"step_{row['step']:06d}.jsonl")
         assert len(records) == len({(r["prompt_id"], r["trajectory_id"]) for r in records}) == 4 * 8
         assert row["reward/mean"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
-    assert len((adapted / "trajectories" / "valid_000012.jsonl").read_text().splitlines()) == 4
+    assert len(read_jsonl(adapted / "trajectories" / "valid_000012.jsonl")) == 4
 
 
 @pytest.mark.slow
 def test_two_ranks_with_one_engine_between_them_evaluate_every_question_once(adapted, world):
     run = evaluate(world, "adapted_eval", adapted / "hf", "--engine.tensor_parallel", "2")
-    files = list((run / "records").glob("*.jsonl"))
-    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    records = [record for file in (run / "records").glob("*.jsonl") for record in read_jsonl(file)]
     assert len(records) == len({r["question_id"] for r in records}) == 4
 
 

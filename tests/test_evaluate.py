@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
+from helpers.files import read_jsonl
 from helpers.models import build_tiny_model
 from helpers.processes import free_port
 from helpers.ranks import PATIENCE_S, ROOT, run_script
@@ -135,8 +136,9 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
 
     output = run(world, "killed", *flags_of(), ranks=2)
     assert "2 of them finished before" in output and (records / "xbench.rank1.jsonl").exists()
-    lines = [line for path in records.glob("*.jsonl") for line in path.read_text().splitlines()]
-    assert len(lines) == 56  # a line twice would be a trajectory generated twice
+    assert (
+        sum(len(read_jsonl(path)) for path in records.glob("*.jsonl")) == 56
+    )  # a line twice would be a trajectory generated twice
     assert all(path.read_bytes().startswith(before) for path, before in finished.items())
     texts = {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(records)}
     assert texts == {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(whole / "records")}

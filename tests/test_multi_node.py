@@ -1,6 +1,5 @@
 """Two nodes with a rank each: what happens when one is gone, and that a run continues as if nothing had been."""
 
-import json
 import os
 import re
 import signal
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.files import read_jsonl
 from helpers.models import searching_model
 from helpers.nodes import two_nodes
 from helpers.processes import is_running
@@ -207,8 +207,7 @@ def test_both_nodes_write_their_searches_to_one_redis(trained, shared_redis):
 
     asked: dict[int, set[str]] = {0: set(), 1: set()}
     for file in sorted((trained / "trajectories").glob("step_*.jsonl")):
-        for number, line in enumerate(file.read_text().splitlines()):
-            record = json.loads(line)
+        for number, record in enumerate(read_jsonl(file)):
             for turn in record["turns"]:
                 if (call := turn.get("tool_call")) and call["tag"] == "search" and call["ok"]:
                     asked[number // 8 % 2].add(call["argument"].strip())

@@ -1,4 +1,4 @@
-"""Question files of both formats."""
+"""Writing question files of both formats, and reading what a run has written."""
 
 import json
 from pathlib import Path
@@ -15,3 +15,8 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
 
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The rows. Not by splitlines, which cuts at characters that a random model writes and JSON leaves as they are."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
