@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | results | gpu: each sets up what it needs in .venv (CPU wheels; GPU wheels where
+# make demo | test | check | lint | bench | results | gpu: each sets up what it needs in .venv (CPU wheels; GPU wheels where
 # nvidia-smi works).
 #   make demo DEVICE=cpu     the CPU wheels on a machine with a GPU
 #   make demo NPROC=1        another number of ranks (default: 2 on CPU, all GPUs otherwise)
@@ -18,7 +18,7 @@ READY    := .venv/ready-$(DEVICE)
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint bench results gpu
+.PHONY: setup demo test test-slow check lint bench results gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -70,11 +70,20 @@ redis-server:
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 || \
 	  echo "redis-server could not be installed; its tests will be skipped"
 
-# Most of a test's time is one process that imports torch and vLLM; more of them at once would only wait for memory.
+# Each worker holds torch and vLLM twice, in itself and in the server that it forks ranks from: four are enough.
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
-test: setup redis-server
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile
+# A file's tests stay together, for they share real engines and runs; conftest.py puts the longest files first.
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: setup redis-server  # the fast tier, minutes: before every commit
+	$(PYTEST) -m "not slow"
+
+test-slow: setup redis-server  # what the fast tier leaves out
+	$(PYTEST) -m slow
+
+check: setup redis-server  # both
+	$(PYTEST)
 
 lint: setup
 	$(PY) -m ruff check .

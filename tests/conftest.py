@@ -1,73 +1,29 @@
-"""Shared fixtures.
+"""Shared fixtures, and an environment that does not depend on the shell's.
 
 `tiny_model_dir` is a folder with a random float32 Qwen3 (2 layers, width 64, tied head), a byte-level BPE tokenizer
 whose tags are single tokens, and a generation_config: everything that the trainer and vLLM read of a real model. It is
-session-scoped and shared, so do not write into it; `build_tiny_model` makes variants.
+session-scoped and shared, so do not write into it; `helpers.models.build_tiny_model` makes variants.
 """
 
+import os
 from pathlib import Path
+
+# Before torch: one thread each, here and in every process that a test starts. More would wait for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from helpers.models import build_tiny_model
 
-TAGS = [f"<{slash}{tag}>" for tag in ("think", "python", "search", "result", "answer") for slash in ("", "/")]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def build_tiny_tokenizer():
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["user assistant print(1 + 2) the answer is 42, who wrote the book?"] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-    )
+LONGEST_FIRST = ["test_end_to_end.py", "test_every_algorithm.py", "test_multi_node.py", "test_checkpoint.py",
+                 "test_evaluate.py", "test_sandbox_attacks.py", "test_sandbox_host.py", "test_gpu_report.py",
+                 "test_model.py", "test_engine.py"]  # fmt: skip
+"""A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
 
-def build_tiny_model(folder: str | Path, *, seed: int = 0, tied: bool = True, weights: bool = True) -> Path:
-    """Write tokenizer, config and (unless weights=False) random weights to `folder`; returns it."""
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-    tokenizer = build_tiny_tokenizer()
-    config = Qwen3Config(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,  # peaked enough that entropies and greedy choices differ between positions
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id])
-    tokenizer.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(folder)
-    if weights:
-        model.save_pretrained(folder)
-    return Path(folder)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,12 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
+from helpers.ranks import run_script, try_script
 
 import ablate
 from ablate import AblationConfig
@@ -15,7 +16,6 @@ from arpo.config import load_config
 from arpo.errors import UserError
 from arpo.evals.ablation import compare, markdown, read_run
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAIN = """
 run: {save_every: 0}
 model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
@@ -64,11 +64,23 @@ def write_run(folder: Path, accuracy: float, rewards: list[float], calls: int = 
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_ablation(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "ablate.py", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+@pytest.fixture
+def pretended(monkeypatch):
+    """(name of the run, script) of every command that was started. They pretend: "bad" fails, others leave results."""
+    started = []
+
+    def start_next(job: ablate.Job) -> None:
+        script = job.commands.pop(0)[0]
+        started.append((job.name, script))
+        if script == "evaluate.py":
+            write_run(job.folder, 0.5, [0.1, 0.2])
+        job.process = subprocess.Popen(["false" if job.algorithm == "bad" else "true"])
+
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ablate.Job, "start_next", start_next)
+    monkeypatch.setattr(ablate, "POLL_S", 0.01)
+    yield started
+    signal.signal(signal.SIGTERM, handler)
 
 
 # ---- the table
@@ -113,13 +125,14 @@ def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
     assert "| +0.000 [+0.000, +0.000] |" in arpo and "decode" not in head
 
 
-def test_report_only_writes_table_and_curves_of_what_is_finished(config):
+def test_report_only_writes_table_and_curves_of_what_is_finished(config, capsys):
     folder = config.parent / "ab"
-    done = run_ablation(str(config), "--report_only", "True")
-    assert done.returncode == 2 and done.stderr == f"error: {folder}: no finished run to report; see each log.txt\n"
+    cfg = load_config(AblationConfig, [str(config), "--report_only", "True"])
+    with pytest.raises(UserError, match=f"^{folder}: no finished run to report; see each log.txt$"):
+        ablate.main(cfg)
     write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2, 0.9])
-    done = run_ablation(str(config), "--report_only", "True")
-    assert done.returncode == 0 and "not finished: random_seed0" in done.stdout, done.stderr
+    ablate.main(cfg)
+    assert "not finished: random_seed0" in capsys.readouterr().out
     assert json.loads((folder / "table.json").read_text())["grpo"]["accuracy"]["mean"] == 0.5
     assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -181,9 +194,30 @@ def test_a_result_of_other_inputs_is_never_taken_for_this_ones(config):
 
 def test_a_missing_input_is_named_before_anything_runs(config):
     (config.parent / "train.jsonl").unlink()
-    done = run_ablation(str(config))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"{config.parent}/train.jsonl" in done.stderr
+    with pytest.raises(UserError, match=f"{config.parent}/train.jsonl"):
+        ablate.main(load_config(AblationConfig, [str(config)]))
     assert not (config.parent / "ab").exists()
+
+
+def test_each_run_is_trained_then_evaluated_and_what_is_finished_is_not_started_again(config, pretended, capsys):
+    cfg = load_config(AblationConfig, [str(config), "--ablation.num_parallel", "1"])
+    ablate.main(cfg)
+    names = [name for name in ("grpo_seed0", "random_seed0") for _ in range(2)]
+    assert pretended == list(zip(names, ["train_rl.py", "evaluate.py"] * 2, strict=True))
+    assert "[2/2] random_seed0: accuracy 0.500" in capsys.readouterr().out
+    ablate.main(cfg)
+    assert len(pretended) == 4 and "2 runs, 2 of them finished already" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(config, pretended, capsys):
+    bad = "bad=--branching.base 1"
+    cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", bad, "grpo"])
+    log = config.parent / "ab" / "bad_seed0" / "log.txt"
+    with pytest.raises(UserError, match=rf"^1 of 2 runs failed: bad_seed0 \({log}\); mend it and start the same"):
+        ablate.main(cfg)
+    assert ("grpo_seed0", "evaluate.py") in pretended and ("bad_seed0", "evaluate.py") not in pretended
+    assert f"bad_seed0 FAILED with code 1 after 0 s, see {log}" in capsys.readouterr().out
+    assert "| grpo | 1 |" in (config.parent / "ab" / "TABLE.md").read_text()
 
 
 @pytest.mark.slow
@@ -194,22 +228,21 @@ def test_a_failing_run_is_named_with_its_log_and_the_others_go_on(config):
     for job in ablate.make_jobs(cfg.ablation, folder):
         ablate.claim_folder(job, ablate.shared_inputs(cfg.ablation) | {"ranks": 1, "commands": job.commands})
     write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2])
-    done = run_ablation(str(config), "--ablation.algorithms", bad, "grpo")
+    done = try_script("ablate.py", str(config), "--ablation.algorithms", bad, "grpo", ranks=1)
     log = folder / "bad_seed0" / "log.txt"
-    assert done.returncode == 2 and f"error: 1 of 2 runs failed: bad_seed0 ({log})" in done.stderr
-    assert "2 runs, 1 of them finished already" in done.stdout and "did you mean 'branching.base'" in log.read_text()
+    assert done.code == 2 and f"error: 1 of 2 runs failed: bad_seed0 ({log})" in done.output
+    assert "2 runs, 1 of them finished already" in done.output and "did you mean 'branching.base'" in log.read_text()
     assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
 
 
 @pytest.mark.slow
 def test_an_ablation_trains_evaluates_and_skips_what_is_finished(config):
-    done = run_ablation(str(config))
+    done = try_script("ablate.py", str(config), ranks=1)
     folder = config.parent / "ab"
-    assert done.returncode == 0, done.stderr + (folder / "grpo_seed0" / "log.txt").read_text()[-3000:]
-    assert "[2/2] " in done.stdout and "accuracy" in done.stdout
+    assert done.code == 0, done.output + (folder / "grpo_seed0" / "log.txt").read_text()[-3000:]
+    assert "[2/2] " in done.output and "accuracy" in done.output
     table = json.loads((folder / "table.json").read_text())
     assert list(table) == ["grpo", "random"] and table["random"]["sampled_tokens"]["mean"] > 0
     logs = [(folder / f"{name}_seed0" / "log.txt").read_text() for name in table]
-    again = run_ablation(str(config))
-    assert again.returncode == 0 and "2 runs, 2 of them finished already" in again.stdout
+    assert "2 runs, 2 of them finished already" in run_script("ablate.py", str(config), ranks=1)
     assert logs == [(folder / f"{name}_seed0" / "log.txt").read_text() for name in table]

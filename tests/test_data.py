@@ -7,25 +7,13 @@ import logging
 from pathlib import Path
 
 import pytest
+from helpers.files import write_jsonl, write_parquet
 
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 from arpo.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_published_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the published data files are not here")
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict]) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
 
 
 def published_row(answer: str | None = "Paris", system: str = "Answer in \x08oxed{}.") -> dict:

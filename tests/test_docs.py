@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from test_log import group
+from helpers.sample_groups import group
 
 from arpo.metrics import rollout_metrics
 

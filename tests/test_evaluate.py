@@ -1,7 +1,7 @@
 """evaluate.py from end to end: benchmarks, kill -9 and resume, regrade, replay, judge, compare, bad input.
 
 Generation is by real vLLM of a random tiny model, in processes of their own; what a random model never does (call tools
-on purpose, answer right) is played by test_server.py's scripted server, in this process.
+on purpose, answer right) is played by a scripted server, in this process.
 """
 
 import json
@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import build_tiny_model
-from engine.test_server import ScriptedServer
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
+from helpers.files import read_jsonl
+from helpers.models import build_tiny_model
+from helpers.processes import free_port
+from helpers.ranks import PATIENCE_S, ROOT, run_script
+from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, says
 
 import evaluate
@@ -29,7 +31,6 @@ from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.records import read_records
 
-ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {
     "eval.benchmarks": "all", "eval.num_samples": "2", "eval.max_prompt_tokens": "2500", "tools.names": "python",
     "rollout.max_response_tokens": "48", "rollout.answer_reserve_tokens": "8", "engine.dtype": "float32",
@@ -57,22 +58,21 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def start(world: Path, name: str, *flags: str, ranks: int = 0) -> subprocess.Popen:
-    """evaluate.py in a process of its own; with `ranks`, under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, "evaluate.py", "--model.path", str(world / "model"), "--run.dir", str(world),
-               "--run.name", name, "--eval.data_dir", str(world / "sets"), *flags]  # fmt: skip
-    return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def of_run(world: Path, name: str) -> list[str]:
+    return ["--model.path", str(world / "model"), "--run.dir", str(world), "--run.name", name,
+            "--eval.data_dir", str(world / "sets")]  # fmt: skip
 
 
-def run(world: Path, name: str, *flags: str, ranks: int = 0) -> str:
-    process = start(world, name, *flags, ranks=ranks)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output[-4000:]
-    return output
+def run(world: Path, name: str, *flags: str, ranks: int = 1) -> str:
+    """What the evaluation prints."""
+    return run_script("evaluate.py", *of_run(world, name), *flags, ranks=ranks)
+
+
+def start(world: Path, name: str, *flags: str) -> subprocess.Popen:
+    """evaluate.py as a user starts it, without torchrun, in a process group of its own."""
+    command = [sys.executable, "evaluate.py", *of_run(world, name), *flags]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,13 @@ def whole(world) -> Path:
 @pytest.fixture
 def evaluate_here(monkeypatch):
     """evaluate.main in this process, for runs without an engine; it leaves no process group and no log behind."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     logger = logging.getLogger("arpo")
@@ -103,7 +106,6 @@ def evaluate_here(monkeypatch):
 # ---- generation by vLLM
 
 
-@pytest.mark.slow
 def test_every_benchmark_is_generated_graded_and_reported(whole):
     scores = json.loads((whole / "scores.json").read_text())
     assert list(scores) == list(BENCHMARKS)
@@ -121,7 +123,7 @@ def test_every_benchmark_is_generated_graded_and_reported(whole):
 def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(whole, world):
     """Each trajectory has its own random stream, so the result is that of the run that was left alone."""
     process = start(world, "killed", *flags_of(engine__max_num_seqs="2"))
-    records, deadline = world / "killed" / "records", time.monotonic() + 600
+    records, deadline = world / "killed" / "records", time.monotonic() + PATIENCE_S
     while sum(path.read_text().count("\n") for path in records.glob("*.jsonl")) < 10:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
@@ -134,14 +136,14 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
 
     output = run(world, "killed", *flags_of(), ranks=2)
     assert "2 of them finished before" in output and (records / "xbench.rank1.jsonl").exists()
-    lines = [line for path in records.glob("*.jsonl") for line in path.read_text().splitlines()]
-    assert len(lines) == 56  # a line twice would be a trajectory generated twice
+    assert (
+        sum(len(read_jsonl(path)) for path in records.glob("*.jsonl")) == 56
+    )  # a line twice would be a trajectory generated twice
     assert all(path.read_bytes().startswith(before) for path, before in finished.items())
     texts = {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(records)}
     assert texts == {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(whole / "records")}
 
 
-@pytest.mark.slow
 def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world):
     before = (whole / "scores.json").read_bytes()
     shutil.rmtree(whole / "grades")
@@ -150,7 +152,6 @@ def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world
     assert (whole / "scores.json").read_bytes() == before and (whole / "grades" / "gaia.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_regrading_needs_no_model_and_gives_the_same_to_the_digit(whole, evaluate_here):
     before = {name: (whole / name).read_bytes() for name in ("scores.json", "report.md", "report.html")}
     for name in before:

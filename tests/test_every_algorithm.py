@@ -1,17 +1,15 @@
 """Two steps of train_rl.py on two ranks with each algorithm, every part real: it runs, and its numbers are finite.
 
-The world is that of test_end_to_end.py. What the algorithms compute is tested in test_losses.py and test_update.py.
+What the algorithms compute is tested in test_losses.py and test_update.py.
 """
 
 import functools
 import math
 
 import pytest
-from helpers.ranks import run_ranks
-from test_end_to_end import world  # noqa: F401 (a fixture)
+from helpers.ranks import run_script
+from helpers.toy_run import build_toy_world
 
-import train_rl
-from arpo.config import load_config
 from arpo.log import read_metrics
 
 SHORT = ["--run.num_steps", "2", "--run.validate_every", "0", "--run.save_every", "0", "--run.save_hf", "False"]
@@ -28,24 +26,30 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-def train(_, argv: list[str]) -> None:
-    train_rl.main(load_config(train_rl.RLConfig, argv))
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return build_toy_world(tmp_path_factory.mktemp("world"))
 
 
-def metrics_of_run(world, run: str, algorithm: str, *flags: str) -> list[dict[str, float]]:  # noqa: F811
+def metrics_of_run(world, run: str, algorithm: str, *flags: str) -> list[dict[str, float]]:
     chosen = [flag.replace("@WORLD@", str(world)) for flag in ALGORITHMS[algorithm]]
-    run_ranks(2, train, [str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen, *flags])
+    run_script("train_rl.py", str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen, *flags)
     return read_metrics(world / "runs" / run)
 
 
 @pytest.fixture(scope="module")
-def metrics_of(world):  # noqa: F811
+def metrics_of(world):
     """algorithm -> the metrics of its steps; each is run once."""
     return functools.cache(lambda algorithm: metrics_of_run(world, algorithm, algorithm))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+IN_THE_FAST_TIER = ("gspo", "ppo")
+"""Between them: a reference, a critic, trees, another ratio. Each run takes about eight seconds of computing."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_THE_FAST_TIER else pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     rows = metrics_of(name)
     assert [row["step"] for row in rows] == [1, 2]
@@ -61,7 +65,6 @@ def test_the_reference_is_the_policy_before_training(metrics_of):
     assert abs(before["reward/kl_penalty"]) < 1e-6 < later["reward/kl_penalty"]
 
 
-@pytest.mark.slow
 def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
     warmup, after = metrics_of("ppo")
     assert "loss/policy" not in warmup and "loss/policy" in after
@@ -71,7 +74,7 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_of, world):  # noqa: F811
+def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_of, world):
     whole = metrics_of("ppo")[1]
     metrics_of_run(world, "cut", "ppo", "--run.num_steps", "1")
     resumed = metrics_of_run(world, "cut", "ppo")[1]

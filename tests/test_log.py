@@ -1,9 +1,11 @@
 import json
 from dataclasses import dataclass
 
+from helpers.sample_groups import group
+
 from arpo.log import RunLog, read_metrics
 from arpo.metrics import rollout_metrics
-from arpo.trajectory import BranchDecision, Group, Metrics, Prompt, StopReason, ToolCall, Trajectory, Turn
+from arpo.trajectory import Metrics
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,6 @@ def test_curve_is_a_png(tmp_path):
     log.scalars(1, {"reward/mean": 0.1})
     log.scalars(2, {"reward/mean": 0.3})
     assert log.curve(["reward/mean", "absent"]).read_bytes().startswith(b"\x89PNG")
-
-
-def group() -> Group:
-    call = ToolCall("search", "q", "found", ok=True)
-    decision = BranchDecision(0.5, 0.2, 0.56, 0.1, 0, 1, 1, "branched")
-    parent = Trajectory("p", "0", [1, 2, 3, 4], [1, 0, 1, 1], [-1.0, 0.0, -1.0, -1.0])
-    parent.turns = [Turn(0, 1, 2, 0.2, call), Turn(2, 4, 4, 0.5, decision=decision)]
-    child = Trajectory("p", "0.0", [1, 2, 5], [1, 0, 1], [-1.0, 0.0, -1.0], parent_id="0", fork_at=2)
-    child.turns = [Turn(0, 1, 2, 0.2, call, inherited=True), Turn(2, 3, 3, 0.4)]
-    for t, reward in ((parent, 1.0), (child, -1.0)):
-        t.reward, t.reward_parts, t.stop_reason = reward, {"accuracy": float(reward > 0)}, StopReason.EOS
-    child.reward_reason = "missing_answer"
-    return Group(Prompt("p", [{"role": "user", "content": "q"}], ["a"]), [parent, child])
 
 
 def test_rollout_metrics_count_inherited_calls_apart_from_executed_ones():

@@ -1,6 +1,5 @@
 """Two nodes with a rank each: what happens when one is gone, and that a run continues as if nothing had been."""
 
-import json
 import os
 import re
 import signal
@@ -9,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny_model
+from helpers.files import read_jsonl
+from helpers.models import searching_model
 from helpers.nodes import two_nodes
+from helpers.processes import is_running
 from helpers.redis_server import redis_server
-from ranks.test_distributed import is_running
-from test_end_to_end import CONFIG, REWARD
+from helpers.toy_run import CONFIG, build_toy_world
 
 from arpo.log import read_metrics
 
@@ -94,16 +94,13 @@ def lines_of(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error")]
 
 
-@pytest.mark.slow
 def test_a_killed_peer_is_named_in_one_line_and_ends_the_run(work, tmp_path):
     here, _ = work(wait_s=600, silence_s=600)
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
     output, _ = here.communicate(timeout=HANG_S)
     [line] = lines_of(output)
     assert here.returncode != 0 and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in output
-    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in (worker|distributed).py:\d+ \S+\)", line), (
-        line
-    )
+    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in (worker|ranks).py:\d+ \S+\)", line), line
     assert "is gone" in line and "run.silence_timeout_s=600, run.peer_timeout_minutes=10" in line, line
 
 
@@ -163,19 +160,6 @@ def test_restarted_ranks_meet_though_one_of_them_is_seconds_late(work, tmp_path)
 # ------------------------------------------------------------------------------------------------ a real training run
 
 
-def searching_model(folder: Path) -> Path:
-    """The tiny model, whose tied rows of the search tags are large: it opens and closes searches all the time."""
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoTokenizer
-
-    build_tiny_model(folder)
-    weights = load_file(folder / "model.safetensors")
-    tags = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<search>", "</search>"])
-    weights["model.embed_tokens.weight"][tags] *= 3
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture(scope="module")
 def shared_redis(cluster, tmp_path_factory):
     with redis_server(tmp_path_factory.mktemp("redis"), address=cluster.head) as server:
@@ -184,15 +168,10 @@ def shared_redis(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(cluster, shared_redis, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    searching_model(folder / "model")
-    rows = [{"prompt": f"say e {i}", "answer": "e", "data_source": "toy"} for i in range(16)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "corpus.jsonl").write_text('{"title": "e", "text": "eeee"}\n{"title": "a", "text": "aaaa"}\n')
-    (folder / "reward.py").write_text(REWARD)
     config = CONFIG.replace("mode: live}", f"mode: record, cache: '{shared_redis.url}'}}")
     assert config != CONFIG
-    (folder / "config.yaml").write_text(config.replace("@DIR@", str(folder)))
+    folder = build_toy_world(tmp_path_factory.mktemp("world"), config)
+    searching_model(folder / "model")
     return folder
 
 
@@ -228,8 +207,7 @@ def test_both_nodes_write_their_searches_to_one_redis(trained, shared_redis):
 
     asked: dict[int, set[str]] = {0: set(), 1: set()}
     for file in sorted((trained / "trajectories").glob("step_*.jsonl")):
-        for number, line in enumerate(file.read_text().splitlines()):
-            record = json.loads(line)
+        for number, record in enumerate(read_jsonl(file)):
             for turn in record["turns"]:
                 if (call := turn.get("tool_call")) and call["tag"] == "search" and call["ok"]:
                     asked[number // 8 % 2].add(call["argument"].strip())

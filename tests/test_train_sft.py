@@ -1,19 +1,16 @@
 """train_sft.main on real ranks: the loss falls, results stay untrained, a resumed run is the undisturbed one."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
+from helpers.ranks import run_script, try_script
 from transformers import AutoModelForCausalLM
 
 from arpo.log import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
 run: {name: sft, num_steps: 12, validate_every: 6, save_every: 4, dir: @DIR@/runs}
 model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
@@ -38,22 +35,17 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def train(world: Path, *flags: str, ranks: int = 2) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return subprocess.run(
-        [*command, "train_sft.py", str(world / "config.yaml"), *flags],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+def train(world: Path, *flags: str, ranks: int = 2) -> str:
+    """What the run prints."""
+    return run_script("train_sft.py", str(world / "config.yaml"), *flags, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
 def trained(world) -> Path:
-    done = train(world)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(world)
     return world / "runs" / "sft"
 
 
-@pytest.mark.slow
 def test_the_loss_falls_on_training_and_validation_conversations(trained):
     rows = read_metrics(trained)
     losses = [row["loss/nll"] for row in rows if row["step"] > 0]
@@ -62,59 +54,49 @@ def test_the_loss_falls_on_training_and_validation_conversations(trained):
     assert len(valid) == 3 and valid[-1] < 0.7 * valid[0]
 
 
-@pytest.mark.slow
 def test_the_run_leaves_a_model_that_loads_and_a_curve(trained):
     model = AutoModelForCausalLM.from_pretrained(trained / "hf")
     assert model.config.num_hidden_layers == 2 and (trained / "curve.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_the_first_line_of_the_metrics_says_what_the_data_is(trained):
     start = read_metrics(trained)[0]
     assert start["step"] == 0 and start["data/conversations"] == 24 and start["data/tokens"] > 24 * 20
     assert start["data/dropped"] == start["data/truncated"] == 0
 
 
-@pytest.mark.slow
 def test_one_rank_learns_what_two_ranks_learn(trained, world):
-    done = train(world, "--run.name", "alone", "--run.num_steps", "4", "--run.save_every", "0", ranks=1)
-    assert done.returncode == 0, done.stderr
+    train(world, "--run.name", "alone", "--run.num_steps", "4", "--run.save_every", "0", ranks=1)
     alone, together = read_metrics(world / "runs" / "alone"), read_metrics(trained)[:5]
     for a, b in zip(alone[1:], together[1:], strict=True):
         assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_rows_spread_over_two_ranks_teach_what_whole_rows_teach(trained, world):
-    done = train(world, "--run.name", "spread", "--run.num_steps", "4", "--model.context_parallel", "2")
-    assert done.returncode == 0, done.stderr
+    train(world, "--run.name", "spread", "--run.num_steps", "4", "--model.context_parallel", "2")
     for a, b in zip(read_metrics(world / "runs" / "spread")[1:], read_metrics(trained)[1:5], strict=True):
         assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_adapters_learn_too(world):
-    done = train(world, "--run.name", "lora", "--model.lora_rank", "8", "--run.save_every", "0")
-    assert done.returncode == 0, done.stderr
+    train(world, "--run.name", "lora", "--model.lora_rank", "8", "--run.save_every", "0")
     losses = [row["loss/nll"] for row in read_metrics(world / "runs" / "lora") if row["step"] > 0]
     assert losses[-1] < 0.8 * losses[0], losses
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     """Its newest checkpoint is half-written, as by a kill: it goes on from the one before and ends the same."""
-    done = train(world, "--run.name", "again")
-    assert done.returncode == 0, done.stderr
+    train(world, "--run.name", "again")
     folder = world / "runs" / "again" / "checkpoints"
     newest = folder / "step_000012" / "manifest.json"
     newest.write_text(newest.read_text()[:50])  # as if killed while writing
     curve = world / "runs" / "again" / "curve.png"
     curve.unlink()
-    done = train(world, "--run.name", "again")
-    assert done.returncode == 0 and "from step 8" in done.stdout, done.stdout + done.stderr
-    assert "tokenising" not in done.stdout and curve.stat().st_size > 1000
+    output = train(world, "--run.name", "again")
+    assert "from step 8" in output and "tokenising" not in output, output
+    assert curve.stat().st_size > 1000
     for a, b in zip(read_metrics(trained), read_metrics(world / "runs" / "again"), strict=True):
         assert {k: v for k, v in a.items() if k.startswith(("loss", "optim", "valid"))} == {
             k: v for k, v in b.items() if k.startswith(("loss", "optim", "valid"))
@@ -132,9 +114,6 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(world, flags, message):
-    done = subprocess.run(
-        [sys.executable, "train_sft.py", str(world / "config.yaml"), *flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert re.match(f"error: .*{message}", done.stderr), done.stderr
+    done = try_script("train_sft.py", str(world / "config.yaml"), *flags, ranks=1)
+    errors = done.output[done.output.index("error: ") :]
+    assert done.code == 2 and errors.count("\n") == 1 and re.match(f"error: .*{message}", errors), done.output

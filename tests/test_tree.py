@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model, build_tiny_tokenizer
+from helpers.models import build_tiny_model, build_tiny_tokenizer
 from helpers.ranks import mesh_of_one
 
 from arpo.batch import Row, microbatches

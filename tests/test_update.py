@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, run_ranks
 
 from arpo.advantages import group_advantages

@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -16,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, run_ranks, start_ranks
 from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate
 from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.__main__ import main as checkpoint_command
 from arpo.checkpoint.checkpoints import verify
 from arpo.checkpoint.export import export_checkpoint, export_hf
 from arpo.checkpoint.manifest import MANIFEST
@@ -30,7 +30,6 @@ from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import ModelConfig, OptimConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIM = OptimConfig(lr=1e-2)
 
 
@@ -440,19 +439,11 @@ def test_the_export_has_everything_that_the_source_has_and_a_link(tiny_model_dir
     assert source.apply_chat_template(text) == export.apply_chat_template(text)
 
 
-def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, exported, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "arpo.checkpoint",
-        "export",
-        saved / "step_000003",
-        tmp_path / "out",
-        "--model",
-        tiny_model_dir,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'out'}\n", "")
+def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, exported, tmp_path, monkeypatch, capfd):
+    arguments = ["export", saved / "step_000003", tmp_path / "out", "--model", tiny_model_dir]
+    monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, arguments)])
+    checkpoint_command()
+    assert capfd.readouterr() == (f"{tmp_path / 'out'}\n", "")
     assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(exported / "hf"))
 
 

@@ -1,22 +1,20 @@
 """Files of the released code's layout, written by real FSDP ranks (or cut by hand where a test needs to break them)."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from arpo.checkpoint.__main__ import main as checkpoint_command
 from arpo.checkpoint.verl_import import import_verl
 from arpo.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def hf_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -55,11 +53,11 @@ def actor(request, tmp_path_factory):
     return actor, model
 
 
-def test_the_files_of_all_ranks_become_the_model_they_were_cut_from(actor, tmp_path):
+def test_the_files_of_all_ranks_become_the_model_they_were_cut_from(actor, tmp_path, monkeypatch, capsys):
     folder, model = actor
-    command = [sys.executable, "-m", "arpo.checkpoint", "import", folder, tmp_path / "hf"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'hf'}\n"), done.stderr
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "import", str(folder), str(tmp_path / "hf")])
+    checkpoint_command()
+    assert capsys.readouterr().out == f"{tmp_path / 'hf'}\n"
     ours, expected = hf_state(tmp_path / "hf"), hf_state(model)
     assert ours.keys() == expected.keys() and all(torch.equal(ours[n], expected[n]) for n in ours)
     assert (tmp_path / "hf" / "chat_template.jinja").exists() and (tmp_path / "hf" / "generation_config.json").exists()

@@ -1,14 +1,12 @@
 """The rollout against an OpenAI-compatible server: a scripted one on loopback, and a real `vllm serve` process.
 
-The scripted one plays tests/fakes.py's ScriptedEngine through HTTP, as vLLM's server would, or as one that knows
-nothing of token ids and stop reasons. The real one must sample what our own engine samples.
+The scripted one is helpers.scripted_server's. The real one must sample what our own engine samples.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +15,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from aiohttp import web
 from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.processes import free_port
+from helpers.ranks import PATIENCE_S
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
+from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, half_an_answer, never, resets, says
-from test_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
 
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.server_engine import ServerEngine, left_open
@@ -34,35 +34,6 @@ from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 
 KEY = "sk-policy-0123456789"
-
-
-class ScriptedServer(WebService):
-    """Answers completions with the script's turn for the results that stand in the prompt. `plain`: without vLLM's
-    fields, the stop string cut off."""
-
-    def __init__(self, script, *, plain: bool = False, max_model_len: int | None = 700):
-        super().__init__(plan=[self.answer])
-        self.script, self.plain, self.max_model_len = script, plain, max_model_len
-
-    async def answer(self, request: web.Request) -> web.Response:
-        if request.path.endswith("/models"):
-            room = {} if self.plain else {"max_model_len": self.max_model_len}
-            return web.json_response({"object": "list", "data": [{"id": "tiny", **room}]})
-        assert request.path == "/v1/completions", request.path
-        body = json.loads(self.requests[-1].body if self.num_running == 1 else await request.read())
-        return web.json_response({"choices": [self.choice(body)]})
-
-    def choice(self, body: dict) -> dict:
-        turn = CODEC.decode(body["prompt"]).count("<result>\n")  # the system prompt speaks of <result> too
-        engine = ScriptedEngine(TOKENIZER, lambda *_: self.script("", "", turn), tokens_per_step=10**6)
-        engine.submit("p|0|0", body["prompt"], SamplingSpec(body["max_tokens"], stop=tuple(body.get("stop", ()))))
-        [chunk] = engine.step()
-        text = TOKENIZER.decode(chunk.token_ids, skip_special_tokens=True)
-        finish = "length" if chunk.finish == "length" else "stop"
-        if self.plain:
-            return {"text": text.removesuffix(chunk.stop_string or ""), "finish_reason": finish}
-        ids = {"token_ids": chunk.token_ids, "stop_reason": chunk.stop_string}
-        return {"text": text, "finish_reason": finish, **ids}
 
 
 def connect(url: str, *, model: str = "", max_model_len: int = 650, codec: Codec = CODEC, deadline_s: float = 20.0):
@@ -145,9 +116,7 @@ def test_an_aborted_request_is_forgotten(server):
 
 
 def test_an_unreachable_server_is_one_line_with_its_address():
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
+    port = free_port()
     with pytest.raises(UserError, match=rf"eval\.server: cannot reach http://127\.0\.0\.1:{port}/v1/models"):
         connect(f"http://127.0.0.1:{port}")
     with pytest.raises(UserError, match=r"eval\.server: 'localhost:8000' is not an address"):
@@ -235,19 +204,16 @@ def vllm_serve(tiny_model_dir, tmp_path_factory):
         name for name in ("uvicorn", "watchfiles", "model_hosting_container_standards") if not find_spec(name)
     ]:
         pytest.skip(f"vLLM's server needs {', '.join(missing)}; they are pinned in requirements/cpu.txt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = tmp_path_factory.mktemp("serve")
+    port, folder = free_port(), tmp_path_factory.mktemp("serve")
     flags = {"model": tiny_model_dir, "host": "127.0.0.1", "port": port, "served-model-name": "tiny",
              "dtype": "float32", "max-model-len": 500, "max-num-seqs": 16}  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + PATIENCE_S
         while not _answers(port):
             assert process.poll() is None, (folder / "log").read_text()[-3000:]
             assert time.monotonic() < deadline, (folder / "log").read_text()[-3000:]

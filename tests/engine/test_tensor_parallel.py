@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
 from helpers.fakes import EchoTool
+from helpers.models import build_tiny_model, searching_model
 from helpers.ranks import run_ranks
-from test_multi_node import searching_model
 from transformers import AutoTokenizer
 
 from arpo.batch import Row, microbatches
@@ -102,7 +101,6 @@ def tokens_of(groups: list[Group]) -> list[tuple]:
     return [(g.prompt.prompt_id, t.trajectory_id, t.token_ids, t.loss_mask) for g in groups for t in g.trajectories]
 
 
-@pytest.mark.slow
 def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
     for step in ("first", "second"):
         ours, theirs = ([t for g in rank[step] for t in g.trajectories] for rank in team_of_two)
@@ -110,14 +108,12 @@ def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
         assert [vars(t) for t in ours] == [vars(t) for t in theirs]
 
 
-@pytest.mark.slow
 def test_the_trainer_agrees_with_a_split_engine_before_and_after_an_optimizer_step(team_of_two):
     for rank in team_of_two:
         before, outdated, after = rank["mismatches"]
         assert before < 1e-4 and after < 1e-4 and outdated > 1e-2, rank["mismatches"]
 
 
-@pytest.mark.slow
 def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
     calls = [
         call.executed
@@ -130,7 +126,6 @@ def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
     assert [rank["ran"] for rank in team_of_two] == [sum(calls), 0]
 
 
-@pytest.mark.slow
 def test_a_team_counts_once_in_the_exchange(team_of_two):
     for rank in team_of_two:
         assert tokens_of(rank["once"]) == tokens_of(rank["first"])

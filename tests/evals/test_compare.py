@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_grading import boxed
+from helpers.eval_records import boxed
 
 from arpo.errors import UserError
 from arpo.evals.compare import compare_runs

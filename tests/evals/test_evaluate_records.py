@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.forked import fork
-from test_rollout import ANSWER, CALL, call_then_answer, play, prompt
+from helpers.scripted_rollout import ANSWER, CALL, call_then_answer, play, prompt
 
 from arpo.errors import UserError
 from arpo.evals.options import EvalSection

@@ -4,38 +4,18 @@ import json
 from dataclasses import replace
 
 import pytest
+from helpers.eval_records import CALL, boxed, record, reply
+from helpers.sample_groups import sample_groups
 from helpers.web_service import WebService, says
-from test_judge import reply
-from viewer.test_viewer import sample_groups
 
 from arpo.errors import UserError
 from arpo.evals.grading import Grade, exact_match, extract_prediction, grade_records, read_grades, write_grades
 from arpo.evals.judge import Judge
 from arpo.evals.options import JudgeConfig
-from arpo.evals.records import Record, group_records
+from arpo.evals.records import group_records
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.options import RewardConfig
 from arpo.rewards import load_custom, score, score_groups
-
-CALL = {
-    "tag": "search", "argument": "q", "result": "r", "ok": True, "error_kind": None,
-    "executed": True, "cached": False, "seconds": 0.5, "cost": 0.0,
-}  # fmt: skip
-
-
-def record(text: str, answers=("4",), **other) -> Record:
-    """A finished trajectory that wrote `text`; results in it are the tool's."""
-    fields = {
-        "benchmark": "bench", "question_id": "q0", "sample": 0, "question": "How many?", "data_source": "",
-        "split": "", "segments": [], "stop_reason": "eos", "num_tokens": 10, "num_sampled_tokens": 8, "wall_s": 1.5,
-        "tool_calls": [], "metric": "qa",
-    }  # fmt: skip
-    return Record(text=text, answers=list(answers), **{**fields, **other})
-
-
-def boxed(answer: str, **other) -> Record:
-    return record(rf"<think>t</think><answer>\boxed{{{answer}}}</answer>", **other)
-
 
 # -- which answer counts ---------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from helpers.eval_records import reply
 from helpers.web_service import FakeTime, WebService, fast_time, half_an_answer, never, resets, says
 
 from arpo.errors import UserError
@@ -19,10 +20,6 @@ from arpo.evals.options import JudgeConfig
 
 PARIS = JudgeTask("Capital of France?", ("Paris",), "paris")
 RIGHT, WRONG = "The same. <judgment>Correct</judgment>", "<judgment>Incorrect</judgment>"
-
-
-def reply(text: object) -> dict:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
 async def judges_by_prediction(request: web.Request) -> web.Response:

@@ -10,8 +10,9 @@ import re
 
 import numpy as np
 import pytest
-from test_grading import CALL, boxed, record
-from viewer.test_viewer import HOSTILE, dom, needs_browser, section, words
+from helpers.browser import dom, needs_browser, section, words
+from helpers.eval_records import CALL, boxed, record
+from helpers.sample_groups import HOSTILE
 
 from arpo.evals.grading import Grade, grade_records, read_grades
 from arpo.evals.page import BLOCK

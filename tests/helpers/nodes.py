@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers.redis_server import free_port
+from helpers.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

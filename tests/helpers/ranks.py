@@ -1,28 +1,61 @@
-"""Process groups for tests: a group of one in this process, or several real gloo ranks in processes of their own.
+"""Real processes for tests, forked from one warm server that has the slow imports (torch, vLLM) behind it.
 
-The ranks are forked from a server that has the slow imports behind it, and nothing else.
+A child costs tenths of a second instead of the ten that the imports take. Each is a fresh fork of a process that has
+done nothing but import: no state goes from one to the next. The server belongs to the pytest process and ends with it.
+
+    run_ranks(2, body, *args)                        body(ranks, *args) on two gloo ranks; the values by rank
+    run_script("train_rl.py", *flags, ranks=2)       a script as torchrun starts it; output and exit code
+    mesh_of_one()                                    no process: a mesh of this one alone
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
-import socket
+import runpy
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers.processes import free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from arpo.ranks import init
 
-PRELOADED = ["torch", "arpo.checkpoint", "transformers.models.qwen3.modeling_qwen3", "transformers.generation"]
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 900.0
+"""How long a script may take on a machine that is busy with other things. A bound, not an expectation."""
+PRELOADED = [
+    "train_rl",
+    "train_sft",
+    "evaluate",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.generation",
+    "torch.utils.tensorboard",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.models.qwen3",
+]
+"""None of them starts a thread or asks for a device, and so may lie before a fork."""
+SERVER_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 @contextlib.contextmanager
@@ -33,6 +66,9 @@ def mesh_of_one() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     finally:
         dist.destroy_process_group()
+
+
+# ---- a function on every rank
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -46,20 +82,97 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
 
 def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, folder: str) -> mp.ProcessContext:
     """The same without waiting; the values go to `folder`."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    everything = (world_size, port, folder, body, args)
+    ensure_server()
+    everything = (world_size, free_port(), folder, body, args)
     return mp.start_processes(_rank, everything, nprocs=world_size, join=False, start_method="forkserver")
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[..., Any], args: tuple) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun does; vLLM on a CPU leaves another one behind
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-    torch.set_num_threads(1)
+    take_place(rank, world_size, port)
     ranks = init(timeout_minutes=10)
     value = body(ranks, *args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(value))
     ranks.close()
+
+
+# ---- a script on every rank
+
+
+@dataclass(frozen=True)
+class Done:
+    """What is left of a script's ranks."""
+
+    code: int
+    """0 where all ranks ended well, else the exit code of the one that ended first with another."""
+    output: str
+    """What the ranks wrote to stdout and stderr, tracebacks included."""
+
+
+def run_script(script: str, *argv: str, ranks: int = 2) -> str:
+    """The output of `script`, which must end well."""
+    done = try_script(script, *argv, ranks=ranks)
+    assert done.code == 0, f"{script} ended with code {done.code}\n{done.output[-6000:]}"
+    return done.output
+
+
+def try_script(script: str, *argv: str, ranks: int = 2, patience_after_failure_s: float = 30.0) -> Done:
+    """Run `python script argv` as `__main__` on each of `ranks` ranks, and wait for all of them.
+
+    When one of them fails, the others may end by themselves, as under torchrun, until they are killed.
+    """
+    ensure_server()
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        place = (ranks, free_port(), str(output), script, argv)
+        processes = [context.Process(target=_script, args=(rank, *place)) for rank in range(ranks)]
+        try:
+            for process in processes:
+                process.start()
+            code = wait_for_all(processes, patience_after_failure_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return Done(code, output.read_text(errors="replace"))
+
+
+def wait_for_all(processes: list[multiprocessing.Process], patience_after_failure_s: float) -> int:
+    """0, or the code of the first that failed."""
+    deadline, running, code = time.monotonic() + PATIENCE_S, list(processes), 0
+    while running and (left := deadline - time.monotonic()) > 0:
+        multiprocessing.connection.wait([process.sentinel for process in running], timeout=left)
+        for process in [process for process in running if process.exitcode is not None]:
+            running.remove(process)
+            if process.exitcode and not code:
+                code, deadline = process.exitcode, min(deadline, time.monotonic() + patience_after_failure_s)
+    assert code or not running, f"{len(running)} ranks still ran after {PATIENCE_S} s"
+    return code
+
+
+def _script(rank: int, world_size: int, port: int, output: str, script: str, argv: tuple[str, ...]) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    take_place(rank, world_size, port)
+    os.chdir(ROOT)
+    sys.argv = [script, *argv]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+# ---- the server, and what it forks
+
+
+def ensure_server() -> None:
+    """Start the server unless it runs. It keeps this environment, whatever the first test that needs it has set."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
+        forkserver.ensure_running()
+
+
+def take_place(rank: int, world_size: int, port: int) -> None:
+    """The environment that torchrun gives a rank."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun does; vLLM on a CPU leaves another one behind
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)

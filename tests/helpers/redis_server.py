@@ -1,7 +1,6 @@
 """A real redis-server for the time of a test module."""
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,13 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers.processes import free_port
 
 HANG_S = 30.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @dataclass

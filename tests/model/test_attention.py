@@ -5,9 +5,8 @@ import types
 
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build_tiny_model, random_rows
 from helpers.ranks import mesh_of_one
-from test_model import random_rows
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models import build, cfg_of, random_rows
 from helpers.ranks import mesh_of_one, run_ranks
-from test_model import build, cfg_of, random_rows
 
 from arpo.batch import MicroBatch, collate, microbatches
 from arpo.checks import check_parallel

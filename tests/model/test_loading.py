@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny_model
+from helpers.models import build, build_tiny_model, cfg_of
 from helpers.ranks import mesh_of_one, run_ranks
 from safetensors.torch import load_file, save_file
-from test_model import build, cfg_of
 
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError

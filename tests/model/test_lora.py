@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.models import cfg_of, load_hf, random_rows, row_by_row, some_loss
 from helpers.ranks import mesh_of_one, run_ranks
 from safetensors.torch import load_file
-from test_model import cfg_of, load_hf, random_rows, row_by_row, some_loss
 
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints

@@ -6,13 +6,21 @@ import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model, build_tiny_tokenizer
+from helpers.models import (
+    build,
+    build_tiny_model,
+    build_tiny_tokenizer,
+    cfg_of,
+    load_hf,
+    random_rows,
+    row_by_row,
+    some_loss,
+)
 from helpers.ranks import mesh_of_one
 
-from arpo.batch import Row, collate
+from arpo.batch import collate
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend
@@ -22,8 +30,6 @@ from arpo.options import ModelConfig
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")
-SIZES = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -35,60 +41,6 @@ def mesh():
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "qwen3-untied"])
 def folder(request, tmp_path_factory):
     return build(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def build(kind: str, path, **changes):
-    """A random model of one of our families."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-    if kind.startswith("qwen3"):
-        return build_tiny_model(path, tied=kind == "qwen3")
-    kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM, True), "llama": (LlamaConfig, LlamaForCausalLM, False)}
-    config_class, model_class, tied = kinds[kind]
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        options = SIZES | HEADS | {"tie_word_embeddings": tied} | changes
-        model_class(config_class(**options)).save_pretrained(path)
-    build_tiny_tokenizer().save_pretrained(path)
-    return path
-
-
-def cfg_of(folder, **changes) -> ModelConfig:
-    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False, head_chunk_tokens=5)
-    return replace(base, **changes)
-
-
-def load_hf(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-
-
-def random_rows(lengths=((5, 9), (1, 4), (7, 13), (3, 1))) -> list[Row]:
-    rng = np.random.default_rng(0)
-    rows = []
-    for num_prompt, num_response in lengths:
-        mask = (rng.random(num_response) < 0.7).astype(np.int64)
-        mask[0] = 1
-        rows.append(Row(rng.integers(0, 380, num_prompt), rng.integers(0, 380, num_response), mask))
-    return rows
-
-
-def some_loss(logprobs, entropies):
-    """Every token and both outputs count, each differently."""
-    weights = torch.linspace(-1.0, 1.0, logprobs.shape[-1]).expand_as(logprobs)
-    return (weights * logprobs).sum() + ((0.5 - weights) * entropies).sum()
-
-
-def row_by_row(hf, rows, temperature):
-    """(logprobs, entropies) of each row by itself, 0 where masked; with gradient."""
-    for row in rows:
-        ids = torch.as_tensor(np.concatenate([row.prompt_ids, row.response_ids]))
-        logits = hf(input_ids=ids[None], use_cache=False).logits[0, len(row.prompt_ids) - 1 : -1]  # (T, V)
-        log_p = (logits / temperature).log_softmax(-1)
-        mask = torch.as_tensor(row.loss_mask)
-        targets = torch.as_tensor(row.response_ids)
-        yield log_p.gather(1, targets[:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(-1) * mask
 
 
 def gradients(policy) -> dict[str, torch.Tensor]:
@@ -158,6 +110,7 @@ def test_layers_that_stay_gathered_for_the_backward_pass_give_the_same_gradients
     assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_model_dir, mesh, monkeypatch):
     """All but the last stage, code generation, which takes a minute here; benchmarks/update_mfu.py has that too."""
     from torch._dynamo.utils import counters

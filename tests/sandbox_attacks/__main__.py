@@ -13,8 +13,8 @@ from sandbox_attacks import ATTACKS
 from sandbox_attacks.attack import LIMITS, Attack
 from sandbox_attacks.world import World, survivors
 
-HANG_S = 30.0
-"""Generous: they share the machine with each other, and perhaps with other work."""
+HANG_S = 300.0
+"""Longer than this is no end at all. They share the machine with each other, and perhaps with other work."""
 CONCURRENCY = 4
 UNAVAILABLE = 77
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_data import write_jsonl, write_parquet
+from helpers.files import write_jsonl, write_parquet
 
 from arpo.errors import UserError
 from arpo.files import BadRow, read_rows

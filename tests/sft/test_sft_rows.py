@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import build_tiny_tokenizer
+from helpers.files import write_jsonl, write_parquet
+from helpers.models import build_tiny_tokenizer
 from helpers.ranks import run_ranks
-from test_data import write_jsonl, write_parquet
 
 from arpo.errors import UserError
 from arpo.protocol import Codec
@@ -159,7 +159,7 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
     code = (
         "import resource, sys; from pathlib import Path\n"
         "sys.path.insert(0, 'tests')\n"
-        "from conftest import build_tiny_tokenizer\n"
+        "from helpers.models import build_tiny_tokenizer\n"
         "from arpo import ranks\n"
         "from arpo.sft.options import SFTDataConfig\n"
         "from arpo.protocol import Codec\n"

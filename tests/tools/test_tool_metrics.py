@@ -6,7 +6,8 @@ import random
 from collections import Counter
 
 import pytest
-from test_rollout import ANSWER, CODEC, TOKENIZER, ScriptedEngine, prompt
+from helpers.fakes import ScriptedEngine
+from helpers.scripted_rollout import ANSWER, CODEC, TOKENIZER, prompt
 
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics

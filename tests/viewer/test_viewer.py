@@ -3,62 +3,19 @@
 import html
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
+from helpers.browser import dom, needs_browser, section, words
+from helpers.sample_groups import sample_groups
 
 from arpo.errors import UserError
 from arpo.log import RunLog
-from arpo.options import BranchingConfig, RolloutConfig, RunConfig
-from arpo.protocol import Codec
-from arpo.rollout import rollout
-from arpo.tools.base import ToolResult, ToolRunner
-from arpo.trajectory import Group, Prompt
+from arpo.options import RunConfig
+from arpo.trajectory import Group
 from arpo.viewer import viewer
-
-CODEC = Codec(byte_tokenizer())
-HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--<script>"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"no browser here (looked for {', '.join(BROWSERS)})")
-
-
-def script(_prompt: str, path: str, turn: int) -> tuple[str, float]:
-    """Two searches and an answer; the roots are sure of themselves until the second result surprises them."""
-    if turn < 2:
-        return f"<think>{HOSTILE}</think><search>q{turn} of {path}</search>", 1.0 + turn
-    return f"<think>t</think><answer>\\boxed{{{len(path)}}}</answer>", 0.5
-
-
-def sample_groups(num_prompts: int = 3) -> list[Group]:
-    """Branched groups of a real rollout. The first prompt's rewards differ, the others' are alike."""
-
-    def search(argument: str) -> ToolResult:
-        if argument.startswith("q0"):
-            return ToolResult(f"found {HOSTILE}", ok=True, cached=True, seconds=0.25)
-        return ToolResult("Error: no answer", ok=False, error_kind="timeout", seconds=2.5)
-
-    prompts = []
-    for i in range(num_prompts):
-        messages = [{"role": "user", "content": f"question {i} {HOSTILE}"}]
-        prompts.append(Prompt(f"p{i}", messages, ["1"], token_ids=tuple(CODEC.render_prompt(messages))))
-    always = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
-    cfg = RolloutConfig(group_size=6, max_response_tokens=1200, max_result_tokens=300, answer_reserve_tokens=60)
-    runner = ToolRunner({"search": EchoTool("search", search)})
-    try:
-        groups = rollout(prompts, ScriptedEngine(CODEC.tokenizer, script), runner, CODEC, cfg, always, seed=0)
-    finally:
-        runner.close()
-    for i, group in enumerate(groups):
-        for k, trajectory in enumerate(group.trajectories):
-            trajectory.reward = float(i == 0 and k < 3)
-            trajectory.reward_parts = {"format": 0.125, "accuracy": trajectory.reward}
-            trajectory.advantage = 0.75 if trajectory.reward else -0.75
-    return groups
 
 
 @pytest.fixture(scope="module")
@@ -193,30 +150,6 @@ def test_a_malformed_line_is_named(run, damage):
 
 
 # -- what a browser shows --------------------------------------------------------------------------------------------
-
-
-def dom(page: Path, profile: Path, address: str = "", keys: tuple[str, ...] = ()) -> str:
-    """The document after the scripts have run and `keys` were pressed, as HTML."""
-    if keys:
-        presses = "".join(
-            f"document.body.dispatchEvent(new KeyboardEvent('keydown', {{key: '{k}', bubbles: true}}));" for k in keys
-        )
-        page = page.rename(page.with_name("keys.html"))
-        page.write_text(page.read_text().replace("</body>", f"<script>{presses}</script></body>"))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--virtual-time-budget=2000"]
-    command = [BROWSER, *flags, "--window-size=1400,900", "--dump-dom", page.as_uri() + address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return re.sub(r'<script type="application/json".*?</script>', "", done.stdout, flags=re.DOTALL)
-
-
-def words(fragment: str) -> str:
-    """What a reader sees of some HTML, spaces between the elements."""
-    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", fragment)).split())
-
-
-def section(document: str, name: str) -> str:
-    return re.search(rf'<(\w+)[^>]*\bid="{name}".*?</\1>', document, re.DOTALL)[0]
 
 
 @needs_browser

@@ -1,5 +1,6 @@
 """The search cache: real SQLite, real processes, some of them killed."""
 
+import asyncio
 import json
 import logging
 import os
@@ -527,9 +528,7 @@ def test_a_mistake_on_the_command_line_is_one_line_and_code_2(tmp_path, argument
 
 
 def test_the_search_tool_replays_a_released_cache(released):
-    from tools.search.test_search import ask
-
     from arpo.tools.search import SearchTool
 
-    result = ask(SearchTool(SearchConfig(backend="replay", cache=str(released))), ' "nothing" ')
+    result = asyncio.run(SearchTool(SearchConfig(backend="replay", cache=str(released))).run(' "nothing" '))
     assert (result.text, result.ok, result.cached) == (NO_RESULTS, True, True)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from helpers.forked import fork, in_processes
-from helpers.redis_server import free_port, redis_server
+from helpers.processes import free_port
+from helpers.redis_server import redis_server
 
 from arpo.errors import UserError
 from arpo.tools.cache.__main__ import main

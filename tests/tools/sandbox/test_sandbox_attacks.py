@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.python_tools import skip_where_the_kernel_refuses
 from sandbox_attacks import ATTACKS
+
+from arpo.errors import UserError
 
 ORDINARY_UID = 61234
 UNAVAILABLE = 77
 """Exit code of the suite where the machine cannot carry the tier."""
+PATIENCE_S = 900.0
 AFTERWARDS = ["harm", "survivors", "host_lost", "sane_call_afterwards", "files_left"]
 TESTS = Path(__file__).parents[2]
 
@@ -38,25 +42,25 @@ def launch(tier: str, user: str) -> subprocess.CompletedProcess[str]:
             pytest.skip("no interpreter (3.11 or later) that an ordinary user may run")
         identity = {"user": ORDINARY_UID, "group": ORDINARY_UID, "extra_groups": []}
     command = [python, "-B", "-m", "sandbox_attacks", "--tier", tier]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=TESTS, **identity)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=TESTS, **identity)
 
 
 @pytest.fixture(scope="module")
 def results():
     """(tier, user) -> {attack: None or what went wrong}; each suite runs once."""
-    finished: dict[tuple[str, str], dict[str, str | None]] = {}
+    finished: dict[tuple[str, str], dict[str, str | None] | UserError] = {}
 
     def get(tier: str, user: str) -> dict[str, str | None]:
         if (tier, user) not in finished:
             run = launch(tier, user)
             if run.returncode == UNAVAILABLE:
-                finished[tier, user] = {"unavailable": run.stderr.strip().splitlines()[-1]}
+                finished[tier, user] = UserError(run.stderr.strip().splitlines()[-1])
             else:
                 assert run.returncode == 0, run.stderr
                 finished[tier, user] = json.loads(run.stdout)
-        if "unavailable" in finished[tier, user]:
-            pytest.skip(f"this machine cannot carry it: {finished[tier, user]['unavailable']}")
-        return finished[tier, user]
+        if isinstance(found := finished[tier, user], UserError):
+            skip_where_the_kernel_refuses(found)
+        return found
 
     return get
 

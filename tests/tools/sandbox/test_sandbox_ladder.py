@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import HANG_S, start
+from helpers.python_tools import HANG_S, skip_where_the_kernel_refuses, start
 
+from arpo.errors import UserError
 from arpo.tools.sandbox.syscall_table import ADMINISTRATION, numbers
 
 REPO = Path(__file__).resolve().parents[3]
@@ -86,6 +87,16 @@ def test_where_proc_is_masked_as_in_a_container_there_are_no_child_processes():
     said = start_in_container(within=within)
     assert "RUNS namespaces 42" in said and "Operation not permitted" in said.splitlines()[-1]
     assert said.count("WARNING") == 1 and "without /proc, code may not start processes" in said
+
+
+def test_these_tests_skip_for_what_the_kernel_refuses_and_for_nothing_else():
+    with pytest.raises(pytest.skip.Exception, match="Operation not permitted"):
+        skip_where_the_kernel_refuses(
+            UserError("tools.python: no isolation (namespaces: unshare: Operation not permitted)")
+        )
+    for failure in ("the jail failed its self-test: read of the trainer", "the host did not start within 120 s"):
+        with pytest.raises(UserError, match=failure):
+            skip_where_the_kernel_refuses(UserError(f"tools.python: no isolation (namespaces: {failure})"))
 
 
 def test_a_start_is_announced_in_one_line(caplog):
