@@ -73,7 +73,7 @@ from arpo.evals.grading import grade_records  # noqa: E402
 from arpo.evals.judge import Judge  # noqa: E402
 from arpo.evals.prompts import asked_as  # noqa: E402
 from arpo.evals.records import Record, append_records, group_records, read_records  # noqa: E402
-from arpo.evals.report import RunMeta, write_report  # noqa: E402
+from arpo.evals.report import RunMeta, summary, write_report  # noqa: E402
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides  # noqa: E402
 from arpo.log import RunLog  # noqa: E402
 from arpo.model import load_tokenizer  # noqa: E402
@@ -132,7 +132,7 @@ def main(cfg: EvalConfig) -> None:
         mine = team.share(prompts)
         path = folder / "records" / (f"{name}.rank{dist.rank}.jsonl" if dist.rank else f"{name}.jsonl")
         metric = chosen[name].grader if name in chosen else "reward"
-        with log.progress(len(mine) * sampling.group_size, name, "trajectory") as bar:
+        with log.progress(len(mine) * sampling.group_size, name) as progress:
             rollout(
                 mine,
                 engine,
@@ -141,7 +141,7 @@ def main(cfg: EvalConfig) -> None:
                 sampling,
                 BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size),
                 seed=cfg.run.seed,
-                on_progress=lambda done, bar=bar: bar.update(done - bar.n),
+                on_progress=progress.at,
                 on_group=lambda group, wall_s, name=name, metric=metric, path=path: (
                     append_records(path, group_records(group, name, metric, wall_s)) if team.is_first else None
                 ),
@@ -228,8 +228,8 @@ def report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None:
     write_report(folder, {name: by_name[name] for name in names}, grades, meta)
     if judge is not None:
         judge.close()
-    print((folder / "report.md").read_text())
-    print(f"report: {folder / 'report.html'}")
+    print(summary(folder))
+    print(f"all tables: {folder / 'report.md'}\nreport: {folder / 'report.html'}")
 
 
 if __name__ == "__main__":
