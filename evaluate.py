@@ -73,7 +73,7 @@ from arpo.evals.grading import grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.prompts import asked_as
 from arpo.evals.records import Record, append_records, group_records, read_records
-from arpo.evals.report import RunMeta, write_report
+from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides
 from arpo.log import RunLog
 from arpo.model import load_tokenizer
@@ -138,6 +138,7 @@ def main(cfg: EvalConfig) -> None:
             sampling,
             no_branching,
             description=name,
+            is_part=False,
             on_group=partial(save_group, path, name, metric, cfg.tools.names) if team.is_first else None,
             max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
         )
@@ -214,8 +215,8 @@ def report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None:
     write_report(folder, {name: by_name[name] for name in names}, grades, meta)
     if judge is not None:
         judge.close()
-    print((folder / "report.md").read_text())
-    print(f"report: {folder / 'report.html'}")
+    print(summary(folder))
+    print(f"all tables: {folder / 'report.md'}\nreport: {folder / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ def main(cfg: RLConfig) -> None:
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
     health = ToolHealth()
+    progress = log.progress(num_steps, "step", done=done_steps)
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
 
@@ -255,7 +256,7 @@ def main(cfg: RLConfig) -> None:
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, groups)
             log.transcripts(step, groups, tag="train")
-        log.line(console_line(step, num_steps, values))
+        progress.at(step, console_text(values), keep="valid/accuracy" in values)
         if is_last or health.must_stop or (cfg.run.save_every and step % cfg.run.save_every == 0):
             folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer)
             if cfg.run.save_hf:
@@ -263,6 +264,7 @@ def main(cfg: RLConfig) -> None:
         if health.must_stop:
             raise UserError(str(health))
 
+    progress.close()
     log.line(f"curve: {log.curve(['reward/mean', 'valid/accuracy'])}\ntensorboard --logdir {run_dir / 'tb'}")
     log.close()
     tools.close()
@@ -297,10 +299,11 @@ def validate(
     return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
 
 
-def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
+def console_text(values: dict[str, float]) -> str:
+    """What the console says of a step."""
     parts = [
-        f"step {step}/{num_steps}",
         f"reward {values['reward/mean']:+.3f}",
+        *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
         f"solved {values['reward/solved_share']:.2f}",
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
@@ -310,8 +313,6 @@ def console_line(step: int, num_steps: int, values: dict[str, float]) -> str:
         else "no policy update",
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
-    if "valid/accuracy" in values:
-        parts.append(f"valid {values['valid/accuracy']:.3f}")
     return "  ".join(parts)
 
 

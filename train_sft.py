@@ -42,7 +42,6 @@ class SFTConfig:
 # The config is read before torch is imported, so that --help and mistakes answer at once.
 CONFIG = load_or_exit(SFTConfig) if __name__ == "__main__" else None
 
-import time
 from pathlib import Path
 
 import torch
@@ -111,7 +110,7 @@ def main(cfg: SFTConfig) -> None:
             log.line(f"step 0  valid {start['valid/nll']:.4f}")
         log.scalars(0, start)
 
-    loop_started = time.perf_counter()
+    progress = log.progress(num_steps, "step", done=done_steps)
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
 
@@ -145,13 +144,13 @@ def main(cfg: SFTConfig) -> None:
                 values["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
         values |= timers.seconds(prefix="time/")
         log.scalars(step, values)
-        eta = (time.perf_counter() - loop_started) / (step - done_steps) * (num_steps - step)
-        log.line(console_line(step, num_steps, values, eta))
+        progress.at(step, console_text(values), keep="valid/nll" in values)
         if is_last or (cfg.run.save_every and step % cfg.run.save_every == 0):
             folder = checkpoints.save(step, policy, optimizer)
             if cfg.run.save_hf:
                 export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
 
+    progress.close()
     log.line(f"curve: {log.curve(['loss/nll', 'valid/nll'])}\ntensorboard --logdir {run_dir / 'tb'}")
     log.close()
     dist.close()
@@ -174,18 +173,16 @@ def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: i
     return dist.all_reduce_sum(total)[0] / sum(int(row.loss_mask.sum()) for row in rows)
 
 
-def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: float) -> str:
+def console_text(values: dict[str, float]) -> str:
+    """What the console says of a step."""
     parts = [
-        f"step {step}/{num_steps}",
         f"loss {values['loss/nll']:.4f}",
+        *([f"valid {values['valid/nll']:.4f}"] if "valid/nll" in values else []),
         f"entropy {values['loss/entropy']:.3f}",
         f"grad {values['optim/grad_norm']:.2f}",
         f"lr {values['optim/lr']:.1e}",
         f"{values['tokens/per_second']:,.0f} tokens/s",
-        f"ETA {int(eta_s // 60)}:{int(eta_s % 60):02d}",
     ]
-    if "valid/nll" in values:
-        parts.append(f"valid {values['valid/nll']:.4f}")
     return "  ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: console line, progress bars, metrics.jsonl, TensorBoard, trajectory dumps, the curve.
+"""What a run leaves behind: console lines, metrics.jsonl, TensorBoard, trajectory dumps, the curve.
 
     runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl  curve.png
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tqdm import tqdm
 
 from arpo.config import save_config
 from arpo.trajectory import Group
+
+LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
 class RunLog:
@@ -51,22 +54,16 @@ class RunLog:
         self.board.flush()
 
     def line(self, text: str) -> None:
-        """A console line that does not tear the progress bar."""
+        """Print one line without tearing a progress bar."""
         if self.is_main:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            print_line(text)
 
-    def progress(self, total: int, description: str, unit: str, *, initial: int = 0) -> tqdm:
-        """A bar with rate and ETA; it goes away when done. Silent where the output is not a terminal."""
-        return tqdm(
-            total=total,
-            initial=initial,
-            desc=description,
-            unit=unit,
-            leave=False,
-            dynamic_ncols=True,
-            disable=not (self.is_main and sys.stderr.isatty()),
-        )
+    def progress(self, total: int, what: str, *, done: int = 0, is_part: bool = False) -> Progress:
+        """Show on rank 0 how far something is that has `total` parts, of which `done` are done already.
+
+        `is_part`: of a step that has a progress of its own. Only a terminal shows it, and after a second.
+        """
+        return Progress(total, what, done=done, is_part=is_part, is_main=self.is_main)
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
         """Full trajectories, one per line: text, tokens, turns, tool calls, decisions, rewards."""
@@ -117,6 +114,54 @@ class RunLog:
     def close(self) -> None:
         if self.is_main:
             self.board.close()
+
+
+class Progress:
+    """One line that updates itself where a terminal shows it, with rate and time left; otherwise a line now and then.
+
+    Those lines are for log files: the first, the last, one every 25th part of the way, one a minute where that is slow.
+    """
+
+    def __init__(self, total: int, what: str, *, done: int, is_part: bool, is_main: bool):
+        shows_bar = is_main and sys.stderr.isatty()
+        self.is_main = is_main
+        self.prints_lines = not is_part and not (shows_bar and sys.stdout.isatty())
+        self.total, self.what, self.start, self.line_at = total, what, done, done
+        self.started = self.line_time = time.monotonic()
+        looks = {"unit": "", "dynamic_ncols": True, "leave": not is_part, "delay": float(is_part)}
+        self.bar = tqdm(desc=what, total=total, initial=done, disable=not shows_bar, **looks)
+
+    def at(self, done: int, text: str = "", *, keep: bool = False) -> None:
+        """Show that `done` parts are done, and `text` about the newest. `keep`: it deserves a line on any output."""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(done - self.bar.n)
+        now = time.monotonic()
+        is_due = done > self.line_at and (
+            self.line_at == self.start
+            or done == self.total
+            or done * LINES_PER_RUN // self.total > self.line_at * LINES_PER_RUN // self.total
+            or now - self.line_time >= LINE_EVERY_S
+        )
+        if self.is_main and (keep or (self.prints_lines and is_due)):
+            left_s = (now - self.started) / max(done - self.start, 1) * (self.total - done)
+            parts = [f"{self.what} {done}/{self.total}", text, f"{tqdm.format_interval(left_s)} left"]
+            print_line("  ".join(part for part in parts if part))
+            self.line_at, self.line_time = done, now
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def print_line(text: str) -> None:
+    """Print to stdout, above the progress bars that a terminal shows."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:

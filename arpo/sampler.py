@@ -36,17 +36,19 @@ class Sampler:
         *,
         description: str,
         step: int = 0,
+        is_part: bool = True,
         on_group: Callable[[Group, list[float]], None] | None = None,
         max_at_once: int = 0,
     ) -> list[Group]:
         """Sample this team's share of `prompts`, which all ranks are given alike; `rollout` explains the rest.
 
-        `description` stands before the progress bar. Returns the share's groups in the order of `prompts`, unscored.
+        `description` stands before the progress bar; `is_part`: of a step that has a progress of its own. Returns the
+        share's groups in the order of `prompts`, unscored.
         """
         share = self.team.share(prompts)
-        with self.log.progress(len(share) * cfg.group_size, description, "trajectory") as bar:
+        with self.log.progress(len(share) * cfg.group_size, description, is_part=is_part) as progress:
             return rollout(
                 share, self.engine, self.tools, self.codec, cfg, branching,
-                seed=self.seed, step=step, on_progress=lambda done: bar.update(done - bar.n),
+                seed=self.seed, step=step, on_progress=progress.at,
                 on_group=on_group, max_at_once=max_at_once,
             )  # fmt: skip

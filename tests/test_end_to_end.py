@@ -103,7 +103,7 @@ def test_a_run_killed_under_torchrun_continues_exactly_where_it_was(trained, wor
     resumed = torchrun("train_rl.py", str(world / "config.yaml"), "--run.name", "killed")
     output, _ = resumed.communicate(timeout=PATIENCE_S)
     assert resumed.returncode == 0 and "from step 4" in output, output[-4000:]
-    names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "tools/executed")
+    names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "tools/all/calls")
     whole, continued = read_metrics(trained), read_metrics(world / "runs" / "killed")
     assert [row["step"] for row in whole] == [row["step"] for row in continued]
     for a, b in zip(whole, continued, strict=True):

@@ -1,9 +1,14 @@
 import json
+import os
+import pty
+import subprocess
+import sys
+import termios
 from dataclasses import dataclass
 
 from helpers.sample_groups import group
 
-from arpo.log import RunLog, read_metrics
+from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.metrics import rollout_metrics
 from arpo.trajectory import Metrics
 
@@ -38,6 +43,64 @@ def test_other_ranks_write_nothing(tmp_path):
     log.line("nothing")
     log.trajectories(1, [])
     assert log.curve(["x"]) is None and not (tmp_path / "run").exists()
+
+
+def steps(folder, num_steps: int, *, done: int = 0, validates: tuple[int, ...] = (), is_main: bool = True) -> None:
+    """What a training script shows of its steps."""
+    log = RunLog(folder, Config(), is_main=is_main)
+    progress = log.progress(num_steps, "step", done=done)
+    for step in range(done + 1, num_steps + 1):
+        with log.progress(8, f"step {step} rollout", is_part=True) as part:
+            part.at(8)
+        progress.at(step, f"loss {step / 100:.2f}", keep=step in validates)
+    progress.close()
+    log.close()
+
+
+def test_a_log_file_gets_a_few_lines_of_a_long_run_with_the_first_the_last_and_every_validation(tmp_path, capsys):
+    steps(tmp_path, 1200, validates=(201, 777))
+    lines = capsys.readouterr().out.splitlines()
+    assert LINES_PER_RUN <= len(lines) <= LINES_PER_RUN + 3 and all("left" in line for line in lines)
+    numbers = [int(line.split()[1].partition("/")[0]) for line in lines]
+    assert numbers[0] == 1 and numbers[-1] == 1200 and {201, 777} < set(numbers) and numbers == sorted(numbers)
+    assert lines[0].startswith("step 1/1200  loss 0.01  ")
+
+
+def test_a_resumed_run_shows_its_first_step_and_slow_steps_are_shown_every_minute(tmp_path, capsys, monkeypatch):
+    steps(tmp_path, 1200, done=900)
+    assert capsys.readouterr().out.startswith("step 901/1200  ")
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr("arpo.log.time.monotonic", lambda: float(next(clock)))
+    log = RunLog(tmp_path, Config(), is_main=True)
+    progress = log.progress(1000, "step")
+    for step in range(1, 8):  # half a minute each
+        progress.at(step)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [f"{n}/1000" for n in (1, 3, 5, 7)]
+
+
+def test_other_ranks_show_no_progress(tmp_path, capsys):
+    steps(tmp_path, 10, validates=(5,), is_main=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_log import steps; "
+    code += f"from pathlib import Path; steps(Path({str(tmp_path)!r}), 100, validates=(50,))"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # the other end is closed
+        pass
+    text = shown.decode()
+    assert child.wait() == 0, text
+    assert text.count(" left") == 1 and "step 50/100  loss 0.50" in text
+    last_look = text.rsplit("\r", 2)[1]  # of the bar: what comes after it is the end of its line
+    assert "100/100" in last_look and "loss 1.00" in last_look, text
 
 
 def test_curve_is_a_png(tmp_path):

@@ -29,7 +29,7 @@ from arpo.tools.search.passages import format_passages
 
 # Task -> its world, and how its demonstrator writes one trajectory.
 TASKS: dict[str, tuple[type[World], type[Trace]]] = {"plain": (World, Trace), "hard": (HardWorld, HardTrace)}
-NUM_TRACES = {"sft_train": 24000, "sft_valid": 200}
+NUM_TRACES = {"sft_train": 8000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
 
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 400, 54, 64, 3e-3
+RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 150, 54, 64, 3e-3
 
 
 def build(out: Path, seed: int, task: str = "plain") -> None:

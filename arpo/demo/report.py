@@ -30,7 +30,17 @@ def table(folder: Path) -> str:
 
 
 def where_to_look(folder: Path) -> str:
-    return f"reward curve: {folder / 'demo_arpo' / 'curve.png'}\ntensorboard --logdir {folder}"
+    """The picture of the training, the page of the evaluation, and the commands that show more."""
+    return "\n".join(
+        [
+            f"reward and accuracy over the steps: {folder / 'demo_arpo' / 'curve.png'}",
+            f"every question and answer:          {folder / EVALUATIONS['after RL'] / 'report.html'}",
+            "",
+            "source .venv/bin/activate",
+            f"python -m arpo.viewer {folder / 'demo_arpo'}  # the branch trees of the last step, on one page",
+            f"tensorboard --logdir {folder}",
+        ]
+    )
 
 
 def scores(run: Path) -> dict[str, float]:

@@ -67,6 +67,11 @@ def write_report(
     return scores
 
 
+def summary(folder: Path) -> str:
+    """What the console shows of a report that is written: the head and the first table, accuracy by benchmark."""
+    return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
+
+
 def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
     """Who graded, and how often that went wrong."""
     notes = []

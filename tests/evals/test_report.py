@@ -18,7 +18,7 @@ from arpo.evals.grading import Grade, grade_records, read_grades
 from arpo.evals.page import BLOCK
 from arpo.evals.published import PUBLISHED, TEN
 from arpo.evals.records import Record
-from arpo.evals.report import RunMeta, write_report
+from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
 
 
@@ -53,6 +53,14 @@ def report(tmp_path_factory):
     grades = {name: grade_records(of, metric="qa") for name, of in records.items()}
     meta = RunMeta("models/Qwen", families={"gaia": "deepsearch", "bamboogle": "qa"}, notes=(f"3 left out {HOSTILE}",))
     return folder, write_report(folder, records, grades, meta), records, grades
+
+
+def test_the_console_shows_the_notes_and_the_accuracies_and_leaves_the_other_tables_to_the_files(report):
+    folder, *_ = report
+    text, whole = summary(folder), (folder / "report.md").read_text()
+    assert whole.startswith(text) and "- 3 left out" in text and "## Accuracy" in text
+    assert "| gaia | 12 |" in text and "| bamboogle | 30 |" in text
+    assert "\n## Tools" in whole and text.count("\n## ") == 1
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
