@@ -52,7 +52,7 @@ def test_simple_schema_takes_text_or_messages_and_one_answer_or_many(tmp_path):
     where, two = load_prompts(path)
     assert where.messages == [{"role": "user", "content": "Where?"}] and where.answers == ["NYC", "New York"]
     assert where.tools == ("search",) and where.data_source == "demo"
-    assert two.messages == messages and two.answers == ["2"] and two.tools is None
+    assert two.messages == messages and two.answers == ["2"] and two.tools == ("python", "search")
     assert two.meta == {"ability": "math"} and two.data_source == "q"
 
 
