@@ -29,7 +29,7 @@ from arpo.tools.search.passages import format_passages
 
 # Task -> its world, and how its demonstrator writes one trajectory.
 TASKS: dict[str, tuple[type[World], type[Trace]]] = {"plain": (World, Trace), "hard": (HardWorld, HardTrace)}
-NUM_TRACES = {"sft_train": 8000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
+NUM_TRACES = {"sft_train": 16000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
 
