@@ -1,13 +1,22 @@
 """Every knob that more than one script shares, by section. The defaults are the paper's 7B reasoning recipe.
 
 Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
-root config (see the top of `train_rl.py`). This file imports nothing, so that `--help` answers at once.
+root config (see the top of `train_rl.py`). This file imports next to nothing, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from arpo.errors import require
+
+
+def at_least(section: str, cfg: object, **least: float) -> None:
+    """Raises ValueError for a field of the section that is below its minimum."""
+    for name, minimum in least.items():
+        value = getattr(cfg, name)
+        require(value >= minimum, f"{section}.{name}={value} must be at least {minimum}")
 
 
 @dataclass(frozen=True)
@@ -25,9 +34,7 @@ class RunConfig:
     num_epochs: int = 2
     """Passes over the training data; used when num_steps is 0."""
     validate_every: int = 5
-    """Steps between validations; 0 = never."""
-    validate_first: bool = True
-    """Validate before the first step too, so that the curve has its origin."""
+    """Steps between validations, the first of them before step 1; 0 = never."""
     save_every: int = 5
     """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
     keep_checkpoints: int = 2
@@ -43,6 +50,11 @@ class RunConfig:
     silence_timeout_s: float = 300.0
     """A rank whose process gives no sign of life for so long (killed, frozen, its node or network down) ends the run,
     under torchrun, which with --max-restarts starts it again."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            "run", self, num_steps=0, num_epochs=1, validate_every=0, save_every=0, keep_checkpoints=2, dump_every=0
+        )
 
 
 @dataclass(frozen=True)
@@ -83,16 +95,11 @@ class ModelConfig:
     """The adapters' product counts lora_alpha / lora_rank times."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get an adapter."""
-    head_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
     enable_thinking: bool = False
     """Passed to the chat template (Qwen3's thinking switch); templates without the switch ignore it."""
 
     def __post_init__(self) -> None:
-        least = {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least {minimum}")
+        at_least("model", self, lora_rank=0, shard_size=0, checkpoint_every_n_layers=1, context_parallel=1)
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,6 @@ class DataConfig:
     """Longer prompts are handled as `overlong` says."""
     overlong: Literal["drop", "error"] = "drop"
     """drop = leave overlong prompts out, and say how many; error = stop."""
-    shuffle: bool = True
-    """Draw a new order each epoch (from the seed)."""
     system_prompt: str = "keep"
     """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
 
@@ -136,12 +141,9 @@ class EngineConfig:
     """Tokens per engine step, prefill included."""
     enforce_eager: bool = True
     """False = capture CUDA graphs / compile: faster decoding, slower start."""
-    quiet: bool = True
-    """Silence vLLM's own log below errors."""
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise ValueError(f"engine.tensor_parallel={self.tensor_parallel} must be at least 1")
+        at_least("engine", self, tensor_parallel=1, max_num_seqs=1, max_num_batched_tokens=1)
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # what cannot be read is found now
+        at_least("rollout", self, group_size=1, max_response_tokens=1, max_tool_calls=0, temperature=0)
+        require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie above 0, and not above 1")
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,9 @@ class BranchingConfig:
     """upstream = the released code's gate with penalty (selector aepo only); the counter stays the chain's, since the
     released per-prompt counter has a meaning only in a lock-step schedule."""
 
+    def __post_init__(self) -> None:
+        at_least("branching", self, max_branches_per_turn=1, entropy_tokens=1, consecutive_penalty=0)
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -248,6 +255,11 @@ class AdvantageConfig:
     lam: float = 1.0
     """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
 
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"advantage.{name}={value} must lie between 0 and 1")
+
 
 @dataclass(frozen=True)
 class CriticConfig:
@@ -257,10 +269,11 @@ class CriticConfig:
     """Model folder that the critic starts from, with the policy's tokenizer; empty = model.path."""
     lr: float = 1e-5
     """Peak learning rate of the critic."""
-    clip_value: float = 0.5
-    """A new value counts as at most this far from the value before the update, in units of the reward."""
     warmup_steps: int = 0
     """First steps in which only the critic learns."""
+
+    def __post_init__(self) -> None:
+        at_least("critic", self, lr=0, warmup_steps=0)
 
 
 @dataclass(frozen=True)
@@ -312,6 +325,13 @@ class LossConfig:
     correction_high: float = 2.0
     """tis, mis: largest weight."""
 
+    def __post_init__(self) -> None:
+        at_least("loss", self, kl_coefficient=0, dual_clip=1, entropy_advantage_weight=0)
+        require(
+            self.correction_low <= 1 <= self.correction_high,
+            f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",
+        )
+
 
 @dataclass(frozen=True)
 class UpdateConfig:
@@ -327,6 +347,9 @@ class UpdateConfig:
     """packed = trajectories one behind the other; tree = what they share (prompt, tokens before a fork) is computed and
     counted once. The loss and its gradients are the same. auto = tree, but packed for groups of
     one, and where sliding windows meet flex_attention, whose tree mask has none."""
+
+    def __post_init__(self) -> None:
+        at_least("update", self, num_prompts_per_minibatch=1, num_epochs=1, max_tokens_per_microbatch=1)
 
 
 @dataclass(frozen=True)

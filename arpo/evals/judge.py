@@ -25,6 +25,10 @@ from arpo.tools.http.client import HttpClient, check_url, read_key
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 
 BACKEND = "judge"
+KEY_VARIABLE = "JUDGE_API_KEY"
+MAX_TOKENS = 2048  # a reasoning judge thinks first; a reply that is cut before its verdict is unparsable
+DEADLINE_S = 120.0  # of one judgement: all tries and the pauses between them; one try has half of it
+MAX_TRIES = 5
 MAX_FIELD_CHARS = 8000
 """Of the question, of all reference answers, of the prediction; the middle of what is longer is left out."""
 PROMPT = """You grade answers to questions. Compare the prediction with the reference answers.
@@ -83,10 +87,19 @@ class Verdict:
 class Judge:
     """One endpoint and its cache of replies. Not for several threads."""
 
-    def __init__(self, cfg: JudgeConfig, cache: str | Path, *, time_source: Time | None = None):
+    def __init__(
+        self,
+        cfg: JudgeConfig,
+        cache: str | Path,
+        *,
+        deadline_s: float = DEADLINE_S,
+        max_tries: int = MAX_TRIES,
+        time_source: Time | None = None,
+    ):
         """`cache` is the file of a run whose config names none. Raises UserError for settings that cannot work."""
         check_judge(cfg)
         self.cfg = cfg
+        self._policy = HttpPolicy(deadline_s=deadline_s, max_concurrent=cfg.max_concurrent, max_tries=max_tries)
         self._time_source = time_source
         self._cache = CacheFile(cfg.cache or cache, setting="judge.cache")
         self._is_probed = False
@@ -114,7 +127,7 @@ class Judge:
         self._cache.close()
 
     def _key(self, prompt: str) -> bytes:
-        params = {"model": self.cfg.model, "temperature": self.cfg.temperature, "max_tokens": self.cfg.max_tokens}
+        params = {"model": self.cfg.model, "temperature": 0.0, "max_tokens": MAX_TOKENS}
         return cache_key(BACKEND, params, prompt)
 
     def _recorded(self, prompt: str, task: JudgeTask) -> Verdict | None:
@@ -125,9 +138,9 @@ class Judge:
         self, missing: dict[str, JudgeTask], num_done: int, on_progress: Callable[[int], None] | None
     ) -> dict[str, Verdict]:
         client = self._client()
-        outage = _Outage(self.cfg.timeout_s, 3 * self.cfg.concurrency, self._time_source or Time())
+        outage = _Outage(self._policy.deadline_s, 3 * self.cfg.max_concurrent, self._time_source or Time())
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
-        slots = asyncio.Semaphore(self.cfg.concurrency)
+        slots = asyncio.Semaphore(self.cfg.max_concurrent)
         verdicts: dict[str, Verdict] = {}
 
         async def ask(prompt: str, task: JudgeTask) -> None:
@@ -156,8 +169,8 @@ class Judge:
         payload = {
             "model": self.cfg.model,
             "messages": [{"role": "user", "content": prompt}],
-            "temperature": self.cfg.temperature,
-            "max_tokens": self.cfg.max_tokens,
+            "temperature": 0.0,
+            "max_tokens": MAX_TOKENS,
         }
         return await client.post(payload, _content)
 
@@ -171,17 +184,16 @@ class Judge:
             await client.aclose()
 
     def _client(self) -> HttpClient:
-        variable = self.cfg.key_env
-        key = read_key(BACKEND, variable) if os.environ.get(variable, "").strip() else ""  # a server of one's own
+        # a server of one's own needs none
+        key = read_key(BACKEND, KEY_VARIABLE) if os.environ.get(KEY_VARIABLE, "").strip() else ""
+        refused = f"the key in {KEY_VARIABLE}" if key else f"access; set {KEY_VARIABLE}"
         return HttpClient(
             BACKEND,
             self.cfg.url,
-            HttpPolicy(
-                deadline_s=self.cfg.timeout_s, max_concurrent=self.cfg.concurrency, max_tries=self.cfg.retries + 1
-            ),
+            self._policy,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             secret=key,
-            refused=f"judge.url: the endpoint refuses {f'the key in {variable}' if key else f'access; set {variable}'}",
+            refused=f"judge.url: the endpoint refuses {refused}",
             time_source=self._time_source,
         )
 
@@ -219,11 +231,8 @@ def check_judge(cfg: JudgeConfig) -> None:
     check_url(cfg.url, "judge.url")
     if not cfg.model:
         raise UserError("judge.model is empty; set it to a model that judge.url serves")
-    for name, least in (("max_tokens", 1), ("concurrency", 1), ("retries", 0), ("temperature", 0)):
-        if getattr(cfg, name) < least:
-            raise UserError(f"judge.{name} must be at least {least}, not {getattr(cfg, name)}")
-    if cfg.timeout_s <= 0:
-        raise UserError(f"judge.timeout_s must be positive, not {cfg.timeout_s:g}")
+    if cfg.max_concurrent < 1:
+        raise UserError(f"judge.max_concurrent must be at least 1, not {cfg.max_concurrent}")
 
 
 # ---- the reply

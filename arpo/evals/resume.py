@@ -53,7 +53,12 @@ def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: Rollo
         "rollout": {name: value for name, value in asdict(rollout).items() if name != "group_size"},
         "tools": {
             "names": tools.names,
-            "search": {name: getattr(tools.search, name) for name in ("backend", "corpus", "top_k", "read_pages")},
+            "search": {
+                "backend": tools.search.backend,
+                "corpus": tools.search.corpus,
+                "top_k": tools.search.num_passages,
+                "read_pages": tools.search.read_pages,
+            },
         },
     }
 
