@@ -90,7 +90,8 @@ class AblationConfig:
 
     def __post_init__(self) -> None:
         a = self.ablation
-        for name, value in {"train": a.train, "eval": a.eval, "seeds": a.seeds, "algorithms": a.overrides}.items():
+        needed = {"train": all(a.train) and a.train, "eval": all(a.eval) and a.eval, "seeds": a.seeds}
+        for name, value in (needed | {"algorithms": a.overrides}).items():
             if not value:
                 raise ValueError(f"ablation.{name} is empty; see ablate.py --help")
         if len(set(a.seeds)) < len(a.seeds):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arpo.config import load_or_exit, run_or_exit
-from arpo.errors import UserError
 from arpo.options import ModelConfig, OptimConfig, RunConfig
 from arpo.sft.options import SFTDataConfig
 

@@ -196,6 +196,44 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
     return f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
 
 
+# ---- a value outside its range
+
+LEAST: dict[str, dict[str, float]] = {
+    "run": {"num_steps": 0, "num_epochs": 1, "validate_every": 0, "save_every": 0, "dump_every": 0},
+    "model": {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1},
+    "data": {"num_valid_prompts": 0, "num_prompts_per_step": 1, "num_conversations_per_step": 1, "max_tokens": 1},
+    "engine": {"tensor_parallel": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+    "rollout": {"group_size": 1, "max_response_tokens": 1, "max_tool_calls": 0, "temperature": 0},
+    "branching": {"max_branches_per_turn": 1, "entropy_tokens": 1, "consecutive_penalty": 0},
+    "critic": {"lr": 0, "warmup_steps": 0},
+    "loss": {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "entropy_advantage_weight": 0, "kl_coefficient": 0},
+    "update": {"num_prompts_per_minibatch": 1, "num_epochs": 1},
+    "optim": {"lr": 0, "weight_decay": 0},
+    "eval": {"max_questions": 0, "num_samples": 1},
+    "judge": {"max_concurrent": 1},
+}
+"""The smallest value of a section's numbers."""
+SHARES: dict[str, tuple[str, ...]] = {
+    "engine": ("gpu_memory_utilization",),
+    "rollout": ("top_p",),
+    "advantage": ("gamma", "lam"),
+    "optim": ("warmup_ratio", "decay_ratio", "min_lr_ratio"),
+}
+"""Numbers between 0 and 1."""
+
+
+def out_of_range(cfg: object) -> str:
+    """What is wrong with the first number of a script's config that cannot work, and its range; "" = nothing."""
+    for knob, value in leaves(asdict(cfg)).items():
+        section, _, name = knob.rpartition(".")
+        least = LEAST.get(section, {}).get(name)
+        if least is not None and not value >= least:
+            return f"{knob}={value} must be at least {least}"
+        if name in SHARES.get(section, ()) and not 0 <= value <= 1:
+            return f"{knob}={value} must lie between 0 and 1"
+    return ""
+
+
 # ---- contradictions between sections
 
 
@@ -210,7 +248,7 @@ def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingCo
         f"rollout.group_size={rollout.group_size}; lower it or raise the group size",
     )
     require(
-        data.num_prompts_per_step % update.num_prompts_per_minibatch == 0,
+        update.num_prompts_per_minibatch > 0 and data.num_prompts_per_step % update.num_prompts_per_minibatch == 0,
         f"data.num_prompts_per_step={data.num_prompts_per_step} is not a multiple of "
         f"update.num_prompts_per_minibatch={update.num_prompts_per_minibatch}",
     )

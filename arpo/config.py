@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar, get_type_hints
 
-from arpo.checks import ignored
+from arpo.checks import ignored, out_of_range
 from arpo.errors import UserError, exit_with
 
 C = TypeVar("C")
@@ -75,6 +75,8 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
             cfg = parse(root, [token for key, s in settings.items() for token in (f"--{key}", *s.values)])
         except ValueError as error:  # of tyro, or of a config's own __post_init__: values that cannot work
             raise UserError(f"{where}: {error}") from None
+        if wrong := out_of_range(cfg):
+            raise UserError(f"{where}: {wrong}")
         useless = ignored(cfg)
         if not useless:
             return cfg

@@ -209,11 +209,11 @@ class PromptOrder:
 
     >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
     >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
-    (2, X)
+    (2, [2, 4], [3, 0], [1, 4])
     """
 
     def __init__(self, num_prompts: int, num_per_step: int, seed: int, *, option: str):
-        """`option` is the name of the setting that gives `num_per_step`. Raises UserError where no step can be filled."""
+        """`option` names the setting that `num_per_step` comes from. Raises UserError where no step can be filled."""
         if num_per_step < 1:
             raise UserError(f"{option}={num_per_step} must be at least 1")
         if num_prompts < num_per_step:

@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 def require(ok: object, message: str) -> None:
-    """Raises ValueError with the message unless `ok`: what a config's `__post_init__` says of values that cannot work."""
+    """Raises ValueError with the message unless `ok`: how a config's `__post_init__` refuses what cannot work."""
     if not ok:
         raise ValueError(message)
 

@@ -12,13 +12,6 @@ from typing import Literal
 from arpo.errors import require
 
 
-def at_least(section: str, cfg: object, **least: float) -> None:
-    """Raises ValueError for a field of the section that is below its minimum."""
-    for name, minimum in least.items():
-        value = getattr(cfg, name)
-        require(value >= minimum, f"{section}.{name}={value} must be at least {minimum}")
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """Where a run lives, and how often it validates and saves."""
@@ -50,11 +43,6 @@ class RunConfig:
     silence_timeout_s: float = 300.0
     """A rank whose process gives no sign of life for so long (killed, frozen, its node or network down) ends the run,
     under torchrun, which with --max-restarts starts it again."""
-
-    def __post_init__(self) -> None:
-        at_least(
-            "run", self, num_steps=0, num_epochs=1, validate_every=0, save_every=0, keep_checkpoints=2, dump_every=0
-        )
 
 
 @dataclass(frozen=True)
@@ -98,9 +86,6 @@ class ModelConfig:
     enable_thinking: bool = False
     """Passed to the chat template (Qwen3's thinking switch); templates without the switch ignore it."""
 
-    def __post_init__(self) -> None:
-        at_least("model", self, lora_rank=0, shard_size=0, checkpoint_every_n_layers=1, context_parallel=1)
-
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -142,9 +127,6 @@ class EngineConfig:
     enforce_eager: bool = True
     """False = capture CUDA graphs / compile: faster decoding, slower start."""
 
-    def __post_init__(self) -> None:
-        at_least("engine", self, tensor_parallel=1, max_num_seqs=1, max_num_batched_tokens=1)
-
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -181,8 +163,6 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # what cannot be read is found now
-        at_least("rollout", self, group_size=1, max_response_tokens=1, max_tool_calls=0, temperature=0)
-        require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie above 0, and not above 1")
 
 
 @dataclass(frozen=True)
@@ -220,9 +200,6 @@ class BranchingConfig:
     """upstream = the released code's gate with penalty (selector aepo only); the counter stays the chain's, since the
     released per-prompt counter has a meaning only in a lock-step schedule."""
 
-    def __post_init__(self) -> None:
-        at_least("branching", self, max_branches_per_turn=1, entropy_tokens=1, consecutive_penalty=0)
-
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -255,11 +232,6 @@ class AdvantageConfig:
     lam: float = 1.0
     """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
 
-    def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"advantage.{name}={value} must lie between 0 and 1")
-
 
 @dataclass(frozen=True)
 class CriticConfig:
@@ -271,9 +243,6 @@ class CriticConfig:
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
     """First steps in which only the critic learns."""
-
-    def __post_init__(self) -> None:
-        at_least("critic", self, lr=0, warmup_steps=0)
 
 
 @dataclass(frozen=True)
@@ -326,7 +295,6 @@ class LossConfig:
     """tis, mis: largest weight."""
 
     def __post_init__(self) -> None:
-        at_least("loss", self, kl_coefficient=0, dual_clip=1, entropy_advantage_weight=0)
         require(
             self.correction_low <= 1 <= self.correction_high,
             f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",
@@ -347,9 +315,6 @@ class UpdateConfig:
     """packed = trajectories one behind the other; tree = what they share (prompt, tokens before a fork) is computed and
     counted once. The loss and its gradients are the same. auto = tree, but packed for groups of
     one, and where sliding windows meet flex_attention, whose tree mask has none."""
-
-    def __post_init__(self) -> None:
-        at_least("update", self, num_prompts_per_minibatch=1, num_epochs=1, max_tokens_per_microbatch=1)
 
 
 @dataclass(frozen=True)

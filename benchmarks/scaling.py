@@ -6,8 +6,9 @@ Every number is an estimate, from the formulas and assumptions of benchmarks/sha
 printed, and no GPU was measured for them. What can be checked on a CPU is checked: the bytes of parameters, gradients,
 optimizer state and activations of a tiny model are measured (last line; ratio = predicted / measured).
 
-With --config FILE ..., the step that the files describe for train_rl.py is estimated for its own model, and exit code 1 with a warning says that
-it cannot fit. Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all sizes.
+With --config FILE ..., the step that the files describe to train_rl.py is estimated for its own model, and exit code 1
+with a warning says that it cannot fit. Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all
+sizes.
 """
 
 from __future__ import annotations

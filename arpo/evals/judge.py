@@ -231,8 +231,6 @@ def check_judge(cfg: JudgeConfig) -> None:
     check_url(cfg.url, "judge.url")
     if not cfg.model:
         raise UserError("judge.model is empty; set it to a model that judge.url serves")
-    if cfg.max_concurrent < 1:
-        raise UserError(f"judge.max_concurrent must be at least 1, not {cfg.max_concurrent}")
 
 
 # ---- the reply

@@ -32,10 +32,10 @@ HEAD_CHUNK_TOKENS = 1024
 class Policy(nn.Module):
     """Wraps the HF model so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
 
-    def __init__(self, hf: nn.Module, head_chunk_tokens: int = HEAD_CHUNK_TOKENS, *, compile_head: bool = False):
+    def __init__(self, hf: nn.Module, *, compile_head: bool = False):
         super().__init__()
         self.hf = hf
-        self.head_chunk_tokens = head_chunk_tokens
+        self.head_chunk_tokens = HEAD_CHUNK_TOKENS
         self.compile_head = compile_head
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

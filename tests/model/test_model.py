@@ -54,8 +54,13 @@ def build(kind: str, path, **changes):
 
 
 def cfg_of(folder, **changes) -> ModelConfig:
-    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False, head_chunk_tokens=5)
+    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False)
     return replace(base, **changes)
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr("arpo.model.policy.HEAD_CHUNK_TOKENS", 5)
 
 
 def load_hf(folder):
