@@ -217,7 +217,7 @@ class PromptOrder:
         if num_per_step < 1:
             raise UserError(f"{option}={num_per_step} must be at least 1")
         if num_prompts < num_per_step:
-            raise UserError(f"{num_prompts} usable ones are fewer than {option}={num_per_step}; lower it or add data")
+            raise UserError(f"{num_prompts} usable rows of data.train are fewer than {option}={num_per_step}; lower it")
         self.num_prompts = num_prompts
         self.num_per_step = num_per_step
         self.seed = seed

@@ -203,7 +203,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis or mis (it is none)"]),
         (["--loss.rollout_correction", "mis", "--loss.correction_low", "1.5"], ["correction_low=1.5", "enclose 1"]),
         (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["it is cispo", "loss.kind=ppo"]),
-        (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy is ignored", "loss.entropy_balanced_clipping=True"]),
+        (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy", "balanced_clipping=True"]),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
         (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),

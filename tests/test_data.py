@@ -202,7 +202,7 @@ def test_incomplete_last_step_of_an_epoch_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "number, words", [(4, "3 usable ones are fewer than data.n=4"), (0, "^data.n=0 must be at least 1")]
+    "number, words", [(4, "3 usable rows of data.train are fewer than data.n=4"), (0, "^data.n=0 must be at least 1")]
 )
 def test_a_step_that_cannot_be_filled_names_the_scripts_own_option(number, words):
     with pytest.raises(UserError, match=words):
