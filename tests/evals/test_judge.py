@@ -50,8 +50,8 @@ def make_judge(service, tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     judges = []
 
-    def make(max_concurrent=16, **options) -> Judge:
-        cfg = JudgeConfig(url=service.url, model="tester", max_concurrent=max_concurrent)
+    def make(model="tester", max_concurrent=16, **options) -> Judge:
+        cfg = JudgeConfig(url=service.url, model=model, max_concurrent=max_concurrent)
         judges.append(Judge(cfg, tmp_path / "judge.sqlite", **options))
         return judges[-1]
 
@@ -160,10 +160,10 @@ def test_what_was_judged_is_not_asked_again_even_when_the_judge_is_gone(make_jud
         make_judge(max_tries=1).judge(tasks(7))
 
 
-def test_another_model_or_temperature_is_another_judge(make_judge, service):
+def test_another_model_is_another_judge(make_judge, service):
     make_judge().judge([PARIS])
     asked = len(service.requests)
-    make_judge(temperature=0.5).judge([PARIS])
+    make_judge(model="other").judge([PARIS])
     assert len(service.requests) == asked + 2
 
 
