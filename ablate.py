@@ -11,10 +11,11 @@ Writes DIR/NAME/{TABLE.md, table.json, curves.png}; `--report_only True` writes 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arpo.config import load_or_exit, run_or_exit
+from arpo.config import SCRIPTS, load_or_exit, run_or_exit
 from arpo.errors import UserError
 
 # Name -> what distinguishes it, as flags of train_rl.py.
@@ -43,10 +44,10 @@ class AblationRunSection:
 class AblationSection:
     """What is compared, and how."""
 
-    train: str = ""
-    """Config file of train_rl.py that all runs share."""
-    eval: str = ""
-    """Config file of evaluate.py; use temperature 1, since it is the sampled policy that RL trains."""
+    train: tuple[str, ...] = ()
+    """Config files of train_rl.py that all runs share; later ones win."""
+    eval: tuple[str, ...] = ()
+    """Config files of evaluate.py; use temperature 1, since it is the sampled policy that RL trains."""
     algorithms: tuple[str, ...] = tuple(ALGORITHMS)
     """Names out of ablate.py's ALGORITHMS; "name=--flags of train_rl.py" adds one of your own."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -89,7 +90,8 @@ class AblationConfig:
 
     def __post_init__(self) -> None:
         a = self.ablation
-        for name, value in {"train": a.train, "eval": a.eval, "seeds": a.seeds, "algorithms": a.overrides}.items():
+        needed = {"train": all(a.train) and a.train, "eval": all(a.eval) and a.eval, "seeds": a.seeds}
+        for name, value in (needed | {"algorithms": a.overrides}).items():
             if not value:
                 raise ValueError(f"ablation.{name} is empty; see ablate.py --help")
         if len(set(a.seeds)) < len(a.seeds):
@@ -178,10 +180,10 @@ def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
     for seed in cfg.seeds:
         for algorithm, overrides in cfg.overrides.items():
             run = folder / f"{algorithm}_seed{seed}"
-            train = ["train_rl.py", cfg.train, *overrides, "--run.dir", str(folder), "--run.name", run.name,
+            train = ["train_rl.py", *cfg.train, *overrides, "--run.dir", str(folder), "--run.name", run.name,
                      "--run.seed", str(seed), "--run.num_steps", str(cfg.num_steps),
                      "--run.validate_every", "0"]  # fmt: skip
-            evaluate = ["evaluate.py", cfg.eval, "--model.path", str(run / "hf"), "--run.dir", str(run),
+            evaluate = ["evaluate.py", *cfg.eval, "--model.path", str(run / "hf"), "--run.dir", str(run),
                         "--run.name", "eval", "--run.seed", str(cfg.eval_seed)]  # fmt: skip
             jobs.append(Job(algorithm, seed, run, [train, evaluate], cfg.nproc_per_node))
     return jobs
@@ -189,26 +191,30 @@ def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
 
 def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
     """What all results depend on besides the commands: the config files' contents, and the states of model and data."""
-    train, evaluation = read_settings(Path(cfg.train)), read_settings(Path(cfg.eval))
+    train, evaluation = read_settings(cfg.train, "train_rl"), read_settings(cfg.eval, "evaluate")
     try:
         paths = [train["model"]["path"], train["data"]["train"], *evaluation["eval"]["files"]]
     except KeyError as error:
         raise UserError(
-            f"{cfg.train} needs model.path and data.train, {cfg.eval} needs eval.files; {error} is missing"
+            f"{' '.join(cfg.train)} needs model.path and data.train, {' '.join(cfg.eval)} needs eval.files; "
+            f"{error} is missing"
         ) from None
     return {"train": train, "eval": evaluation, "files": stamps(paths)}
 
 
-def read_settings(path: Path) -> dict[str, dict]:
-    """A config file with what it is based on, unchecked: the runs themselves check it. UserError if unreadable."""
+def read_settings(paths: Sequence[str], script: str) -> dict[str, dict]:
+    """What config files say to a script, unchecked: the runs themselves check it. UserError if unreadable."""
     import yaml
 
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot read the config file ({' '.join(str(error).split())})") from None
-    settings = read_settings(path.parent / tree.pop("base")) if "base" in tree else {}
-    return merged(settings, tree)
+    settings: dict[str, dict] = {}
+    for path in paths:
+        try:
+            tree = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"{path}: cannot read the config file ({' '.join(str(error).split())})") from None
+        own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
+        settings = merged(merged(settings, tree), own)
+    return settings
 
 
 def merged(below: dict, above: dict) -> dict:

@@ -1,6 +1,6 @@
 """Agentic RL with real tools inside the rollout: GRPO, ARPO, AEPO and PPO are settings of this one script.
 
-    torchrun --nproc_per_node 8 train_rl.py configs/arpo_7b.yaml --model.path runs/sft_7b/hf
+    torchrun --nproc_per_node 8 train_rl.py configs/qwen2.5_7b.yaml configs/arpo.yaml
 
 A step, top to bottom in `main`:
 rollout -> reward -> logprobs -> advantage -> update -> weight sync -> validate -> log -> save.
@@ -10,8 +10,9 @@ Every rank samples its share of the prompts with its own vLLM engine and trains 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-from arpo.checks import check_algorithm, check_parallel, check_result_room, check_sizes
+from arpo.checks import check_parallel, check_result_room, check_sizes, half_chosen_aepo
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
 from arpo.options import (
@@ -35,6 +36,7 @@ from arpo.tools.options import ToolsConfig
 class RLConfig:
     """All knobs of train_rl.py. The defaults are the paper's 7B reasoning recipe (ARPO)."""
 
+    SCRIPT: ClassVar[str] = "train_rl"
     run: RunConfig = field(default_factory=lambda: RunConfig(name="rl"))
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -79,7 +81,6 @@ class RLConfig:
     def __post_init__(self) -> None:
         check_sizes(self.data, self.rollout, self.branching, self.update)
         check_result_room(self.tools.search, self.rollout)
-        check_algorithm(self.branching, self.advantage, self.critic, self.loss)
         check_parallel(self.model, self.advantage, self.loss)
 
 
@@ -141,7 +142,9 @@ def main(cfg: RLConfig) -> None:
     codec = Codec(tokenizer, tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
-    order = PromptOrder(len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, cfg.data.shuffle)
+    order = PromptOrder(
+        len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, option="data.num_prompts_per_step"
+    )
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
@@ -173,10 +176,12 @@ def main(cfg: RLConfig) -> None:
         f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, {update_cfg.layout} layout, "
         f"from step {done_steps}"
     )
+    if warning := half_chosen_aepo(cfg.branching, cfg.loss):
+        log.line(warning)
 
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed)
 
-    if valid_prompts and cfg.run.validate_first and cfg.run.validate_every and done_steps == 0:
+    if valid_prompts and cfg.run.validate_every and done_steps == 0:
         values = validate(sampler, valid_prompts, cfg, custom_reward, step=0)
         log.scalars(0, values)
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
@@ -225,9 +230,7 @@ def main(cfg: RLConfig) -> None:
                     update = (step - 1) * cfg.num_updates_per_step + number
                     if critic:
                         set_learning_rate(critic_optimizer, update, num_updates, cfg.critic_optim)
-                        metrics.merge(
-                            update_critic(critic, critic_optimizer, minibatch.micros, cfg.critic, max_norm, dist)
-                        )
+                        metrics.merge(update_critic(critic, critic_optimizer, minibatch.micros, max_norm, dist))
                     if step > cfg.critic.warmup_steps:
                         metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
                         metrics.merge(

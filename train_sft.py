@@ -1,6 +1,6 @@
 """Cold-start supervised fine-tuning on conversations with tool calls; loss only on what the policy itself must write.
 
-    torchrun --nproc_per_node 8 train_sft.py configs/sft_7b.yaml --data.train sft.jsonl
+    torchrun --nproc_per_node 8 train_sft.py configs/qwen2.5_7b.yaml configs/sft.yaml --data.train sft.jsonl
 
 Prompts, tool results (<result> spans) and what the chat template adds are masked. Writes checkpoints with exact resume,
 and a Hugging Face folder at runs/NAME/hf, from which train_rl.py starts.
@@ -9,9 +9,9 @@ and a Hugging Face folder at runs/NAME/hf, from which train_rl.py starts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arpo.config import load_or_exit, run_or_exit
-from arpo.errors import UserError
 from arpo.options import ModelConfig, OptimConfig, RunConfig
 from arpo.sft.options import SFTDataConfig
 
@@ -20,6 +20,7 @@ from arpo.sft.options import SFTDataConfig
 class SFTConfig:
     """All knobs of train_sft.py. The defaults are the paper's recipe."""
 
+    SCRIPT: ClassVar[str] = "train_sft"
     run: RunConfig = field(
         default_factory=lambda: RunConfig(name="sft", num_epochs=3, validate_every=200, save_every=500)
     )
@@ -79,12 +80,9 @@ def main(cfg: SFTConfig) -> None:
     valid_rows = []
     if cfg.data.valid:
         valid_rows = list(tokenise(cfg.data.valid, cfg.data, codec, run_dir / "tokens" / "valid", dist))
-    if len(train_rows) < cfg.data.num_conversations_per_step:
-        raise UserError(
-            f"{cfg.data.train}: {len(train_rows)} usable conversations are fewer than "
-            f"data.num_conversations_per_step={cfg.data.num_conversations_per_step}; lower it"
-        )
-    order = PromptOrder(len(train_rows), cfg.data.num_conversations_per_step, cfg.run.seed, cfg.data.shuffle)
+    order = PromptOrder(
+        len(train_rows), cfg.data.num_conversations_per_step, cfg.run.seed, option="data.num_conversations_per_step"
+    )
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
 
     # ---- policy and optimizer
@@ -105,7 +103,7 @@ def main(cfg: SFTConfig) -> None:
             "data/dropped": train_rows.num_dropped,
             "data/truncated": train_rows.num_truncated,
         }
-        if validates and cfg.run.validate_first:
+        if validates:
             start["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
             log.line(f"step 0  valid {start['valid/nll']:.4f}")
         log.scalars(0, start)

@@ -1,14 +1,20 @@
-"""Settings of train_rl.py and evaluate.py that contradict each other.
+"""Settings that have no effect, or contradict each other.
 
-Imports no torch: a mistake shows before the model is loaded.
+`NEEDS` says which setting gives a knob its meaning: a knob that was changed while that setting is off is refused by
+`arpo.config`, for every script alike. Below it are the contradictions between sections; those within one section are
+found by the section itself (options.py). Imports no torch: a mistake shows before the model is loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
+
+from arpo.errors import require
+from arpo.names import names_of
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
-    CriticConfig,
     DataConfig,
     LossConfig,
     ModelConfig,
@@ -21,57 +27,259 @@ MAX_CHARS_PER_TOKEN = 8
 """Of text on web pages, with any tokenizer; 4 is usual."""
 
 
+# ---- a knob without effect
+
+
+@dataclass(frozen=True)
+class Need:
+    """The setting that a knob needs."""
+
+    owner: str
+    """Key of that setting, like "loss.kind"."""
+    is_met: Callable[[object], bool]
+    """Does this value of the owner give the knob an effect?"""
+    value: str
+    """A value that does, as the error message shows it."""
+
+
+def one_of(owner: str, *values: str) -> Need:
+    return Need(owner, lambda value: value in values, " or ".join(values))
+
+
+def none_of(owner: str, *values: str, use: str) -> Need:
+    """Names of the user's own (a new loss, a new rule) count as values that give an effect. `use`: what to set."""
+    return Need(owner, lambda value: value not in values, use)
+
+
+def given(owner: str, use: str = "...") -> Need:
+    """The owner is on: neither 0 nor empty nor False."""
+    return Need(owner, bool, use)
+
+
+def off(owner: str, use: str = "False") -> Need:
+    return Need(owner, lambda value: not value, use)
+
+
+def holds(owner: str, entry: str) -> Need:
+    return Need(owner, lambda entries: entry in entries, entry)
+
+
+BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
+BY_ENTROPY = none_of("branching.selector", "none", "random", use="arpo or aepo")
+GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
+CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
+CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
+REFERENCE = given("loss.kl_coefficient", "0.001")
+ONLINE = none_of("tools.search.backend", "local", "replay", use="http, brightdata or serper")
+READS_PAGES = given("tools.search.read_pages", "3")
+OWN_ENGINE = off("eval.server", '""')
+
+NEEDS: dict[str, tuple[Need, ...]] = {
+    # A section's line holds for all of its knobs that have no line of their own.
+    "run.num_epochs": (off("run.num_steps", "0"),),
+    "model.checkpoint_every_n_layers": (given("model.activation_checkpointing", "True"),),
+    "model.lora_alpha": (given("model.lora_rank", "16"),),
+    "model.lora_targets": (given("model.lora_rank", "16"),),
+    "data.num_valid_prompts": (given("data.valid", "FILE"),),
+    "engine": (OWN_ENGINE,),
+    "engine.max_num_seqs": (),  # with a server, the requests under way
+    "rollout.top_p": (given("rollout.temperature", "1"),),
+    "branching": (BRANCHES,),
+    "branching.selector": (),
+    "branching.num_initial_rollouts": (BRANCHES, off("branching.dynamic_budget")),
+    "branching.base": (BRANCHES, one_of("branching.compat", "paper")),
+    "branching.weight": (BY_ENTROPY,),
+    "branching.threshold": (BRANCHES, one_of("branching.rule", "threshold")),
+    "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
+    "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
+    "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
+    "branching.consecutive_penalty": (none_of("branching.selector", "none", "random", "arpo", use="aepo"),),
+    "branching.compat": (one_of("branching.selector", "aepo"),),
+    "reward.function": (given("reward.file", "FILE"),),
+    "reward.compat": (off("reward.file", '""'),),
+    "reward.bonus_tools": (off("reward.file", '""'), one_of("reward.compat", "paper")),
+    "advantage.tree": (GROUPS, BRANCHES),
+    "advantage.normalize_std": (GROUPS,),
+    "advantage.dead_groups": (GROUPS,),
+    "advantage.gamma": (CRITIC,),
+    "advantage.lam": (CRITIC,),
+    "critic": (CRITIC,),
+    "loss.clip_low": (CLIPS,),
+    "loss.clip_high": (CLIPS,),
+    "loss.dual_clip": (none_of("loss.kind", "gspo", "cispo", "reinforce", use="ppo"),),
+    "loss.entropy_balanced_clipping": (none_of("loss.kind", "cispo", "reinforce", use="ppo or gspo"),),
+    "loss.balanced_clipping_tokens": (given("loss.entropy_balanced_clipping", "True"),),
+    "loss.entropy_advantage_weight": (given("loss.entropy_balanced_advantage", "True"),),
+    "loss.kl_estimator": (REFERENCE,),
+    "loss.kl_in": (REFERENCE,),
+    "loss.reference": (REFERENCE,),
+    "loss.offload_reference": (REFERENCE,),
+    "loss.rollout_correction": (one_of("loss.old_logprobs", "recompute"),),  # else the weights are 1
+    "loss.correction_low": (one_of("loss.rollout_correction", "mis"),),
+    "loss.correction_high": (one_of("loss.rollout_correction", "tis", "mis"),),
+    "optim.decay_ratio": (one_of("optim.schedule", "linear"),),
+    "optim.min_lr_ratio": (one_of("optim.schedule", "linear", "cosine"),),
+    "tools.python": (holds("tools.names", "python"),),
+    "tools.python.mode": (holds("tools.names", "python"), off("eval.replay")),
+    "tools.search": (holds("tools.names", "search"),),
+    "tools.search.corpus": (one_of("tools.search.backend", "local"),),
+    "tools.search.url": (ONLINE,),
+    "tools.search.zone": (one_of("tools.search.backend", "brightdata"),),
+    "tools.search.market": (one_of("tools.search.backend", "brightdata", "serper"),),
+    "tools.search.top_k": (none_of("tools.search.backend", "replay", use="local, http, brightdata or serper"),),
+    "tools.search.requests_per_second": (ONLINE,),
+    "tools.search.deadline_s": (none_of("tools.search.backend", "replay", use="local, http, brightdata or serper"),),
+    "tools.search.read_pages": (ONLINE,),
+    "tools.search.page_chars": (READS_PAGES,),
+    "tools.search.browse_private_addresses": (READS_PAGES,),
+    "tools.search.summarizer_url": (READS_PAGES,),
+    "tools.search.summarizer_model": (given("tools.search.summarizer_url", "URL"),),
+    "tools.search.mode": (holds("tools.names", "search"), off("eval.replay")),
+    "eval.data_dir": (given("eval.benchmarks", "all"),),
+    "eval.server_model": (given("eval.server", "URL"),),
+    "judge": (given("judge.url", "URL"),),
+    "judge.url": (),
+}
+"""Knob or section -> what it needs, all of it. A need whose owner a script does not have is met there."""
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A knob that was changed from its default without effect."""
+
+    knob: str
+    value: object
+    need: Need
+    found: object
+    """The owner's value."""
+
+    def __str__(self) -> str:
+        now = "empty" if self.found in ("", ()) else self.found
+        return f"{self.knob}={self.value} is ignored unless {self.need.owner}={self.need.value} (it is {now})"
+
+
+def ignored(cfg: object) -> list[Ignored]:
+    """All knobs of a script's config that differ from their default while what they need is off."""
+    values = leaves(asdict(cfg))
+    defaults = leaves({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cfg)})
+    return [
+        Ignored(knob, value, need, values[need.owner])
+        for knob, value in values.items()
+        if value != defaults[knob]
+        for need in needs_of(knob)
+        if need.owner in values and not need.is_met(values[need.owner])
+    ]
+
+
+def needs_of(knob: str) -> tuple[Need, ...]:
+    """The knob's own line, else that of its section, else nothing: it always matters. "critic.lr" -> "critic"'s"""
+    return NEEDS.get(knob, NEEDS.get(knob.rpartition(".")[0], ()))
+
+
+def leaves(tree: dict, prefix: str = "") -> dict[str, object]:
+    """{"run": RunConfig(seed=3)} or {"run": {"seed": 3}} -> {"run.seed": 3}"""
+    found: dict[str, object] = {}
+    for name, value in tree.items():
+        section = vars(value) if hasattr(value, "__dataclass_fields__") else value
+        found |= leaves(section, f"{prefix}{name}.") if isinstance(section, dict) else {prefix + name: value}
+    return found
+
+
+def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
+    """What AEPO lacks, in one line, where selector=aepo came without its other parts; "" otherwise."""
+    parts = {
+        "branching.dynamic_budget": branching.dynamic_budget,
+        "loss.entropy_balanced_clipping": loss.entropy_balanced_clipping,
+        "loss.entropy_balanced_advantage": loss.entropy_balanced_advantage,
+    }
+    missing = [name for name, is_on in parts.items() if not is_on]
+    if branching.selector != "aepo" or not missing:
+        return ""
+    return f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
+
+
+# ---- a value outside its range
+
+LEAST: dict[str, dict[str, float]] = {
+    "run": {"num_steps": 0, "num_epochs": 1, "validate_every": 0, "save_every": 0, "dump_every": 0},
+    "model": {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1},
+    "data": {"num_valid_prompts": 0, "num_prompts_per_step": 1, "num_conversations_per_step": 1, "max_tokens": 1},
+    "engine": {"tensor_parallel": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+    "rollout": {"group_size": 1, "max_response_tokens": 1, "max_tool_calls": 0, "temperature": 0},
+    "branching": {"max_branches_per_turn": 1, "entropy_tokens": 1, "consecutive_penalty": 0},
+    "critic": {"lr": 0, "warmup_steps": 0},
+    "loss": {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "entropy_advantage_weight": 0, "kl_coefficient": 0},
+    "update": {"num_prompts_per_minibatch": 1, "num_epochs": 1},
+    "optim": {"lr": 0, "weight_decay": 0},
+    "eval": {"max_questions": 0, "num_samples": 1},
+    "judge": {"max_concurrent": 1},
+}
+"""The smallest value of a section's numbers."""
+SHARES: dict[str, tuple[str, ...]] = {
+    "engine": ("gpu_memory_utilization",),
+    "rollout": ("top_p",),
+    "advantage": ("gamma", "lam"),
+    "optim": ("warmup_ratio", "decay_ratio", "min_lr_ratio"),
+}
+"""Numbers between 0 and 1."""
+
+
+def out_of_range(cfg: object) -> str:
+    """What is wrong with the first number of a script's config that cannot work, and its range; "" = nothing."""
+    for knob, value in leaves(asdict(cfg)).items():
+        section, _, name = knob.rpartition(".")
+        least = LEAST.get(section, {}).get(name)
+        if least is not None and not value >= least:
+            return f"{knob}={value} must be at least {least}"
+        if name in SHARES.get(section, ()) and not 0 <= value <= 1:
+            return f"{knob}={value} must lie between 0 and 1"
+    return ""
+
+
+# ---- contradictions between sections
+
+
 def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:
     """Raises ValueError with the numbers and the fix where they do not fit each other."""
-    if not data.train:
-        raise ValueError("data.train is empty; pass a parquet or jsonl file of prompts")
-    if not 1 <= branching.num_initial_rollouts <= rollout.group_size:
-        raise ValueError(
-            f"branching.num_initial_rollouts={branching.num_initial_rollouts} must lie between 1 and "
-            f"rollout.group_size={rollout.group_size}; lower it or raise the group size"
-        )
-    if data.num_prompts_per_step % update.num_prompts_per_minibatch:
-        raise ValueError(
-            f"data.num_prompts_per_step={data.num_prompts_per_step} is not a multiple of "
-            f"update.num_prompts_per_minibatch={update.num_prompts_per_minibatch}"
-        )
-    if not 1 <= rollout.answer_reserve_tokens < rollout.max_response_tokens:
-        raise ValueError(
-            f"rollout.answer_reserve_tokens={rollout.answer_reserve_tokens} must lie between 1 and "
-            f"rollout.max_response_tokens={rollout.max_response_tokens}"
-        )
+    require(data.train, "data.train is empty; pass a parquet or jsonl file of prompts")
+    require(
+        branching.selector == "none"
+        or branching.dynamic_budget
+        or 1 <= branching.num_initial_rollouts <= rollout.group_size,
+        f"branching.num_initial_rollouts={branching.num_initial_rollouts} must lie between 1 and "
+        f"rollout.group_size={rollout.group_size}; lower it or raise the group size",
+    )
+    require(
+        update.num_prompts_per_minibatch > 0 and data.num_prompts_per_step % update.num_prompts_per_minibatch == 0,
+        f"data.num_prompts_per_step={data.num_prompts_per_step} is not a multiple of "
+        f"update.num_prompts_per_minibatch={update.num_prompts_per_minibatch}",
+    )
+    require(
+        1 <= rollout.answer_reserve_tokens < rollout.max_response_tokens,
+        f"rollout.answer_reserve_tokens={rollout.answer_reserve_tokens} must lie between 1 and "
+        f"rollout.max_response_tokens={rollout.max_response_tokens}",
+    )
     longest = data.max_prompt_tokens + rollout.max_response_tokens
-    if longest > update.max_tokens_per_microbatch:
-        raise ValueError(
-            f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it"
-        )
-    if rollout.temperature <= 0:
-        raise ValueError("rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from")
+    require(
+        longest <= update.max_tokens_per_microbatch,
+        f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
+        f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it",
+    )
+    require(
+        rollout.temperature > 0,
+        "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from",
+    )
 
 
 def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
     """Raises ValueError where the pages that a search reads cannot but be cut again, and so were read for nothing."""
     least_tokens = search.read_pages * search.page_chars // MAX_CHARS_PER_TOKEN
-    if not search.summarizer_url and least_tokens > rollout.max_result_tokens:
-        raise ValueError(
-            f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
-            f"tokens, of which rollout.max_result_tokens={rollout.max_result_tokens} cuts off the end; raise it, or "
-            "lower page_chars"
-        )
-
-
-def check_algorithm(
-    branching: BranchingConfig, advantage: AdvantageConfig, critic: CriticConfig, loss: LossConfig
-) -> None:
-    """Raises ValueError with the reason and the fix where an option would be ignored, or work against another."""
-    for wrong, reason in (
-        *_of_the_branching(branching, advantage),
-        *_of_the_advantages(advantage, critic),
-        *_of_the_loss(loss),
-    ):
-        if wrong:
-            raise ValueError(reason)
+    require(
+        search.summarizer_url or least_tokens <= rollout.max_result_tokens,
+        f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
+        f"tokens, of which rollout.max_result_tokens={rollout.max_result_tokens} cuts off the end; raise it, or "
+        "lower page_chars",
+    )
 
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
@@ -84,84 +292,4 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         (loss.aggregation != "token_mean", f"loss.aggregation={loss.aggregation}"),
         (bool(loss.kl_coefficient) and loss.kl_in == "reward", "loss.kl_in=reward"),
     ):
-        if wrong:
-            raise ValueError(f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1")
-
-
-def _of_the_branching(branching: BranchingConfig, advantage: AdvantageConfig) -> list[tuple[bool, str]]:
-    none = branching.selector == "none"
-    return [
-        (
-            none and branching.dynamic_budget,
-            "branching.dynamic_budget needs branching; set branching.selector or turn it off",
-        ),
-        (
-            none and advantage.tree == "hard",
-            "advantage.tree=hard needs branches that share tokens; set branching.selector or advantage.tree=soft",
-        ),
-    ]
-
-
-def _of_the_advantages(advantage: AdvantageConfig, critic: CriticConfig) -> list[tuple[bool, str]]:
-    if not advantage.needs_critic:
-        default = CriticConfig()
-        changed = [name for name, value in vars(critic).items() if value != getattr(default, name)]
-        return [
-            (
-                bool(changed),
-                f"critic.{'/'.join(changed)}: {advantage.kind} has no critic; set advantage.kind=gae or leave it out",
-            ),
-            (
-                (advantage.gamma, advantage.lam) != (1.0, 1.0),
-                f"advantage.gamma and lam belong to advantage.kind=gae; {advantage.kind} gives a trajectory one value",
-            ),
-        ]
-    return [
-        (
-            advantage.tree == "hard",
-            "advantage.tree=hard averages advantages of whole trajectories, but gae already gives each token its own; "
-            "set advantage.tree=soft",
-        ),
-        (
-            not advantage.normalize_std,
-            "advantage.normalize_std=False (Dr.GRPO) is about groups, but gae compares with the critic; leave it out",
-        ),
-        (
-            advantage.dead_groups == "drop",
-            "advantage.dead_groups=drop would keep from the critic what it can learn from: under gae groups with equal "
-            "rewards teach too; set it to keep",
-        ),
-        (not 0 <= advantage.gamma <= 1, f"advantage.gamma={advantage.gamma} must lie between 0 and 1"),
-        (not 0 <= advantage.lam <= 1, f"advantage.lam={advantage.lam} must lie between 0 and 1"),
-        (critic.clip_value <= 0, f"critic.clip_value={critic.clip_value} must be above 0, or no value can change"),
-        (critic.warmup_steps < 0, f"critic.warmup_steps={critic.warmup_steps} must not be negative"),
-    ]
-
-
-def _of_the_loss(loss: LossConfig) -> list[tuple[bool, str]]:
-    return [
-        (
-            loss.rollout_correction != "none" and loss.old_logprobs == "rollout",
-            f"loss.rollout_correction={loss.rollout_correction} weighs by trainer / vLLM probability, which is 1 under "
-            "loss.old_logprobs=rollout; set one of them back",
-        ),
-        (
-            not loss.correction_low <= 1 <= loss.correction_high,
-            f"loss.correction_low={loss.correction_low} and correction_high={loss.correction_high} must enclose 1",
-        ),
-        (
-            loss.entropy_balanced_clipping and loss.kind not in ("ppo", "gspo"),
-            f"loss.entropy_balanced_clipping keeps the gradient of clipped tokens, but {loss.kind} loses none; "
-            "set loss.kind=ppo or turn it off",
-        ),
-        (
-            loss.balanced_clipping_tokens != "all" and not loss.entropy_balanced_clipping,
-            "loss.balanced_clipping_tokens needs loss.entropy_balanced_clipping; turn it on or leave it out",
-        ),
-        (loss.kl_coefficient < 0, f"loss.kl_coefficient={loss.kl_coefficient} would drive the policy away; use >= 0"),
-        (
-            loss.kl_coefficient == 0 and bool(loss.reference),
-            f"loss.reference={loss.reference} is not loaded while loss.kl_coefficient is 0; set it or leave the "
-            "reference out",
-        ),
-    ]
+        require(not wrong, f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1")

@@ -1,6 +1,7 @@
-"""From YAML file and flags to a frozen config; bad input becomes one line and exit code 2.
+"""From YAML files and flags to a frozen config; bad input becomes one line and exit code 2.
 
-Precedence: default < YAML < flag. The YAML is turned into flags, and tyro parses those; so the two are checked alike.
+Precedence: default < first YAML < later YAML < flag. The YAMLs are turned into flags, and tyro parses those; so all are
+checked alike.
 """
 
 from __future__ import annotations
@@ -11,38 +12,95 @@ import io
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar, get_type_hints
 
+from arpo.checks import ignored, out_of_range
 from arpo.errors import UserError, exit_with
 
 C = TypeVar("C")
+COMMAND_LINE = "command line"
+SCRIPTS = ("train_sft", "train_rl", "evaluate")
+"""A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one file, or the command line, says of one key."""
+
+    values: list[str]
+    where: str
+    """The file, or COMMAND_LINE."""
+    level: int
+    """0 for the first file; the higher one wins."""
 
 
 def load_config(root: type[C], argv: list[str] | None = None) -> C:
-    """`[config.yaml] [--section.field value ...]` -> a checked `root` instance. Raises UserError."""
+    """`[a.yaml b.yaml ...] [--section.field value ...]` -> a checked `root` instance. Raises UserError.
+
+    Without run.name, the run is called after the files: configs/qwen3_8b.yaml configs/aepo.yaml -> qwen3_8b-aepo.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    paths: list[Path] = []
+    while argv and not argv[0].startswith("-"):
+        paths.append(Path(argv.pop(0)))
+        if paths[-1].resolve() in [path.resolve() for path in paths[:-1]]:
+            raise UserError(f"{paths[-1]}: this config file is given twice; drop one")
+    if any(token in ("-h", "--help") for token in argv):
+        return parse(root, argv)  # which prints the help and exits
+    known = field_names(root)
+    settings: dict[str, Setting] = {}
+    if paths and "run.name" in known:
+        settings["run.name"] = Setting(["-".join(path.stem for path in paths)], str(paths[0]), -1)
+    for level, path in enumerate(paths):
+        settings |= {
+            key: Setting(values, str(path), level)
+            for key, values in yaml_settings(path, known, getattr(root, "SCRIPT", "")).items()
+        }
+    settings |= {key: Setting(values, COMMAND_LINE, len(paths)) for key, values in flag_settings(argv, known).items()}
+    where = " and ".join([*map(str, paths), *([COMMAND_LINE] if argv or not paths else [])])
+    return resolve(root, settings, where)
+
+
+def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
+    """The config of the settings, without those that a later file or flag took the effect from.
+
+    selector=none in an algorithm's file after num_initial_rollouts=6 in a model's file: the 6 is dropped. Both at the
+    same level, or in the other order, is a mistake: UserError.
+    """
+    settings, levels = dict(settings), {key: setting.level for key, setting in settings.items()}
+    while True:
+        try:
+            cfg = parse(root, [token for key, s in settings.items() for token in (f"--{key}", *s.values)])
+        except ValueError as error:  # of tyro, or of a config's own __post_init__: values that cannot work
+            raise UserError(f"{where}: {error}") from None
+        if wrong := out_of_range(cfg):
+            raise UserError(f"{where}: {wrong}")
+        useless = ignored(cfg)
+        if not useless:
+            return cfg
+        overruled = [one for one in useless if levels.get(one.need.owner, -1) > levels[one.knob]]
+        if not overruled:
+            raise UserError(f"{settings[useless[0].knob].where}: {useless[0]}")
+        for one in overruled:
+            settings.pop(one.knob, None)
+            levels[one.knob] = levels[one.need.owner]
+
+
+def parse(root: type[C], flags: list[str]) -> C:
+    """Flags -> config. Raises ValueError with one line; for --help it prints and exits."""
     import tyro
 
-    argv = list(sys.argv[1:] if argv is None else argv)
-    yaml_path = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    where = " and ".join(filter(None, (yaml_path, "command line" if argv or not yaml_path else "")))
-    known = field_names(root)
-    flags = yaml_flags(Path(yaml_path), known) if yaml_path else []
-    for token in argv:
-        if match := re.match(r"--([^=]+)", token):
-            check_known(match[1].replace("-", "_"), known, where="command line")
     captured = io.StringIO()
-    wants_help = any(token in ("-h", "--help") for token in argv)
+    wants_help = any(token in ("-h", "--help") for token in flags)
     try:
         with contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(captured):
-            return tyro.cli(root, args=flags + argv, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
+            return tyro.cli(root, args=flags, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
     except SystemExit as stop:
         if wants_help or not stop.code:
             raise
-        raise UserError(f"{where}: {one_line(captured.getvalue())}") from None
-    except ValueError as error:  # raised by a config's own __post_init__: a combination that cannot work
-        raise UserError(f"{where}: {error}") from None
+        raise ValueError(one_line(captured.getvalue())) from None
 
 
 def load_or_exit(root: type[C]) -> C:
@@ -81,7 +139,8 @@ def field_names(root: type, prefix: str = "") -> dict[str, bool]:
 
 
 def check_known(key: str, known: dict[str, bool], where: str) -> None:
-    if key in known or key in ("help", "h"):
+    """Raises UserError for a key that is none, with the one that it resembles."""
+    if key in known:
         return
     leaf = key.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
@@ -91,10 +150,28 @@ def check_known(key: str, known: dict[str, bool], where: str) -> None:
     raise UserError(f"{where}: unknown key {key!r}; {hint}")
 
 
-def yaml_flags(path: Path, known: dict[str, bool]) -> list[str]:
-    """Nested YAML -> ["--section.field", "value", ...]; checks every key.
+def flag_settings(argv: list[str], known: dict[str, bool]) -> dict[str, list[str]]:
+    """["--run.seed", "3", "--tools.names", "a", "b"] -> {"run.seed": ["3"], "tools.names": ["a", "b"]}"""
+    found: dict[str, list[str]] = {}
+    key = None
+    for token in argv:
+        if match := re.fullmatch(r"--([^=]+)(?:=(.*))?", token, re.DOTALL):
+            key = match[1].replace("-", "_")
+            check_known(key, known, where=COMMAND_LINE)
+            if known[key]:
+                raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
+            found[key] = [] if match[2] is None else [match[2]]
+        elif key is None:
+            raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")
+        else:
+            found[key].append(token)
+    return found
 
-    A top-level `base: other.yaml` (relative to the file) is read first, and what this file says overrides it.
+
+def yaml_settings(path: Path, known: dict[str, bool], script: str) -> dict[str, list[str]]:
+    """Nested YAML -> {"section.field": [value, ...]}; checks every key.
+
+    What stands under the script's own name overrides the rest of the file; what stands under another's is skipped.
     """
     import yaml
 
@@ -106,8 +183,10 @@ def yaml_flags(path: Path, known: dict[str, bool]) -> list[str]:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
-    base = tree.pop("base", None)
-    flags = yaml_flags(path.parent / base, known) if base else []
+    own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
+    if not isinstance(own, dict):
+        raise UserError(f"{path}: {script} must be a mapping of sections, not a {type(own).__name__}")
+    found: dict[str, list[str]] = {}
 
     def walk(node: dict, prefix: str) -> None:
         for name, value in node.items():
@@ -116,15 +195,16 @@ def yaml_flags(path: Path, known: dict[str, bool]) -> list[str]:
             if known[key] != isinstance(value, dict):
                 need = "a mapping (it is a section)" if known[key] else "a value, not a mapping"
                 raise UserError(f"{path}: {key} must be {need}")
+            if value is None:
+                raise UserError(f'{path}: {key} has no value; give it one ("" for an empty text), or drop the line')
             if isinstance(value, dict):
                 walk(value, f"{key}.")
-            elif isinstance(value, list):
-                flags.extend([f"--{key}", *map(str, value)])
             else:
-                flags.extend([f"--{key}", str(value)])
+                found[key] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
 
     walk(tree, "")
-    return flags
+    walk(own, "")
+    return found
 
 
 def save_config(config: object, path: Path) -> None:

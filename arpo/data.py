@@ -207,22 +207,20 @@ class PromptOrder:
 
     Every epoch is a permutation of its own (from seed and epoch); what does not fill a step at its end is left out.
 
-    >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, shuffle=False)
+    >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
     >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
-    (2, [0, 1], [2, 3], [0, 1])
+    (2, [2, 4], [3, 0], [1, 4])
     """
 
-    def __init__(self, num_prompts: int, num_per_step: int, seed: int, shuffle: bool):
+    def __init__(self, num_prompts: int, num_per_step: int, seed: int, *, option: str):
+        """`option` names the setting that `num_per_step` comes from. Raises UserError where no step can be filled."""
         if num_per_step < 1:
-            raise UserError(f"num_prompts_per_step={num_per_step} must be at least 1")
+            raise UserError(f"{option}={num_per_step} must be at least 1")
         if num_prompts < num_per_step:
-            raise UserError(
-                f"{num_prompts} prompts are fewer than num_prompts_per_step={num_per_step}; lower it or add prompts"
-            )
+            raise UserError(f"{num_prompts} usable rows of data.train are fewer than {option}={num_per_step}; lower it")
         self.num_prompts = num_prompts
         self.num_per_step = num_per_step
         self.seed = seed
-        self.shuffle = shuffle
 
     @property
     def steps_per_epoch(self) -> int:
@@ -232,7 +230,5 @@ class PromptOrder:
         """Prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.num_per_step
-        if not self.shuffle:
-            return list(range(start, start + self.num_per_step))
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
         return permutation[start : start + self.num_per_step].tolist()

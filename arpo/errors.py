@@ -12,6 +12,12 @@ class UserError(Exception):
     """Bad input. The message is one line that names the file, the field and the fix."""
 
 
+def require(ok: object, message: str) -> None:
+    """Raises ValueError with the message unless `ok`: how a config's `__post_init__` refuses what cannot work."""
+    if not ok:
+        raise ValueError(message)
+
+
 def exit_with(error: UserError) -> NoReturn:
     """Print the one line (once, from rank 0 where it can) and leave with code 2, which no launcher should retry.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from arpo.errors import require
 from arpo.names import check_name, names_of
 
 
@@ -27,9 +28,7 @@ class RunConfig:
     num_epochs: int = 2
     """Passes over the training data; used when num_steps is 0."""
     validate_every: int = 5
-    """Steps between validations; 0 = never."""
-    validate_first: bool = True
-    """Validate before the first step too, so that the curve has its origin."""
+    """Steps between validations, the first of them before step 1; 0 = never."""
     save_every: int = 5
     """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
     keep_checkpoints: int = 2
@@ -85,16 +84,8 @@ class ModelConfig:
     """The adapters' product counts lora_alpha / lora_rank times."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get an adapter."""
-    head_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
     enable_thinking: bool = False
     """Passed to the chat template (Qwen3's thinking switch); templates without the switch ignore it."""
-
-    def __post_init__(self) -> None:
-        least = {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least {minimum}")
 
 
 @dataclass(frozen=True)
@@ -113,8 +104,6 @@ class DataConfig:
     """Longer prompts are handled as `overlong` says."""
     overlong: Literal["drop", "error"] = "drop"
     """drop = leave overlong prompts out, and say how many; error = stop."""
-    shuffle: bool = True
-    """Draw a new order each epoch (from the seed)."""
     system_prompt: str = "keep"
     """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
 
@@ -138,12 +127,6 @@ class EngineConfig:
     """Tokens per engine step, prefill included."""
     enforce_eager: bool = True
     """False = capture CUDA graphs / compile: faster decoding, slower start."""
-    quiet: bool = True
-    """Silence vLLM's own log below errors."""
-
-    def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise ValueError(f"engine.tensor_parallel={self.tensor_parallel} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -276,8 +259,6 @@ class CriticConfig:
     """Model folder that the critic starts from, with the policy's tokenizer; empty = model.path."""
     lr: float = 1e-5
     """Peak learning rate of the critic."""
-    clip_value: float = 0.5
-    """A new value counts as at most this far from the value before the update, in units of the reward."""
     warmup_steps: int = 0
     """First steps in which only the critic learns."""
 
@@ -337,6 +318,10 @@ class LossConfig:
         check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")
         check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
         check_name("loss.rollout_correction", self.rollout_correction, "losses", "ROLLOUT_CORRECTIONS", "none")
+        require(
+            self.correction_low <= 1 <= self.correction_high,
+            f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",
+        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ HOSTILE = [
     "import threading\nfor _ in range(1000): threading.Thread(target=lambda: sum(range(10**9)), daemon=True).start()",
 ]
 NUM_HOSTILE = 6
-CONFIG = PythonConfig(wall_s=3.0, cpu_s=1.0, memory_mib=256, max_concurrent=NUM_HOSTILE + 1)
+CONFIG = PythonConfig(wall_s=3.0, memory_mib=256, max_concurrent=NUM_HOSTILE + 1)
 
 
 def p95(values: list[float]) -> float:

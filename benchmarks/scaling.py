@@ -1,13 +1,14 @@
 """What fits, and how long is a step: a small model of memory and time, for five model sizes on 1 to 128 nodes.
 
-    python benchmarks/scaling.py [--hardware 8xH100-80GB] [--config configs/arpo_7b.yaml] [--quick]
+    python benchmarks/scaling.py [--hardware 8xH100-80GB] [--config configs/qwen2.5_7b.yaml] [--quick]
 
 Every number is an estimate, from the formulas and assumptions of benchmarks/shared/cost_model.py: the assumptions are
 printed, and no GPU was measured for them. What can be checked on a CPU is checked: the bytes of parameters, gradients,
 optimizer state and activations of a tiny model are measured (last line; ratio = predicted / measured).
 
-With --config, the step that the file describes is estimated for its own model, and exit code 1 with a warning says that
-it cannot fit. Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all sizes.
+With --config FILE ..., the step that the files describe to train_rl.py is estimated for its own model, and exit code 1
+with a warning says that it cannot fit. Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all
+sizes.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
     return lines
 
 
-def from_config(path: str) -> tuple[str, Workload]:
-    """(model path, what the file says of the step). Raises UserError like train_rl.py."""
+def from_config(paths: list[str]) -> tuple[str, Workload]:
+    """(model path, what the files say of the step). Raises UserError like train_rl.py."""
     from arpo.config import load_config
     from arpo.update import first_update_fills
     from train_rl import RLConfig
 
-    cfg = load_config(RLConfig, [path])
+    cfg = load_config(RLConfig, paths)
     work = Workload(
         num_prompts=cfg.data.num_prompts_per_step,
         group_size=cfg.rollout.group_size,
@@ -84,7 +85,6 @@ def from_config(path: str) -> tuple[str, Workload]:
         num_prompts_per_minibatch=cfg.update.num_prompts_per_minibatch,
         num_epochs=cfg.update.num_epochs,
         max_tokens_per_microbatch=cfg.update.max_tokens_per_microbatch,
-        head_chunk_tokens=cfg.model.head_chunk_tokens,
         activation_checkpointing=cfg.model.activation_checkpointing,
         reference=cfg.loss.kl_coefficient > 0,
         critic=cfg.advantage.needs_critic,
@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", choices=HARDWARE, default="8xH100-80GB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
-    parser.add_argument("--config", help="estimate this step only, for its own model, or --model")
+    parser.add_argument("--config", nargs="+", help="estimate this step only, for its own model, or --model")
     parser.add_argument("--model", help="a model's folder, or its name, where the config's model.path is not there yet")
     parser.add_argument("--quick", action="store_true", help="measure a smaller model")
     args = parser.parse_args()
@@ -177,7 +177,7 @@ def main() -> None:
         reasons = [misfits(shape, work, hw, nodes * hw.gpus_per_node) for nodes in args.nodes]
         if all(reasons):
             where = f"{args.nodes[0]} node(s) of {args.hardware}"
-            sys.exit(f"warning: {args.config} does not fit on {where}: {'; '.join(reasons[0])}")
+            sys.exit(f"warning: {' '.join(args.config)} does not fit on {where}: {'; '.join(reasons[0])}")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def build_policy(size: str, device: torch.device) -> Policy:
     torch.manual_seed(0)
     hf: nn.Module = Qwen2ForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(hf, 1024).train()
+    return Policy(hf).train()
 
 
 def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], device: torch.device, repeats: int):

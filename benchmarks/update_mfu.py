@@ -65,7 +65,7 @@ def build_policy(shape: Shape, cfg: ModelConfig, ranks: Ranks) -> Policy:
     config._attn_implementation = attention_implementation(cfg, ranks.device)
     with torch.device("meta"):
         hf = Qwen2ForCausalLM(config)
-    policy = Policy(hf, cfg.head_chunk_tokens).train()
+    policy = Policy(hf).train()
     shard(policy, hf, cfg, ranks.mesh, ranks.device)
     torch.manual_seed(0)
     with torch.no_grad():

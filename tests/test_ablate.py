@@ -148,7 +148,7 @@ def test_all_runs_have_the_same_budget_and_differ_in_the_algorithms_flags_only(c
     trains = [job.commands[0] for job in jobs]
     for job, train in zip(jobs, trains, strict=True):
         rest = [word for word in train if word not in (*ablate.ALGORITHMS[job.algorithm], job.name)]
-        expected = ["train_rl.py", cfg.ablation.train, "--run.dir", "runs/ab", "--run.name", "--run.seed"]
+        expected = ["train_rl.py", *cfg.ablation.train, "--run.dir", "runs/ab", "--run.name", "--run.seed"]
         expected += [str(job.seed), "--run.num_steps", "2", "--run.validate_every", "0"]
         assert rest == expected
     assert all(job.commands[1][-2:] == ["--run.seed", "0"] for job in jobs)  # one evaluation seed for all

@@ -1,37 +1,214 @@
-"""Switches that would be ignored, or work against each other, are refused with the reason."""
+"""Settings without effect, and those that work against each other, are refused with the reason."""
+
+from dataclasses import asdict, fields, is_dataclass, replace
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from arpo.config import load_config
+from ablate import AblationConfig
+from arpo.checks import LEAST, NEEDS, SHARES, half_chosen_aepo, ignored, leaves, needs_of
+from arpo.config import field_names, load_config
 from arpo.errors import UserError
+from arpo.options import BranchingConfig, LossConfig
 from evaluate import EvalConfig
 from train_rl import RLConfig
+from train_sft import SFTConfig
 
+ROOTS = (SFTConfig, RLConfig, EvalConfig, AblationConfig)
+MINIMUM = {
+    SFTConfig: {"data.train": "x"},
+    RLConfig: {"data.train": "x"},
+    EvalConfig: {"eval.files": ("x",)},
+    AblationConfig: {"ablation.train": ("x",), "ablation.eval": ("x",)},
+}
 GAE = ["--advantage.kind", "gae"]
+READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
+
+# What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
+ALWAYS = {
+    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every resume "
+    "peer_timeout_minutes silence_timeout_s",
+    "model": "path compute_dtype attention activation_checkpointing compile_layers compile_head reshard_after_forward "
+    "shard_size context_parallel cpu_offload lora_rank enable_thinking",
+    "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
+    "max_tokens max_tokens_per_microbatch mask_results train_turns",
+    "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
+    "answer_reserve_tokens",
+    "engine": "max_num_seqs",
+    "branching": "selector entropy_mode",
+    "tools": "names price_per_call",
+    "reward": "file",
+    "advantage": "kind",
+    "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
+    "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
+    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
+    "eval": "benchmarks files max_questions num_samples max_prompt_tokens system_prompt mute_tools server replay "
+    "regrade compare",
+    "judge": "url",
+    "ablation": "train eval algorithms seeds eval_seed num_steps nproc_per_node num_parallel target_reward",
+    "": "report_only",
+}
+
+
+def defaults(root: type) -> dict[str, object]:
+    return leaves({f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(root)})
+
+
+KNOBS = {key for root in ROOTS for key, is_section in field_names(root).items() if not is_section}
+SECTIONS = {key for root in ROOTS for key, is_section in field_names(root).items() if is_section}
+
+
+def test_every_knob_is_known_to_need_something_or_to_matter_always():
+    always = {f"{section}.{name}".strip(".") for section, names in ALWAYS.items() for name in names.split()}
+    dependent = {knob for knob in KNOBS if needs_of(knob)}
+    assert always | dependent == KNOBS
+    assert not always & dependent
+
+
+def test_all_that_the_tables_name_exists():
+    assert NEEDS.keys() <= KNOBS | SECTIONS
+    assert {need.owner for needs in NEEDS.values() for need in needs} <= KNOBS
+    for table in (LEAST, SHARES):
+        assert {f"{section}.{name}" for section, names in table.items() for name in names} <= KNOBS
+
+
+# ---- each knob of the table: changed while what it needs is off, and while it is on
+
+ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
+    "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
+    "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
+    "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
+    "advantage.kind": "gae", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
+    "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.old_logprobs": "recompute",
+    "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
+    "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
+    "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+}  # fmt: skip
+OFF = {
+    "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
+    "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
+    "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
+    "branching.entropy_mode": "upstream", "reward.file": "", "advantage.kind": "grpo", "loss.kind": "reinforce",
+    "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
+    "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
+    "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
+    "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+}  # fmt: skip
+SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
+    ("reward.compat", "reward.file"): "",
+    ("reward.bonus_tools", "reward.file"): "",
+    ("eval.server_model", "eval.server"): "http://h",
+    ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
+    ("advantage.tree", "advantage.kind"): "grpo",
+    ("advantage.normalize_std", "advantage.kind"): "grpo",
+    ("advantage.dead_groups", "advantage.kind"): "grpo",
+    ("tools.search.corpus", "tools.search.backend"): "local",
+}
+SPECIAL_OFF = {
+    ("eval.server_model", "eval.server"): "",
+    ("reward.compat", "reward.file"): "x",
+    ("reward.bonus_tools", "reward.file"): "x",
+    ("reward.bonus_tools", "reward.compat"): "upstream",
+    ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
+    ("advantage.tree", "advantage.kind"): "gae",
+    ("advantage.normalize_std", "advantage.kind"): "gae",
+    ("advantage.dead_groups", "advantage.kind"): "gae",
+    ("tools.python.mode", "eval.replay"): True,
+}
+CHANGED = {  # knobs of which another valid value cannot be made by rule
+    "rollout.top_p": 0.5, "branching.base": 0.6, "critic.path": "m", "loss.correction_low": 0.25,
+    "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
+    "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
+}  # fmt: skip
+
+
+def changed(root: type, knob: str) -> object:
+    """Another value than the default, of the same type."""
+    value = defaults(root)[knob]
+    if knob in CHANGED:
+        return CHANGED[knob]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return next((choice for choice in choices_of(root, knob) if choice != value), "x")
+
+
+def choices_of(root: type, knob: str) -> tuple:
+    """The values of a Literal; () for other types."""
+    *sections, name = knob.split(".")
+    for section in sections:
+        root = get_type_hints(root)[section]
+    hint = get_type_hints(root)[name]
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def build(root: type, settings: dict[str, object]) -> object:
+    """The config with these settings, past the command line, which would take a second each."""
+
+    def filled(section: object, prefix: str) -> object:
+        inner = {f.name: getattr(section, f.name) for f in fields(section)}
+        for name, value in inner.items():
+            key = f"{prefix}{name}"
+            inner[name] = filled(value, f"{key}.") if is_dataclass(value) else settings.get(key, value)
+        return replace(section, **inner)
+
+    sections = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(root)}
+    return root(**{name: filled(s, f"{name}.") if is_dataclass(s) else s for name, s in sections.items()})
+
+
+CASES = sorted(
+    (root.__name__, knob, need.owner)
+    for root in ROOTS
+    for knob in defaults(root)
+    for need in needs_of(knob)
+    if need.owner in defaults(root) and (root, knob) != (RLConfig, "rollout.top_p")  # RL refuses temperature 0 itself
+)
+
+
+def needed(root: type, knob: str) -> dict[str, object]:
+    """Settings under which the knob has its effect: what it needs, and what that needs."""
+    settings: dict[str, object] = {}
+    for need in needs_of(knob):
+        if need.owner in defaults(root):
+            settings |= needed(root, need.owner) | {need.owner: SPECIAL_ON.get((knob, need.owner), ON[need.owner])}
+    return settings
+
+
+@pytest.mark.parametrize("name, knob, owner", CASES)
+def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_on(name, knob, owner):
+    root = next(root for root in ROOTS if root.__name__ == name)
+    on = MINIMUM[root] | needed(root, knob) | {knob: changed(root, knob)}
+    cfg = build(root, on)
+    assert leaves(asdict(cfg))[knob] != defaults(root)[knob] and ignored(cfg) == []
+    cfg = build(root, on | {owner: SPECIAL_OFF.get((knob, owner), OFF[owner])})
+    assert any(one.knob == knob and f"is ignored unless {owner}=" in str(one) for one in ignored(cfg))
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--branching.selector", "none", "--branching.dynamic_budget", "True"], ["dynamic_budget needs branching"]),
-        (["--branching.selector", "none", "--advantage.tree", "hard"], ["tree=hard needs branches"]),
-        (["--critic.lr", "1e-4", "--critic.warmup_steps", "3"], ["critic.lr/warmup_steps", "grpo has no critic"]),
-        (["--advantage.gamma", "0.9"], ["gamma", "advantage.kind=gae"]),
-        ([*GAE, "--advantage.tree", "hard"], ["tree=hard", "gae", "tree=soft"]),
-        ([*GAE, "--advantage.normalize_std", "False"], ["Dr.GRPO"]),
-        ([*GAE, "--advantage.dead_groups", "drop"], ["dead_groups=drop", "keep"]),
         ([*GAE, "--advantage.gamma", "1.1"], ["gamma=1.1 must lie between 0 and 1"]),
         ([*GAE, "--advantage.lam", "-0.1"], ["lam=-0.1 must lie between 0 and 1"]),
-        ([*GAE, "--critic.clip_value", "0"], ["clip_value=0.0"]),
         ([*GAE, "--critic.warmup_steps", "-1"], ["warmup_steps=-1"]),
-        (["--loss.rollout_correction", "tis", "--loss.old_logprobs", "rollout"], ["correction=tis", "which is 1"]),
-        (["--loss.rollout_correction", "mis", "--loss.old_logprobs", "rollout"], ["correction=mis", "which is 1"]),
+        # the eight that the review found to be accepted
+        (["--branching.threshold", "0.7"], ["branching.threshold=0.7 is ignored unless branching.rule=threshold"]),
+        (
+            ["--branching.selector", "random", "--branching.weight", "0.4"],
+            ["branching.weight=0.4 is ignored unless branching.selector=arpo or aepo (it is random)"],
+        ),
+        (["--branching.consecutive_penalty", "0.1"], ["consecutive_penalty=0.1", "branching.selector=aepo"]),
+        (["--branching.compat", "upstream"], ["compat=upstream", "branching.selector=aepo"]),
+        (["--branching.budget_weight", "1"], ["budget_weight=1.0", "branching.dynamic_budget=True"]),
+        (["--loss.entropy_advantage_weight", "0.3"], ["entropy_advantage_weight=0.3", "entropy_balanced_advantage"]),
+        (["--loss.kind", "reinforce", "--loss.clip_low", "0.1"], ["clip_low=0.1", "loss.kind=ppo, gspo or cispo"]),
+        (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis or mis (it is none)"]),
         (["--loss.rollout_correction", "mis", "--loss.correction_low", "1.5"], ["correction_low=1.5", "enclose 1"]),
-        (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["cispo", "loss.kind=ppo"]),
-        (["--loss.balanced_clipping_tokens", "high_entropy"], ["needs loss.entropy_balanced_clipping"]),
+        (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["it is cispo", "loss.kind=ppo"]),
+        (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy", "balanced_clipping=True"]),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
-        (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "kl_coefficient is 0"]),
-        (["--tools.search.read_pages", "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
+        (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
+        ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_with_its_reason(flags, words):
@@ -49,8 +226,8 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1"],
         ["--update.layout", "tree", "--model.attention", "flash_attention_2"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
-        ["--tools.search.read_pages", "3", "--rollout.max_result_tokens", "2048"],
-        ["--tools.search.read_pages", "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
+        [*READS, "3", "--rollout.max_result_tokens", "2048"],
+        [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],
 )
 def test_what_belongs_together_is_accepted(flags):
@@ -58,7 +235,7 @@ def test_what_belongs_together_is_accepted(flags):
 
 
 def test_an_evaluation_too_needs_room_for_the_pages_that_its_searches_read():
-    read_pages = ["--tools.search.read_pages", "3"]
+    read_pages = [*READS, "3"]
     with pytest.raises(UserError, match=r"read_pages=3 x page_chars=3000 .* rollout.max_result_tokens=1024 .*raise it"):
         load_config(EvalConfig, ["--eval.files", "x", *read_pages])
     load_config(EvalConfig, ["--eval.files", "x", *read_pages, "--rollout.max_result_tokens", "2048"])
@@ -69,3 +246,19 @@ def test_critic_and_reference_default_to_the_policys_model_with_their_own_settin
     cfg = load_config(RLConfig, ["--data.train", "x", "--model.path", "m", *GAE, "--critic.lr", "2e-5"])
     assert cfg.critic_model.path == cfg.reference_model.path == "m" and not cfg.reference_model.activation_checkpointing
     assert (cfg.critic_optim.lr, cfg.optim.lr, cfg.critic_optim.betas) == (2e-5, 1e-6, cfg.optim.betas)
+
+
+def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
+    for knob in ("advantage.normalize_std", "advantage.dead_groups", "advantage.tree", "advantage.gamma"):
+        assert all(need.is_met("mine") for need in needs_of(knob))
+    assert all(need.is_met("mine") for knob in ("loss.clip_low", "loss.dual_clip") for need in needs_of(knob))
+    assert not needs_of("critic.lr")[0].is_met("mine")  # only gae loads one
+
+
+def test_a_half_chosen_aepo_says_what_is_missing():
+    aepo, whole = BranchingConfig(selector="aepo", dynamic_budget=True), {"entropy_balanced_clipping": True}
+    assert half_chosen_aepo(aepo, LossConfig(entropy_balanced_advantage=True, **whole)) == ""
+    assert half_chosen_aepo(BranchingConfig(), LossConfig()) == ""
+    warning = half_chosen_aepo(BranchingConfig(selector="aepo"), LossConfig(**whole))
+    assert "without branching.dynamic_budget, loss.entropy_balanced_advantage; " in warning
+    assert "configs/aepo.yaml" in warning and "\n" not in warning

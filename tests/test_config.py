@@ -10,6 +10,7 @@ import pytest
 from ablate import AblationConfig
 from arpo.config import load_config, save_config
 from arpo.errors import UserError
+from arpo.options import BranchingConfig
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
@@ -28,11 +29,54 @@ def test_precedence_is_default_then_yaml_then_flag(tmp_path):
     assert (cfg.branching.base, cfg.branching.weight, cfg.branching.threshold) == (0.3, 0.9, 0.5)
 
 
-def test_a_base_file_is_read_first_and_relative_to_the_file(tmp_path):
-    write(tmp_path / "base.yaml", "data: {train: a.parquet}\nrun: {name: base, seed: 7}\n")
-    path = write(tmp_path / "c.yaml", "base: base.yaml\nrun: {name: own}\n")
-    cfg = load_config(RLConfig, [path])
-    assert (cfg.run.name, cfg.run.seed, cfg.data.train) == ("own", 7, "a.parquet")
+def test_later_files_win_and_flags_win_over_all(tmp_path):
+    model = write(tmp_path / "qwen3_8b.yaml", "data: {train: a.parquet}\nrun: {seed: 7, num_epochs: 4}\n")
+    algorithm = write(tmp_path / "aepo.yaml", "run: {num_epochs: 5, validate_every: 8}\n")
+    cfg = load_config(RLConfig, [model, algorithm, "--run.validate_every", "9"])
+    assert (cfg.run.seed, cfg.run.num_epochs, cfg.run.validate_every) == (7, 5, 9)
+
+
+def test_a_run_is_called_after_its_files_unless_it_has_a_name(tmp_path):
+    model = write(tmp_path / "qwen2.5_7b.yaml", "data: {train: a}\n")
+    algorithm, named = write(tmp_path / "aepo.yaml", ""), write(tmp_path / "named.yaml", "run: {name: mine}\n")
+    for argv, name in (
+        ([model], "qwen2.5_7b"),
+        ([model, algorithm], "qwen2.5_7b-aepo"),
+        ([named, model], "mine"),
+        ([model, named, "--run.name", "other"], "other"),
+        (["--data.train", "a"], "rl"),
+    ):
+        assert load_config(RLConfig, argv).run.name == name
+
+
+def test_what_stands_under_a_scripts_name_is_for_that_script_only(tmp_path):
+    path = write(
+        tmp_path / "c.yaml",
+        "train_rl: {model: {path: rl}, rollout: {group_size: 32}}\nmodel: {path: all, enable_thinking: true}\n"
+        "train_sft: {data: {max_tokens: 9}}\n",
+    )
+    rl = load_config(RLConfig, [path, "--data.train", "x"])
+    assert (rl.model.path, rl.model.enable_thinking, rl.rollout.group_size) == ("rl", True, 32)
+    sft = load_config(SFTConfig, [path, "--data.train", "x"])
+    assert (sft.model.path, sft.model.enable_thinking, sft.data.max_tokens) == ("all", True, 9)
+    assert load_config(EvalConfig, [path, "--eval.files", "x"]).model.path == "all"
+
+
+def test_a_later_switch_takes_what_earlier_files_said_of_its_knobs_with_it(tmp_path):
+    model = write(
+        tmp_path / "model.yaml",
+        "data: {train: x}\nrollout: {group_size: 12}\n"
+        "branching: {num_initial_rollouts: 6, rule: threshold, threshold: 0.6}\n",
+    )
+    grpo = write(tmp_path / "grpo.yaml", "branching: {selector: none}\n")
+    cfg = load_config(RLConfig, [model, grpo])
+    assert cfg.branching == BranchingConfig(selector="none") and cfg.rollout.group_size == 12
+    assert load_config(RLConfig, [model, "--branching.selector", "none"]).branching == cfg.branching
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
+    assert load_config(RLConfig, [model, "--branching.rule", "bernoulli"]).branching.threshold == 0.5  # two steps away
+    with pytest.raises(UserError, match=r"model\.yaml: branching\.num_initial_rollouts=6 is ignored unless"):
+        load_config(RLConfig, [grpo, model])
 
 
 def test_the_defaults_are_the_papers_7b_recipe():
@@ -65,7 +109,14 @@ def test_a_config_is_frozen():
         ("", ["--branching.selector", "randm"], ["command line", "did you mean 'random'?"]),
         ("- a\n- b", [], ["c.yaml", "must be a mapping"]),
         ("a: [", [], ["c.yaml", "not valid YAML"]),
-        ("base: nowhere.yaml", [], ["nowhere.yaml", "cannot read"]),
+        ("run: {seed: }", [], ["c.yaml", "run.seed has no value"]),
+        ("train_rl: 3", [], ["c.yaml", "train_rl must be a mapping"]),
+        ("train_rl: {branching: {bas: 1}}", [], ["c.yaml", "'branching.bas'", "did you mean 'branching.base'"]),
+        ("", ["--rollout", "4"], ["command line", "--rollout is a section"]),
+        ("", ["-x"], ["command line", "-x"]),
+        ("", ["--update.num_prompts_per_minibatch", "0"], ["num_prompts_per_minibatch=0"]),
+        ("", ["--run.save_every", "-1"], ["run.save_every=-1 must be at least 0"]),
+        ("", ["--rollout.top_p", "1.5"], ["rollout.top_p=1.5 must lie between 0 and 1"]),
         ("", ["--group_size", "4"], ["command line", "did you mean 'rollout.group_size'"]),
         ("", ["--rollout.group-siz", "4"], ["command line", "did you mean 'rollout.group_size'"]),
         ("", ["--branching.num_initial_rollouts", "17"], ["num_initial_rollouts=17", "group_size=16"]),
@@ -84,8 +135,13 @@ def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
 
 
 def test_a_missing_config_file_is_named():
-    with pytest.raises(UserError, match=r"^configs/arpo_70b\.yaml: cannot read the config file"):
-        load_config(RLConfig, ["configs/arpo_70b.yaml"])
+    with pytest.raises(UserError, match=r"^configs/qwen_70b\.yaml: cannot read the config file"):
+        load_config(RLConfig, [str(ROOT / "configs" / "arpo.yaml"), "configs/qwen_70b.yaml"])
+
+
+def test_a_config_file_given_twice_is_named():
+    with pytest.raises(UserError, match=r"^configs/\.\./configs/arpo\.yaml: this config file is given twice"):
+        load_config(RLConfig, ["configs/arpo.yaml", "configs/../configs/arpo.yaml"])
 
 
 def test_a_script_ends_with_code_2_on_rank_0_only():
@@ -98,12 +154,23 @@ def test_a_script_ends_with_code_2_on_rank_0_only():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "demo_hard")
+ROOTS = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
+DATA = {SFTConfig: ["--data.train", "x"], RLConfig: ["--data.train", "x"], EvalConfig: ["--eval.files", "x"]}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_of_the_repository_loads(path):
-    roots = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
-    root = next((roots[word] for word in path.stem.split("_") if word in roots), RLConfig)
-    cfg = load_config(root, [str(path)])
-    assert cfg.run.name == path.stem
+    """By the script that its name says; a model's file by all of them."""
+    own = [root for word, root in ROOTS.items() if word in path.stem.split("_")] or [RLConfig]
+    for root in DATA if "train_rl:" in path.read_text() else own:
+        assert load_config(root, [str(path), *DATA.get(root, [])]).run.name == path.stem
+
+
+@pytest.mark.parametrize("stage, root", [("sft", SFTConfig), ("arpo", RLConfig), ("eval", EvalConfig)])
+def test_the_hard_task_goes_on_top_of_the_demo(stage, root):
+    demo, hard = str(ROOT / "configs" / f"demo_{stage}.yaml"), str(ROOT / "configs" / "demo_hard.yaml")
+    assert load_config(root, [demo, hard]).run.name == f"demo_hard_{stage}"
 
 
 def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):

@@ -1,4 +1,7 @@
-"""The configs of the papers' models: their settings; whether the real architectures (on the meta device) fit them."""
+"""The configs of the papers' models and algorithms: the settings of all combinations.
+
+And whether the real architectures (on the meta device) fit them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from arpo.checks import half_chosen_aepo
 from arpo.config import load_config
 from arpo.model.loading import check_head
 from arpo.options import BranchingConfig, OptimConfig
+from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -33,9 +38,12 @@ def shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
 
 
 MODELS = {  # config.json as published, and the number of parameters
-    "3b": (QWEN2 | shape(2048, 11008, 36, 16, 2) | {"vocab_size": 151936, "tie_word_embeddings": True}, 3_085_938_688),
-    "7b": (QWEN2 | shape(3584, 18944, 28, 28, 4) | {"vocab_size": 152064}, 7_615_616_512),
-    "llama_8b": (
+    "qwen2.5_3b": (
+        QWEN2 | shape(2048, 11008, 36, 16, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
+        3_085_938_688,
+    ),
+    "qwen2.5_7b": (QWEN2 | shape(3584, 18944, 28, 28, 4) | {"vocab_size": 152064}, 7_615_616_512),
+    "llama3.1_8b": (
         {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
          "rope_theta": 5e5, "rope_scaling": LLAMA_ROPE} | shape(4096, 14336, 32, 32, 8),
         8_030_261_248,
@@ -45,9 +53,9 @@ MODELS = {  # config.json as published, and the number of parameters
 }  # fmt: skip
 REASONING = (128, 16, 16, 8, 1536, 4096, 2, "data/train_10k.parquet")
 SETTINGS = {  # prompts per step and mini-batch, group, initial rollouts, prompt, response, epochs, file: ALGORITHMS 2
-    "3b": REASONING,
-    "7b": REASONING,
-    "llama_8b": REASONING,
+    "qwen2.5_3b": REASONING,
+    "qwen2.5_7b": REASONING,
+    "llama3.1_8b": REASONING,
     "qwen3_8b": (128, 16, 16, 8, 2000, 10000, 5, "data/hard_search_1k.parquet"),
     "qwen3_14b": (64, 8, 12, 6, 2000, 6192, 5, "data/hard_search_1k.parquet"),
 }
@@ -63,7 +71,11 @@ def real(model: str) -> torch.nn.Module:
 
 
 def rl(algorithm: str, model: str) -> RLConfig:
-    return load_config(RLConfig, [str(CONFIGS / f"{algorithm}_{model}.yaml")])
+    return load_config(RLConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, algorithm)])
+
+
+def sft(model: str) -> SFTConfig:
+    return load_config(SFTConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "sft")])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -77,16 +89,18 @@ def test_the_architecture_is_the_published_one(model):
 @pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
 def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
     cfg = rl(algorithm, model)
+    # only ARPO's group has a fixed number of roots
+    num_initial_rollouts = rl("arpo", model).branching.num_initial_rollouts
     assert SETTINGS[model] == (
         cfg.data.num_prompts_per_step, cfg.update.num_prompts_per_minibatch, cfg.rollout.group_size,
-        cfg.branching.num_initial_rollouts, cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens,
+        num_initial_rollouts, cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens,
         cfg.run.num_epochs, cfg.data.train,
     )  # fmt: skip
     assert cfg.optim == OptimConfig() == OptimConfig(lr=1e-6, schedule="constant", warmup_ratio=0.0, weight_decay=0.01)
     deep_search = model.startswith("qwen3")
     assert cfg.rollout.max_tool_calls == (6 if deep_search or algorithm == "aepo" else 3)
     assert cfg.model.enable_thinking == deep_search
-    assert cfg.model.path == f"runs/sft_{model}/hf"
+    assert cfg.model.path == f"runs/{sft(model).run.name}/hf"
     assert cfg.loss.entropy_balanced_clipping == cfg.loss.entropy_balanced_advantage == (algorithm == "aepo")
     selector = {"grpo": "none"}.get(algorithm, algorithm)
     assert (cfg.branching.selector, cfg.branching.dynamic_budget) == (selector, algorithm == "aepo")
@@ -96,7 +110,7 @@ def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_sft_settings_are_the_papers(model):
-    cfg = load_config(SFTConfig, [str(CONFIGS / f"sft_{model}.yaml")])
+    cfg = sft(model)
     assert (cfg.optim.lr, cfg.optim.schedule, cfg.optim.warmup_ratio, cfg.optim.weight_decay) == (
         7e-6,
         "cosine",
@@ -127,11 +141,19 @@ def test_the_real_model_fits_the_rl_config_on_eight_gpus(algorithm, model):
     assert engine - 2 * num_parameters > 8 * longest * kv_bytes  # eight full-length trajectories at the very least
 
 
-def test_each_small_config_says_only_what_is_its_own():
-    for path in CONFIGS.glob("*.yaml"):
-        text = path.read_text()
-        if path.stem.partition("_")[0] in ("grpo", "aepo"):
-            assert "base: " in text and len(text.splitlines()) <= 16, path.name
+@pytest.mark.parametrize("model", MODELS)
+def test_an_evaluation_asks_as_training_did(model):
+    cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval")])
+    assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking
+    assert cfg.model.path == sft(model).model.path  # the model itself, where --model.path names no trained one
+    assert cfg.run.name == f"{model}-eval"
+
+
+def test_an_algorithms_file_is_its_whole_bundle():
+    for model in ("qwen2.5_7b", "qwen3_14b", "smoke"):
+        cfg = rl("aepo", model)
+        assert cfg.branching.selector == "aepo" and half_chosen_aepo(cfg.branching, cfg.loss) == ""
+        assert rl("grpo", model).branching == BranchingConfig(selector="none")
 
 
 def test_the_smoke_run_is_small_enough_for_one_gpu():

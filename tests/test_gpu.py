@@ -45,8 +45,9 @@ def load(ranks, tiny_model_dir):
     """load(dtype, attention) -> the tiny policy on the device."""
 
     def load(dtype: str = "float32", attention: str = "sdpa", **options) -> Policy:
-        cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype, head_chunk_tokens=64)
+        cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype)
         policy = load_policy(cfg, ranks.mesh, device=ranks.device, **options)
+        policy.head_chunk_tokens = 64
         policy.hf.set_attn_implementation(register(attention))
         return policy
 

@@ -42,9 +42,9 @@ def dry_run(folder: Path, *args: str, **environment: str) -> list[str]:
 def test_every_node_gets_one_torchrun_and_the_first_one_hosts_the_meeting(tmp_path):
     common = (
         "--nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node07:23456 --rdzv_id 123456 "
-        "--max_restarts 3 train_rl.py configs/arpo_7b.yaml --run.name my run [gloo on any]"
+        "--max_restarts 3 train_rl.py configs/qwen3_8b.yaml configs/aepo.yaml --run.name my run [gloo on any]"
     )
-    assert dry_run(tmp_path, "configs/arpo_7b.yaml", "--run.name", "my run") == [
+    assert dry_run(tmp_path, "configs/qwen3_8b.yaml", "configs/aepo.yaml", "--run.name", "my run") == [
         "srun --kill-on-bad-exit=1",
         f"torchrun --rdzv_conf is_host=1 {common}",
         f"torchrun --rdzv_conf is_host=0 {common}",

@@ -107,7 +107,10 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     "flags, message",
     [
         (["--data.train", "nowhere.jsonl"], r"nowhere\.jsonl"),
-        (["--data.num_conversations_per_step", "25"], r"train\.jsonl: 24 usable .*num_conversations_per_step=25"),
+        (
+            ["--data.num_conversations_per_step", "25"],
+            r"24 usable rows .* data\.num_conversations_per_step=25",
+        ),
         (["--data.max_tokens", "20"], r"train\.jsonl: no conversation has at most data\.max_tokens=20 "),
         (["--data.max_tokens", "300"], r"max_tokens_per_microbatch=256 cannot hold .*data\.max_tokens=300"),
         (["--model.path", "/nonexistent"], r"model\.path=/nonexistent: no such folder"),

@@ -232,9 +232,7 @@ def folder(request, tmp_path_factory):
 
 
 def model_of(folder, **changes) -> ModelConfig:
-    base = ModelConfig(
-        str(folder), compute_dtype="float32", attention="sdpa", activation_checkpointing=False, head_chunk_tokens=16
-    )
+    base = ModelConfig(str(folder), compute_dtype="float32", attention="sdpa", activation_checkpointing=False)
     return replace(base, **changes)
 
 
@@ -254,6 +252,7 @@ def assert_same(ours: dict, expected: dict) -> None:
 def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ranks, share, checkpointing):
     """Each trajectory has its own advantage; the reference is the same model with other weights."""
     policy = load_policy(model_of(folder, activation_checkpointing=checkpointing), ranks.mesh, device=CPU)
+    policy.head_chunk_tokens = 16
     reference = load_policy(model_of(folder), ranks.mesh, device=CPU)
     with torch.no_grad():
         for p in reference.parameters():
@@ -293,6 +292,7 @@ def by_row(micros, values) -> dict[int, np.ndarray]:
 def test_random_trees_give_the_logprobs_entropies_and_gradients_of_packed_rows(folder, ranks, seed):
     rows, outcomes = random_rows(seed, num_letters=380 if seed % 2 else 3), []
     policy = load_policy(model_of(folder), ranks.mesh, device=CPU)
+    policy.head_chunk_tokens = 16
     weights = torch.linspace(-1.0, 1.0, len(rows))
     for micros in (microbatches(rows, 0, 1, 5000), tree_microbatches(rows, 0, 1, 70)):
         outputs = [policy(micro, 0.7) for micro in micros]

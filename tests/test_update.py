@@ -119,8 +119,10 @@ def test_one_model_with_sliding_windows_is_enough_for_packed_under_flex_attentio
 
 
 def load(ranks, folder: str):
-    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False, head_chunk_tokens=16)
-    return load_policy(cfg, ranks.mesh, device=CPU)
+    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False)
+    policy = load_policy(cfg, ranks.mesh, device=CPU)
+    policy.head_chunk_tokens = 16
+    return policy
 
 
 def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int, str]]) -> list[dict[str, tuple]]:

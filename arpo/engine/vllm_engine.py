@@ -81,10 +81,10 @@ class Engine:
         self.state: Literal["ready", "asleep", "needs_weights"] = "ready" if load_weights else "needs_weights"
         self.kv_asleep = False
         self.random_state = RandomState.current()
-        prepare_for_vllm(cfg.quiet, shared=cfg.tensor_parallel > 1)
+        prepare_for_vllm(shared=cfg.tensor_parallel > 1)
         if Engine.num_live == 0:
             Engine.owns_process_group = not dist.is_initialized()
-        with self.own_randomness(), silence(cfg.quiet):
+        with self.own_randomness(), silence():
             try:
                 self.llm = self.build(load_weights)
             except BaseException:
@@ -120,7 +120,7 @@ class Engine:
                 async_scheduling=False,  # a step returns the tokens of that step; no slower here
                 logprobs_mode="raw_logprobs",
                 max_logprobs=MAX_TOP_LOGPROBS + 1,
-                use_tqdm_on_load=not cfg.quiet,
+                use_tqdm_on_load=False,
                 **place,
             )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
@@ -283,7 +283,7 @@ class Engine:
         self.abort(list(self.running))
         Engine.num_live -= 1
         clean_up = core.cleanup_dist_env_and_memory
-        with silence(self.cfg.quiet):
+        with silence():
             core.cleanup_dist_env_and_memory = lambda: None  # it would destroy the trainer's process group too
             try:
                 self.llm.llm_engine.engine_core.shutdown()

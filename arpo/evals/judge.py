@@ -24,6 +24,10 @@ from arpo.tools.http.client import HttpClient, chat_content, chat_request, check
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 
 BACKEND = "judge"
+KEY_VARIABLE = "JUDGE_API_KEY"
+MAX_TOKENS = 2048  # a reasoning judge thinks first; a reply that is cut before its verdict is unparsable
+DEADLINE_S = 120.0  # of one judgement: all tries and the pauses between them; one try has half of it
+MAX_TRIES = 5
 MAX_FIELD_CHARS = 8000
 """Of the question, of all reference answers, of the prediction; the middle of what is longer is left out."""
 PROMPT = """You grade answers to questions. Compare the prediction with the reference answers.
@@ -82,10 +86,19 @@ class Verdict:
 class Judge:
     """One endpoint and its cache of replies. Not for several threads."""
 
-    def __init__(self, cfg: JudgeConfig, cache: str | Path, *, time_source: Time | None = None):
+    def __init__(
+        self,
+        cfg: JudgeConfig,
+        cache: str | Path,
+        *,
+        deadline_s: float = DEADLINE_S,
+        max_tries: int = MAX_TRIES,
+        time_source: Time | None = None,
+    ):
         """`cache` is the file of a run whose config names none. Raises UserError for settings that cannot work."""
         check_judge(cfg)
         self.cfg = cfg
+        self._policy = HttpPolicy(deadline_s=deadline_s, max_concurrent=cfg.max_concurrent, max_tries=max_tries)
         self._time_source = time_source
         self._cache = CacheFile(cfg.cache or cache, setting="judge.cache")
         self._is_probed = False
@@ -113,7 +126,7 @@ class Judge:
         self._cache.close()
 
     def _key(self, prompt: str) -> bytes:
-        params = {"model": self.cfg.model, "temperature": self.cfg.temperature, "max_tokens": self.cfg.max_tokens}
+        params = {"model": self.cfg.model, "temperature": 0.0, "max_tokens": MAX_TOKENS}
         return cache_key(BACKEND, params, prompt)
 
     def _recorded(self, prompt: str, task: JudgeTask) -> Verdict | None:
@@ -124,9 +137,9 @@ class Judge:
         self, missing: dict[str, JudgeTask], num_done: int, on_progress: Callable[[int], None] | None
     ) -> dict[str, Verdict]:
         client = self._client()
-        outage = _Outage(self.cfg.timeout_s, 3 * self.cfg.concurrency, self._time_source or Time())
+        outage = _Outage(self._policy.deadline_s, 3 * self.cfg.max_concurrent, self._time_source or Time())
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
-        slots = asyncio.Semaphore(self.cfg.concurrency)
+        slots = asyncio.Semaphore(self.cfg.max_concurrent)
         verdicts: dict[str, Verdict] = {}
 
         async def ask(prompt: str, task: JudgeTask) -> None:
@@ -152,8 +165,7 @@ class Judge:
         return verdicts
 
     async def _ask(self, client: HttpClient, prompt: str) -> str:
-        cfg = self.cfg
-        request = chat_request(cfg.model, prompt, max_tokens=cfg.max_tokens, temperature=cfg.temperature)
+        request = chat_request(self.cfg.model, prompt, max_tokens=MAX_TOKENS, temperature=0.0)
         return await client.post(request, chat_content)  # an empty reply is one too, that cannot be parsed
 
     async def _probe(self) -> None:
@@ -169,11 +181,9 @@ class Judge:
         return HttpClient(
             BACKEND,
             self.cfg.url,
-            HttpPolicy(
-                deadline_s=self.cfg.timeout_s, max_concurrent=self.cfg.concurrency, max_tries=self.cfg.retries + 1
-            ),
+            self._policy,
             setting="judge.url",
-            key_variable=self.cfg.key_env,
+            key_variable=KEY_VARIABLE,
             time_source=self._time_source,
         )
 
@@ -211,11 +221,6 @@ def check_judge(cfg: JudgeConfig) -> None:
     check_url(cfg.url, "judge.url")
     if not cfg.model:
         raise UserError("judge.model is empty; set it to a model that judge.url serves")
-    for name, least in (("max_tokens", 1), ("concurrency", 1), ("retries", 0), ("temperature", 0)):
-        if getattr(cfg, name) < least:
-            raise UserError(f"judge.{name} must be at least {least}, not {getattr(cfg, name)}")
-    if cfg.timeout_s <= 0:
-        raise UserError(f"judge.timeout_s must be positive, not {cfg.timeout_s:g}")
 
 
 # ---- the reply

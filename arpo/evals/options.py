@@ -32,10 +32,8 @@ class EvalSection:
     under way at a time, per rank."""
     server_model: str = ""
     """Name of the model there; empty = the only one that it serves."""
-    server_timeout_s: float = 1800.0
-    """Longest time of one turn in seconds."""
     replay: bool = False
-    """Only recorded tool results: tools.search.mode and tools.python.cache_mode are replay_strict, and a call that
+    """Only recorded tool results: tools.search.mode and tools.python.mode are replay_strict, and a call that
     tools.search.cache or tools.python.cache does not hold stops the run."""
     regrade: str = ""
     """Grade and report this run's folder again, from its records alone."""
@@ -51,19 +49,9 @@ class JudgeConfig:
     """OpenAI-compatible chat endpoint, like http://host:8001/v1/chat/completions; empty = no judge: the rule-based
     metric is what counts, and the report says so."""
     model: str = ""
-    """Name of the model there."""
-    temperature: float = 0.0
-    """Of the judge; 0 = greedy."""
-    max_tokens: int = 2048
-    """Longest reply; a reasoning judge thinks first. A reply that is cut before its verdict is unparsable."""
-    concurrency: int = 16
-    """Requests on their way at the same time."""
-    timeout_s: float = 120.0
-    """Longest time of one judgement in seconds: all tries and the pauses between them; one try has half of it."""
-    retries: int = 4
-    """Tries after the first, where the endpoint is busy, broken or silent."""
-    key_env: str = "JUDGE_API_KEY"
-    """Environment variable that holds the key, where the endpoint wants one."""
+    """Name of the model there. Its key, if it needs one, is read from JUDGE_API_KEY."""
+    max_concurrent: int = 16
+    """Requests under way at the same time."""
     cache: str = ""
     """SQLite file of the judge's replies, which runs may share; empty = judge.sqlite in the run's folder. What is in
     there is not asked again."""

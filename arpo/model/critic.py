@@ -16,9 +16,12 @@ from arpo.losses import value_loss
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import clip_grad_norm
 from arpo.model.policy import attention_implementation, check_model_folder, hidden_states, residence, shard
-from arpo.options import CriticConfig, ModelConfig
+from arpo.options import ModelConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
+
+CLIP_VALUE = 0.5
+"""A new value counts as at most this far from the value before the update, in units of the reward."""
 
 
 class Critic(nn.Module):
@@ -62,7 +65,6 @@ def update_critic(
     critic: Critic,
     optimizer: torch.optim.Optimizer,
     micros: list[MicroBatch],
-    cfg: CriticConfig,
     max_grad_norm: float,
     dist: Ranks,
 ) -> Metrics:
@@ -75,7 +77,7 @@ def update_critic(
             micro.old_values,
             micro.returns,
             micro.loss_mask,
-            clip_value=cfg.clip_value,
+            clip_value=CLIP_VALUE,
             denominator=num_tokens,
         )
         (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks

@@ -25,15 +25,17 @@ from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.options import ModelConfig
 
 logger = logging.getLogger(__name__)
+HEAD_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
 
 
 class Policy(nn.Module):
     """Wraps the HF model so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
 
-    def __init__(self, hf: nn.Module, head_chunk_tokens: int, *, compile_head: bool = False):
+    def __init__(self, hf: nn.Module, *, compile_head: bool = False):
         super().__init__()
         self.hf = hf
-        self.head_chunk_tokens = head_chunk_tokens
+        self.head_chunk_tokens = HEAD_CHUNK_TOKENS
         self.compile_head = compile_head
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +100,7 @@ def load_policy(
         lora.add_lora(hf, cfg)
     if cfg.compile_head:
         check_compiled(hf.config.vocab_size, device)
-    policy = Policy(hf, cfg.head_chunk_tokens, compile_head=cfg.compile_head).train()
+    policy = Policy(hf, compile_head=cfg.compile_head).train()
     shard(policy, hf, cfg, mesh, device, offload=offload)
     read_weights(lora.base_parameters(hf), cfg.path)
     lora.initialize(hf, seed)

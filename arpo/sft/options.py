@@ -25,8 +25,6 @@ class SFTDataConfig:
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest conversation. What does not fit into
     one pass is accumulated."""
-    shuffle: bool = True
-    """Draw a new order each epoch (from the seed)."""
     mask_results: bool = True
     """False = train on <result> spans too, as the released code does: the model learns to make up results."""
     train_turns: Literal["all", "last"] = "all"

@@ -13,15 +13,9 @@ class PythonConfig:
     """The <python> tool: one jailed host process per rank, a fork of it per call."""
 
     wall_s: float = 20.0
-    """Wall-clock limit of one call in seconds."""
-    cpu_s: float = 10.0
-    """CPU limit of one call in seconds, summed over its processes."""
+    """Wall-clock limit of one call in seconds; its processes together may compute for half of it."""
     memory_mib: int = 1024
     """Memory limit of one call."""
-    max_processes: int = 32
-    """Processes and threads of one call."""
-    max_output_chars: int = 8192
-    """Characters of output that are kept; the rest is cut with a mark."""
     max_concurrent: int = 8
     """Calls that run at the same time, per rank; the others wait (waiting does not count against wall_s)."""
     max_concurrent_per_node: int = 0
@@ -31,18 +25,23 @@ class PythonConfig:
     cache: str = ""
     """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Not for code that is meant
     to give another result each time."""
-    cache_mode: Literal["live", "record", "replay", "replay_strict"] = "record"
+    mode: Literal["live", "record", "replay", "replay_strict"] = "record"
     """As tools.search.mode; in a replay nothing is run, so no sandbox is needed."""
     allow_unsafe: bool = False
     """Run even where no isolation is available. Model-written code then runs as you, with your files."""
 
     def replayed(self) -> PythonConfig:
         """The same tool, answering from its recorded cache only."""
-        return replace(self, cache_mode="replay_strict")
+        return replace(self, mode="replay_strict")
 
     def what_decides(self) -> dict[str, object]:
         """No setting of this tool makes other trajectories: its limits are the machine's business."""
         return {}
+
+    @property
+    def cpu_s(self) -> float:
+        """Longest time that the processes of one call may compute, in seconds, summed over them."""
+        return self.wall_s / 2
 
 
 @dataclass(frozen=True)
@@ -63,26 +62,18 @@ class SearchConfig:
     market: str = "auto"
     """brightdata, serper: language and country, like en-US; auto = zh-CN for queries with Chinese characters, else
     en-US."""
-    top_k: int = 3
-    """local, http: passages per query."""
-    max_results: int = 10
-    """brightdata, serper: results per query, at most."""
+    top_k: int = 0
+    """Passages or results per query, at most; 0 = 3 of local and http, 10 of brightdata and serper."""
     requests_per_second: float = 50.0
     """http, brightdata, serper: limit over all ranks: kept in the Redis server if `cache` is one, else each rank has an
     equal share; 0 = none."""
-    max_concurrent: int = 32
-    """http, brightdata, serper: requests under way at the same time, per rank."""
     deadline_s: float = 30.0
     """Longest time of one search in seconds: waiting for its turn and all tries. Past it the trajectory is dropped."""
-    max_passage_chars: int = 1000
-    """Characters of one passage in the result."""
     read_pages: int = 0
     """http, brightdata, serper: pages of the first results that are fetched and read in place of their snippets; 0 =
     none. Needs the browse extra. A page that cannot be read leaves its snippet."""
     page_chars: int = 3000
     """Characters kept of a page: those around its snippet. rollout.max_result_tokens cuts the result as well."""
-    page_deadline_s: float = 20.0
-    """Longest time of fetching one page in seconds, once its turn has come."""
     browse_private_addresses: bool = False
     """Read pages of the own network too: private, loopback and link-local addresses. The policy's queries decide which
     pages are found, so only where nothing in that network trusts its callers."""
@@ -98,6 +89,11 @@ class SearchConfig:
     mode: Literal["live", "record", "replay", "replay_strict"] = "record"
     """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
     miss is an error that the model reads; replay_strict = a miss stops the run."""
+
+    @property
+    def num_passages(self) -> int:
+        """top_k with 0 decided."""
+        return self.top_k or (10 if self.backend in ("brightdata", "serper") else 3)
 
     @property
     def replays(self) -> bool:

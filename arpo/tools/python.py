@@ -21,7 +21,8 @@ from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 NO_OUTPUT = "(no output)"
 CUT = "\n... [output truncated] ...\n"
-LEAST = {"wall_s": 1, "cpu_s": 1, "memory_mib": 128, "max_processes": 1, "max_output_chars": 100, "max_concurrent": 1}
+MAX_OUTPUT_CHARS = 8192  # of a result; what is over is cut, with a mark
+LEAST = {"wall_s": 2, "memory_mib": 128, "max_concurrent": 1}
 """Below these the host cannot even prove that its jail holds, or the model reads nothing."""
 
 
@@ -49,8 +50,6 @@ class PythonTool:
             wall_s=cfg.wall_s,
             cpu_s=cfg.cpu_s,
             memory_bytes=cfg.memory_mib << 20,
-            max_processes=cfg.max_processes,
-            kept_output_bytes=max(CallLimits.kept_output_bytes, 4 * cfg.max_output_chars),  # UTF-8: up to 4 per char
         )
         try:
             self.sandbox = Sandbox(
@@ -98,11 +97,11 @@ class PythonTool:
         output = reply.stdout.strip("\n").rstrip()
         if reply.status == "ok":
             text = output or NO_OUTPUT
-            return ToolResult(shorten(text, self.cfg.max_output_chars), ok=True, seconds=reply.wall_s)
+            return ToolResult(shorten(text, MAX_OUTPUT_CHARS), ok=True, seconds=reply.wall_s)
         reason = self._reason(reply)
         # The reason comes first in the budget: it is short, except for a message that the code made long.
-        reason = shorten(reason, self.cfg.max_output_chars)
-        room = self.cfg.max_output_chars - len(reason) - 1
+        reason = shorten(reason, MAX_OUTPUT_CHARS)
+        room = MAX_OUTPUT_CHARS - len(reason) - 1
         text = f"{shorten(output, room)}\n{reason}" if output and room > len(CUT) else reason
         return ToolResult(text, ok=False, seconds=reply.wall_s, error_kind=reply.status)
 
@@ -115,7 +114,7 @@ class PythonTool:
             "output_limit": "OSError: too much output",
             "disk_limit": "OSError: too many or too large files",
             "file_limit": "OSError: a file became too large",
-            "process_limit": f"OSError: more than {self.cfg.max_processes} processes or threads",
+            "process_limit": f"OSError: more than {CallLimits.max_processes} processes or threads",
             "killed": "The process was killed",
         }
         if reply.status in fixed:

@@ -88,11 +88,12 @@ def test_what_cannot_fit_is_said_with_the_knob_that_changes_it():
 
 def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, capsys):
     config = tmp_path / "big.yaml"
-    config.write_text(f"base: {ROOT / 'configs' / 'arpo_7b.yaml'}\nengine:\n  gpu_memory_utilization: 0.95\n")
+    config.write_text("engine:\n  gpu_memory_utilization: 0.95\n")
+    model = str(ROOT / "configs" / "qwen2.5_7b.yaml")
     argv = ["scaling.py", "--quick", "--nodes", "1", "--model", "Qwen2.5-7B", "--config"]
-    monkeypatch.setattr(sys, "argv", [*argv, str(ROOT / "configs" / "arpo_7b.yaml")])
+    monkeypatch.setattr(sys, "argv", [*argv, model])
     scaling.main()
-    monkeypatch.setattr(sys, "argv", [*argv, str(config)])
+    monkeypatch.setattr(sys, "argv", [*argv, model, str(config)])
     with pytest.raises(SystemExit, match=r"warning: .* does not fit on 1 node"):
         scaling.main()
     assert "does not fit: trainer and engine need" in capsys.readouterr().out

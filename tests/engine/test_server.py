@@ -271,8 +271,9 @@ def test_vllm_serve_refuses_what_it_does_not_serve(vllm_serve):
 @pytest.mark.slow
 def test_vllm_serve_as_judge(vllm_serve, tmp_path, monkeypatch):
     """A random model gives no verdict; what it said is kept, and read again without it."""
-    cfg = JudgeConfig(url=f"{vllm_serve}/v1/chat/completions", model="tiny", max_tokens=8, retries=0, timeout_s=300)
-    judge = Judge(cfg, tmp_path / "judge.sqlite")
+    cfg = JudgeConfig(url=f"{vllm_serve}/v1/chat/completions", model="tiny")
+    monkeypatch.setattr("arpo.evals.judge.MAX_TOKENS", 8)
+    judge = Judge(cfg, tmp_path / "judge.sqlite", max_tries=1, deadline_s=300.0)
     with pytest.raises(UserError, match=r"^judge\.url: judge: HTTP 400 "):
         judge.probe()  # the prompt does not fit into a context of 500 tokens
     monkeypatch.setattr("arpo.evals.judge.PROMPT", "{question} {references} {prediction}")

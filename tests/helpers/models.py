@@ -105,7 +105,7 @@ def build(kind: str, path, **changes):
 
 
 def cfg_of(folder, **changes) -> ModelConfig:
-    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False, head_chunk_tokens=5)
+    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False)
     return replace(base, **changes)
 
 

@@ -16,7 +16,7 @@ from arpo.tools.sandbox.host import NUM_SPARES
 
 HANG_S = 300.0
 TIERS = ["namespaces", "landlock"]
-SMALL = PythonConfig(wall_s=3.0, cpu_s=1.0, memory_mib=256, max_output_chars=200, max_concurrent=4)
+SMALL = PythonConfig(wall_s=3.0, memory_mib=256, max_concurrent=4)
 
 
 TOO_LATE = ("did not start within", "no answer (TimeoutError")

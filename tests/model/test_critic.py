@@ -14,7 +14,7 @@ from arpo.checkpoint import Checkpoints
 from arpo.model import load_policy
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer
-from arpo.options import CriticConfig, ModelConfig, OptimConfig
+from arpo.options import ModelConfig, OptimConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
 from arpo.tree import tree_microbatches
@@ -25,7 +25,7 @@ LENGTHS = [(3, 12), (5, 9), (1, 4), (7, 13), (3, 1)]
 
 
 def model_of(folder, **changes) -> ModelConfig:
-    options = {"compute_dtype": "float32", "activation_checkpointing": False, "head_chunk_tokens": 16}
+    options = {"compute_dtype": "float32", "activation_checkpointing": False}
     return ModelConfig(str(folder), **options | changes)
 
 
@@ -100,7 +100,7 @@ def test_the_critic_learns_constant_returns(tiny_model_dir, ranks):
         fill_values(critic, micros)
         for micro in micros:
             micro.returns = 0.7 * micro.loss_mask
-        losses.append(update_critic(critic, optimizer, micros, CriticConfig(), 1.0, ranks)["critic/loss"])
+        losses.append(update_critic(critic, optimizer, micros, 1.0, ranks)["critic/loss"])
     assert losses[0] == pytest.approx(0.5 * 0.7**2, rel=1e-5)
     with torch.no_grad():
         errors = [(critic(micro) - 0.7)[micro.loss_mask].abs() for micro in micros]
@@ -126,7 +126,7 @@ def gradients(ranks, folder: str, max_tokens: int, layout) -> tuple[dict, dict]:
         lambda *_: seen.update({name: p.grad.full_tensor().numpy() for name, p in critic.named_parameters()})
     )
     metrics = Metrics()
-    metrics.merge(update_critic(critic, optimizer, micros, CriticConfig(clip_value=0.2), 1e9, ranks))
+    metrics.merge(update_critic(critic, optimizer, micros, 1e9, ranks))
     return ranks.reduce_metrics(metrics).values(), seen
 
 
@@ -165,7 +165,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
         fill_values(critic, micros)
         for micro in micros:
             micro.returns = step * 0.1 * micro.loss_mask
-        update_critic(critic, critic_optimizer, micros, CriticConfig(), 1.0, ranks)
+        update_critic(critic, critic_optimizer, micros, 1.0, ranks)
         if step > 2:
             for micro in micros:
                 (-policy(micro)[0].sum()).backward()

@@ -43,6 +43,11 @@ def folder(request, tmp_path_factory):
     return build(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr("arpo.model.policy.HEAD_CHUNK_TOKENS", 5)
+
+
 def gradients(policy) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor() for name, p in policy.hf.named_parameters()}
 

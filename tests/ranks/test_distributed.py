@@ -64,8 +64,9 @@ def steps(ranks, folder: str) -> dict[str, dict]:
 
 
 def step(ranks, folder: str, lengths, aggregation: str) -> dict:
-    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=True, head_chunk_tokens=16)
+    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=True)
     policy = load_policy(cfg, ranks.mesh, device=ranks.device)
+    policy.head_chunk_tokens = 16
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
     micros = microbatches(make_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
     values = np.random.default_rng(1).normal(size=len(lengths))

@@ -15,7 +15,8 @@ from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.store import cache_key
 from arpo.tools.options import PythonConfig
-from arpo.tools.python import PythonTool, interpreter_of, refuse, strip_fences
+from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, interpreter_of, refuse, strip_fences
+from arpo.tools.sandbox.limits import CallLimits
 
 NOT_RECORDED = "Error: there is no recorded result of this code."
 _KEPT = ("text", "ok", "error_kind")
@@ -29,12 +30,10 @@ class CachedPython:
     def __init__(self, cfg: PythonConfig):
         """Raises UserError for a replay of nothing, for a cache that cannot be used, and as `PythonTool`."""
         self.cfg = cfg
-        self.replays = cfg.cache_mode in ("replay", "replay_strict")
+        self.replays = cfg.mode in ("replay", "replay_strict")
         if self.replays and not cfg.cache:
-            raise UserError(
-                f"tools.python.cache is empty, and cache_mode {cfg.cache_mode} reads it; set it to a recorded one"
-            )
-        is_live = not cfg.cache or cfg.cache_mode == "live"
+            raise UserError(f"tools.python.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
+        is_live = not cfg.cache or cfg.mode == "live"
         self.cache = None if is_live else open_cache(cfg.cache, read_only=self.replays, setting="tools.python.cache")
         self.tool = None if self.replays else PythonTool(cfg)
         interpreter = interpreter_of(cfg) if self.tool is None else self.tool.interpreter
@@ -42,8 +41,8 @@ class CachedPython:
             "wall_s": cfg.wall_s,
             "cpu_s": cfg.cpu_s,
             "memory_mib": cfg.memory_mib,
-            "max_processes": cfg.max_processes,
-            "max_output_chars": cfg.max_output_chars,
+            "max_processes": CallLimits.max_processes,
+            "max_output_chars": MAX_OUTPUT_CHARS,
             "version": interpreter.version if interpreter else platform.python_version(),
         }
 
@@ -59,7 +58,7 @@ class CachedPython:
         if recorded is not None:
             return ToolResult(**recorded, cached=True)
         if self.tool is None:
-            if self.cfg.cache_mode == "replay_strict":
+            if self.cfg.mode == "replay_strict":
                 raise UserError(
                     f"{self.cache.path}: no recorded result of {code[:80]!r}; record it, or set mode replay"
                 )

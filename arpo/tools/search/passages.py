@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from arpo.tools.cache.store import NO_RESULTS
 
+MAX_PASSAGE_CHARS = 1000
+"""What the model reads of a passage or snippet, at most."""
+
 
 def format_passages(passages: list[str], max_passage_chars: int) -> str:
     """["a", "b"] -> "Page 1: a\\nPage 2: b"; longer passages end in an ellipsis."""

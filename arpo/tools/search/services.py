@@ -14,6 +14,7 @@ from typing import Any
 
 from arpo.tools.http.client import bearer
 from arpo.tools.options import SearchConfig
+from arpo.tools.search.passages import MAX_PASSAGE_CHARS
 
 _CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
@@ -43,7 +44,6 @@ class Service:
     """From the decoded answer, best first; ValueError where it is not an answer to a search."""
     params: Callable[[SearchConfig], dict[str, object]]
     """The settings that change an answer."""
-    max_passages: Callable[[SearchConfig], int]
 
 
 def market_of(cfg: SearchConfig, query: str) -> tuple[str, str]:
@@ -71,7 +71,7 @@ def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
         "q": query,
         "gl": country.lower(),
         "hl": "zh-cn" if language == "zh" else language,
-        "num": cfg.max_results,
+        "num": cfg.num_passages,
     }
 
 
@@ -125,7 +125,7 @@ def _text(row: Any, name: str) -> str:
 
 
 def _web_params(cfg: SearchConfig) -> dict[str, object]:
-    return {"market": cfg.market, "max_results": cfg.max_results, "max_passage_chars": cfg.max_passage_chars}
+    return {"market": cfg.market, "max_results": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS}
 
 
 SERVICES: dict[str, Service] = {
@@ -136,7 +136,6 @@ SERVICES: dict[str, Service] = {
         payload=_brightdata_payload,
         passages=lambda tree: _organic(tree, "description", "general"),
         params=_web_params,
-        max_passages=lambda cfg: cfg.max_results,
     ),
     "serper": Service(
         url="https://google.serper.dev/search",
@@ -145,26 +144,24 @@ SERVICES: dict[str, Service] = {
         payload=_serper_payload,
         passages=lambda tree: _organic(tree, "snippet", "searchParameters"),
         params=_web_params,
-        max_passages=lambda cfg: cfg.max_results,
     ),
     "http": Service(
         url="",
         key_variable="",
         headers=lambda _: {},
-        payload=lambda cfg, query: {"queries": [query], "topk": cfg.top_k},
+        payload=lambda cfg, query: {"queries": [query], "topk": cfg.num_passages},
         passages=_retrieved,
-        params=lambda cfg: {"url": cfg.url, "top_k": cfg.top_k, "max_passage_chars": cfg.max_passage_chars},
-        max_passages=lambda cfg: cfg.top_k,
+        params=lambda cfg: {"url": cfg.url, "top_k": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS},
     ),
 }
 
 
-def clean_passages(passages: Iterable[Passage], max_passage_chars: int) -> list[Passage]:
+def clean_passages(passages: Iterable[Passage]) -> list[Passage]:
     """Each text is clean; empty ones and repetitions are left out."""
     by_text: dict[str, Passage] = {}
     for passage in passages:
         # the rest is cut anyway, and a megabyte of it takes a second to clean
-        text = clean_text(passage.text[: 4 * max_passage_chars])
+        text = clean_text(passage.text[: 4 * MAX_PASSAGE_CHARS])
         by_text.setdefault(text, Passage(text, passage.link))
     by_text.pop("", None)
     return list(by_text.values())

@@ -19,7 +19,7 @@ from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.browse import ReadingBackend
-from arpo.tools.search.passages import format_passages
+from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 from arpo.tools.search.web import HttpBackend
 
 logger = logging.getLogger(__name__)
@@ -49,21 +49,18 @@ class LocalBackend:
         """Builds the index if need be, which may take a while. Raises UserError for a corpus that cannot be used."""
         if not cfg.corpus:
             raise UserError("tools.search.corpus is empty, and backend local searches it; set it to a .jsonl file")
-        for name in ("top_k", "max_passage_chars"):
-            if getattr(cfg, name) < 1:
-                raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
-        self.top_k, self.max_passage_chars, self.deadline_s = cfg.top_k, cfg.max_passage_chars, cfg.deadline_s
+        self.top_k, self.deadline_s = cfg.num_passages, cfg.deadline_s
         self.index = Bm25Index(cfg.corpus)
         self.params = {
             "corpus_sha256": self.index.corpus_sha256,
-            "top_k": cfg.top_k,
-            "max_passage_chars": cfg.max_passage_chars,
+            "top_k": cfg.num_passages,
+            "max_passage_chars": MAX_PASSAGE_CHARS,
             "index": "tantivy",  # keys of older caches that lack it are of SQLite's ranking
         }
 
     async def search(self, query: str) -> str:
         passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)
-        return format_passages(passages, self.max_passage_chars)
+        return format_passages(passages, MAX_PASSAGE_CHARS)
 
     async def aclose(self) -> None:
         self.index.close()
@@ -111,6 +108,8 @@ class SearchTool:
             [close, *_] = [*difflib.get_close_matches(cfg.backend, ["replay", *BACKENDS], n=1), ""]
             hint = f"did you mean {close}?" if close else f"use replay, {', '.join(BACKENDS)}"
             raise UserError(f"tools.search.backend: no backend {cfg.backend!r}; {hint}")
+        if cfg.top_k < 0:
+            raise UserError(f"tools.search.top_k={cfg.top_k} must be at least 1, or 0 for the backend's usual number")
         self.cfg = cfg
         self.cache = _open_cache(cfg)
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None

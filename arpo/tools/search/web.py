@@ -18,7 +18,7 @@ from arpo.tools.http.client import HttpClient, check_url, read_key
 from arpo.tools.http.policy import HttpPolicy, Time
 from arpo.tools.http.rate_limit import LocalRateLimit, RateLimit, RedisRateLimit
 from arpo.tools.options import SearchConfig
-from arpo.tools.search.passages import format_passages
+from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 from arpo.tools.search.services import SERVICES, Passage, clean_passages
 
 PROBE_QUERY = "weather"
@@ -38,7 +38,7 @@ class HttpBackend:
         check_settings(cfg)
         self._url = cfg.url or self._service.url
         check_url(self._url)
-        self._policy = policy or HttpPolicy(deadline_s=cfg.deadline_s, max_concurrent=cfg.max_concurrent)
+        self._policy = policy or HttpPolicy(deadline_s=cfg.deadline_s)
         self._time_source, self._limit = time_source, None
         self._client: HttpClient | None = None
         if not cfg.replays:
@@ -54,7 +54,7 @@ class HttpBackend:
                     thread.submit(asyncio.run, self._probe(self._make_client())).result()
 
     async def search(self, query: str) -> str:
-        return format_passages([found.text for found in await self.find(query)], self._cfg.max_passage_chars)
+        return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
 
     async def find(self, query: str) -> list[Passage]:
         """The results, best first; those of `search`, with their addresses. Raises what `HttpClient.post` raises."""
@@ -80,8 +80,8 @@ class HttpBackend:
 
     async def _ask(self, client: HttpClient, query: str) -> list[Passage]:
         def parse(tree: Any) -> list[Passage]:
-            passages = clean_passages(self._service.passages(tree), self._cfg.max_passage_chars)
-            return passages[: self._service.max_passages(self._cfg)]
+            passages = clean_passages(self._service.passages(tree))
+            return passages[: self._cfg.num_passages]
 
         return await client.post(self._service.payload(self._cfg, query), parse)
 
@@ -108,9 +108,6 @@ def rate_limit_of(cfg: SearchConfig) -> RateLimit | None:
 
 def check_settings(cfg: SearchConfig) -> None:
     """Raises UserError for a value that cannot work."""
-    for name in ("top_k", "max_results", "max_passage_chars", "max_concurrent"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"tools.search.{name} must be at least 1, not {getattr(cfg, name)}")
     if cfg.requests_per_second < 0 or cfg.deadline_s <= 0:
         raise UserError("tools.search.requests_per_second must not be negative, and deadline_s must be positive")
     if cfg.market != "auto" and not _MARKET.fullmatch(cfg.market):

@@ -26,7 +26,7 @@ RANDOM = "import os\nos.urandom(8).hex()"
 @pytest.fixture
 def cfg(tmp_path) -> PythonConfig:
     start(SMALL).sandbox.close()  # skips where there is no sandbox
-    return dataclasses.replace(SMALL, wall_s=20.0, cpu_s=2.0, cache=str(tmp_path / "python.sqlite"))
+    return dataclasses.replace(SMALL, wall_s=20.0, cache=str(tmp_path / "python.sqlite"))
 
 
 def ask(cfg: PythonConfig, *codes: str) -> list[ToolResult]:
@@ -53,30 +53,30 @@ def test_a_replay_shows_what_was_recorded_errors_and_limits_included(cfg):
     recorded = ask(cfg, *codes)
     assert [r.error_kind for r in recorded] == [None, "error", None, "error", "output_limit", "bad_code", None]
     for mode in ("record", "replay", "replay_strict"):
-        replayed = ask(dataclasses.replace(cfg, cache_mode=mode), *codes)
+        replayed = ask(dataclasses.replace(cfg, mode=mode), *codes)
         assert seen(replayed) == seen(recorded)
         assert [r.cached for r in replayed] == [r.error_kind != "bad_code" for r in recorded]
-    assert ask(dataclasses.replace(cfg, cache_mode="replay"), "5")[0].cached  # as the fenced one
+    assert ask(dataclasses.replace(cfg, mode="replay"), "5")[0].cached  # as the fenced one
 
 
 def test_a_replay_runs_nothing_and_a_miss_is_an_error_or_the_end(cfg):
     ask(cfg, "1")
-    replay = CachedPython(dataclasses.replace(cfg, cache_mode="replay"))
+    replay = CachedPython(dataclasses.replace(cfg, mode="replay"))
     assert replay.tool is None
     assert seen(run(replay, "1", "2")) == [("1", True, None), (NOT_RECORDED, False, "not_recorded")]
     with pytest.raises(UserError, match=r"python\.sqlite: no recorded result of '2'"):
-        ask(dataclasses.replace(cfg, cache_mode="replay_strict"), "2")
+        ask(dataclasses.replace(cfg, mode="replay_strict"), "2")
 
 
 def test_what_a_recording_run_shows_is_what_its_replay_will_show(cfg):
     """Two calls at once, of code that never gives the same result: the first that is recorded counts for both."""
     first, second = ask(cfg, RANDOM, RANDOM)
     assert first.text == second.text
-    assert ask(dataclasses.replace(cfg, cache_mode="replay"), RANDOM)[0].text == first.text
+    assert ask(dataclasses.replace(cfg, mode="replay"), RANDOM)[0].text == first.text
 
 
 def test_live_and_no_cache_run_every_call(cfg):
-    for each in (dataclasses.replace(cfg, cache_mode="live"), dataclasses.replace(cfg, cache="")):
+    for each in (dataclasses.replace(cfg, mode="live"), dataclasses.replace(cfg, cache="")):
         one, two = ask(each, RANDOM, RANDOM)
         assert one.ok and one.text != two.text and not (one.cached or two.cached)
     assert not Path(cfg.cache).exists()
@@ -84,7 +84,7 @@ def test_live_and_no_cache_run_every_call(cfg):
 
 def test_other_limits_or_another_interpreter_are_another_question(cfg, monkeypatch):
     ask(cfg, "1")
-    replay = dataclasses.replace(cfg, cache_mode="replay")
+    replay = dataclasses.replace(cfg, mode="replay")
     assert ask(dataclasses.replace(replay, max_concurrent=2), "1")[0].ok
     assert not ask(dataclasses.replace(replay, memory_mib=512), "1")[0].ok
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
@@ -100,10 +100,10 @@ def test_a_failure_of_the_sandbox_is_not_kept(cfg):
 
 
 def test_a_replay_of_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"tools\.python\.cache is empty, and cache_mode replay reads it"):
-        CachedPython(PythonConfig(cache_mode="replay"))
+    with pytest.raises(UserError, match=r"tools\.python\.cache is empty, and mode replay reads it"):
+        CachedPython(PythonConfig(mode="replay"))
     with pytest.raises(UserError, match=r"no such cache; set tools\.python\.cache to a recorded one"):
-        CachedPython(PythonConfig(cache_mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
+        CachedPython(PythonConfig(mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
 
 
 # ---- a batch, recorded and replayed
@@ -158,7 +158,7 @@ def test_two_replays_of_a_batch_give_the_trajectories_that_were_recorded(cfg, tm
     assert any(t.parent_id for group in recorded for t in group.trajectories)
     corpus.write_text("")  # a replay asks nobody
     replay = ToolsConfig(
-        python=dataclasses.replace(cfg, cache_mode="replay_strict"),
+        python=dataclasses.replace(cfg, mode="replay_strict"),
         search=SearchConfig(backend="replay", cache=cfg.cache, mode="replay_strict"),
     )
     first, second = play(replay), play(replay)

@@ -22,7 +22,7 @@ PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 OTHERS = sorted(path for path in PYENV.glob("3.*/bin/python") if path.parents[1].name.split(".")[1] not in ("6", "7"))
 
 
-PATIENT = dataclasses.replace(SMALL, wall_s=120.0, cpu_s=30.0)
+PATIENT = dataclasses.replace(SMALL, wall_s=120.0)
 
 
 @pytest.fixture(scope="module")

@@ -70,11 +70,12 @@ class Web:
 
     def cfg(self, **options) -> SearchConfig:
         defaults = {"backend": "serper", "url": f"{self.base}/search", "mode": "live", "read_pages": 3}
-        return SearchConfig(**defaults | {"browse_private_addresses": True, "page_deadline_s": 5.0} | options)
+        return SearchConfig(**defaults | {"browse_private_addresses": True} | options)
 
 
 @pytest.fixture
 def the_web(monkeypatch):
+    monkeypatch.setattr("arpo.tools.search.browse.PAGE_DEADLINE_S", 5.0)
     monkeypatch.setenv("SERPER_API_KEY", KEY)
     monkeypatch.setenv("RANK", "1")  # rank 0 asks a query at the start
     monkeypatch.delenv("SUMMARIZER_API_KEY", raising=False)
@@ -361,7 +362,7 @@ def test_a_summary_is_asked_for_once(the_web, tmp_path):
     the_web.pages["/v1/chat"] = a_summary("37 m.")
     recording = {"mode": "record", "cache": str(tmp_path / "cache.sqlite")}
     ask(summarizing(the_web, **recording), "otter")
-    [again] = ask(summarizing(the_web, **recording, max_results=9), "otter")  # another search, the same page and query
+    [again] = ask(summarizing(the_web, **recording, top_k=9), "otter")  # another search, the same page and query
     assert again.text == "Page 1: 37 m." and not again.cached and the_web.count("/v1/chat") == 1
 
 
@@ -396,7 +397,6 @@ def test_the_released_format_holds_no_pages(the_web, tmp_path):
     [
         ({"read_pages": -1}, r"tools\.search\.read_pages must not be negative"),
         ({"page_chars": 0}, r"tools\.search\.page_chars must be at least 1"),
-        ({"page_deadline_s": 0.0}, r"page_deadline_s must be positive"),
         ({"summarizer_url": "host:8000"}, r"tools\.search\.summarizer_url: 'host:8000' is not an address"),
         ({"summarizer_url": "http://u:pw@h/v1"}, r"tools\.search\.summarizer_url must not hold a user or password"),
         ({"summarizer_url": "http://host/v1"}, r"tools\.search\.summarizer_model is empty"),

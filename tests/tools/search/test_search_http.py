@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import traceback
+from functools import partial
 
 import pytest
 from helpers.forked import in_processes
@@ -28,6 +29,7 @@ from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
 from arpo.tools.cache.store import NO_RESULTS
 from arpo.tools.http.client import proxy_of
+from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.http.rate_limit import RedisRateLimit
 from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool
@@ -124,10 +126,10 @@ def test_the_retriever_gets_one_query_and_the_number_of_passages(service):
 
 @pytest.mark.parametrize(("backend", "field"), [("brightdata", "description"), ("serper", "snippet")])
 def test_web_results_are_numbered_snippets_without_empty_and_repeated_ones(service, backend, field):
-    rows = [{"title": "A", field: "one\n two"}, {"title": "ad"}, {field: "one two"}, {field: None}, {field: "x" * 50}]
+    rows = [{"title": "A", field: "one\n two"}, {"title": "ad"}, {field: "one two"}, {field: None}, {field: "x" * 2000}]
     service.then(says({"organic": rows + [{field: f"more {i}"} for i in range(9)]}))
-    cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", max_results=3, max_passage_chars=20)
-    assert ask(SearchTool(cfg), "q").text == f"Page 1: one two\nPage 2: {'x' * 19}…\nPage 3: more 0"
+    cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", top_k=3)
+    assert ask(SearchTool(cfg), "q").text == f"Page 1: one two\nPage 2: {'x' * 999}…\nPage 3: more 0"
 
 
 @pytest.mark.parametrize(
@@ -233,9 +235,10 @@ def test_a_service_that_hangs_is_given_up_at_the_deadline(service, unprobed, han
     assert result.infra_error and not result.ok and len(service.requests) <= 2
 
 
-def test_the_deadline_includes_waiting_for_a_turn(service, unprobed):
+def test_the_deadline_includes_waiting_for_a_turn(service, unprobed, monkeypatch):
+    monkeypatch.setattr("arpo.tools.search.web.HttpPolicy", partial(HttpPolicy, max_concurrent=1))
     service.then(never)
-    results = ask(SearchTool(retriever(service, deadline_s=0.4, max_concurrent=1)), *"abcdef")
+    results = ask(SearchTool(retriever(service, deadline_s=0.4)), *"abcdef")
     assert {r.error_kind for r in results} == {"timeout"} and len(service.requests) <= 2 * 2
 
 
@@ -273,8 +276,9 @@ def test_with_the_service_down_the_model_reads_nothing_and_the_calls_are_flagged
     assert {(r.text, r.infra_error, r.ok, r.error_kind) for r in results} == {(UNAVAILABLE, True, False, "unavailable")}
 
 
-def test_no_more_requests_than_allowed_are_under_way(service):
-    tool = SearchTool(retriever(service, max_concurrent=4, requests_per_second=0.0))
+def test_no_more_requests_than_allowed_are_under_way(service, monkeypatch):
+    monkeypatch.setattr("arpo.tools.search.web.HttpPolicy", partial(HttpPolicy, max_concurrent=4))
+    tool = SearchTool(retriever(service, requests_per_second=0.0))
     service.then(says({"result": [["x"]]}, wait_s=0.03))
     ask(tool, *(f"q{n}" for n in range(20)))
     assert service.most_running == 4 and len(service.requests) == 20
@@ -396,7 +400,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_quoting_it(monkeypatch
         ({"backend": "http", "url": "http://me:pw@host/x"}, r"tools\.search\.url must not hold a user or password"),
         ({"backend": "brightdata"}, r"tools\.search\.zone is empty"),
         ({"backend": "serper", "market": "english"}, r"tools\.search\.market must be auto or like en-US"),
-        ({"backend": "serper", "max_results": 0}, r"tools\.search\.max_results must be at least 1"),
+        ({"backend": "serper", "top_k": -1}, r"tools\.search\.top_k=-1 must be at least 1, or 0"),
         ({"backend": "serper", "requests_per_second": -1.0}, r"requests_per_second must not be negative"),
         ({"backend": "serper", "deadline_s": 0.0}, r"deadline_s must be positive"),
         ({"backend": "brigthdata"}, r"tools\.search\.backend: no backend 'brigthdata'; did you mean brightdata\?"),
