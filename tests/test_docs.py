@@ -3,9 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
 from helpers.sample_groups import group
 
+from ablate import AblationConfig
+from arpo.config import field_names
 from arpo.metrics import rollout_metrics
+from evaluate import EvalConfig
+from train_rl import RLConfig
+from train_sft import SFTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,3 +36,30 @@ def test_every_metric_of_the_tools_is_in_the_table():
     for name in names:
         last = name.rsplit("/", 1)[1]
         assert shortened.get(last, last) in table, name
+
+
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("benchmarks/*/*.md")]
+INVENTED = {"arpo/tools/calculator.py", "tests/test_NAME.py", "arpo/NAME.py", "section.field"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(path):
+    text = path.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\w\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in filter(None, links):
+        assert (path.parent / link).exists(), link
+    for name in re.findall(r"\b(?:configs|scripts|benchmarks|tests|arpo)/[\w./]+\.(?:yaml|py|sh|md|png)\b", text):
+        assert (ROOT / name).exists() or name in INVENTED, name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_options_that_a_page_names_are_there(path):
+    known = {name for root in (RLConfig, SFTConfig, EvalConfig, AblationConfig) for name in field_names(root)}
+    known |= INVENTED
+    flags = re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", path.read_text())
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[ =][^`]*)?`", path.read_text())
+    if path.name != "training.md":  # whose last table has the released code's names
+        flags += [name for name in named if name.partition(".")[0] in sections]
+    for name in flags:
+        assert name in known, name

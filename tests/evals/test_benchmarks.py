@@ -1,7 +1,6 @@
 """The table of benchmarks: published files and small ones of the same schemas; what is wrong with a file is named."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -135,17 +134,6 @@ def test_a_solution_without_a_box_is_named(tmp_path):
     (tmp_path / "math" / "test.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=r"math/test\.jsonl:1: answer"):
         questions("math", BENCHMARKS["math"], tmp_path)
-
-
-def test_the_entry_that_the_readme_shows_is_a_benchmark(tmp_path):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    [line] = re.findall(r'^"\w+": Benchmark\(.*\),$', readme, re.MULTILINE)
-    [(name, entry)] = eval("{" + line + "}", {"Benchmark": Benchmark}).items()
-    (tmp_path / name).mkdir()
-    row = {entry.question: "Who?", entry.answer: "Ann", entry.split: "Temporal"}
-    (tmp_path / name / "test.jsonl").write_text(json.dumps(row) + "\n")
-    [prompt] = questions(name, entry, tmp_path)
-    assert (prompt.messages[-1]["content"], prompt.answers, prompt.meta) == ("Who?", ["Ann"], {"split": "Temporal"})
 
 
 def test_a_benchmark_is_added_by_one_entry(tmp_path):
