@@ -1,4 +1,4 @@
-"""From rewards to advantages: estimators, tree credits, and which trajectories are trained on.
+"""Estimators and tree credits, which turn rewards into advantages, and the choice of the trajectories to train on.
 
 A new estimator is one function and one line: in GROUP_ESTIMATORS if it compares trajectories with each other, in
 CRITIC_ESTIMATORS if it compares tokens with a critic's values (a critic is loaded for these, and for no others). A new
@@ -21,7 +21,7 @@ from arpo.trajectory import Group, StopReason, Trajectory
 
 @dataclass(frozen=True)
 class GroupEvidence:
-    """Everything that a group estimator may look at: N trajectories, all of a step but those that ended in an error."""
+    """Everything that a group estimator may look at: the N trajectories of a step that did not end in an error."""
 
     rewards: Tensor
     """(N,) float64, each trajectory's reward less its KL penalty (loss.kl_in=reward)."""
@@ -36,7 +36,7 @@ class CriticEvidence:
     """Everything that an estimator with a critic may look at: B trajectories of T response tokens."""
 
     rewards: Tensor
-    """(B, T) the trajectory's reward at the last token that the policy wrote, less each token's KL penalty."""
+    """(B, T) 0 but for the trajectory's reward at the last token that the policy wrote, less each token's KL penalty."""
     values: Tensor
     """(B, T) the critic's values before the update."""
     mask: Tensor
@@ -68,7 +68,7 @@ def group_advantages(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Group-relative advantages (GRPO): (r - mean) / (std + eps) within each group; (N,), (N,) -> (N,).
+    """Return group-relative advantages (GRPO): (r - mean) / (std + eps) within each group; (N,), (N,) -> (N,).
 
     std is unbiased. A constant group gives zeros; a group of one has mean 0 and std 1, so it keeps its reward.
     normalize_std=False leaves out the division (Dr.GRPO).
@@ -93,7 +93,7 @@ def group_advantages(
 
 
 def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
-    """The indices of each group, in the order in which the groups first occur. ["a", "b", "a"] -> [[0, 2], [1]]"""
+    """Return the indices of each group, in the order in which groups first occur. ["a", "b", "a"] -> [[0, 2], [1]]"""
     by_id: dict[Hashable, list[int]] = {}
     for index, group_id in enumerate(group_ids):
         by_id.setdefault(group_id, []).append(index)
@@ -105,8 +105,8 @@ def gae_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438); all (B, T) -> advantages, returns, zero where mask is 0.
 
-    Only the policy's own tokens are steps: a tool result in between neither decays nor bootstraps anything. A reward on
-    a mask-0 position counts for the last own token before it. returns = advantages + values.
+    Only the policy's own tokens are steps: tool results are passed over. A reward on a mask-0 position counts for the
+    last own token before it. returns = advantages + values.
 
     Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> advantages [0.5, 0.75], returns [1, 1].
     """
@@ -128,9 +128,9 @@ def gae_advantages(
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
-    """Fill `trajectory.advantage` of all that are trained on, by the group estimator `cfg.kind`.
+    """Fill `trajectory.advantage` with the group estimator `cfg.kind`.
 
-    A trajectory that ended in an error of ours teaches nothing: it keeps None, and its group's mean ignores it.
+    A trajectory that ended in an error of ours keeps None, and its group's mean ignores it.
     """
     trajectories = [(index, t) for index, group in enumerate(groups) for t in teaching(group)]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
@@ -141,13 +141,12 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
 
 
 def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
-    """trajectory_id -> (T,) advantage of every response token, of the trajectories that teach.
+    """Return trajectory_id -> (T,) advantage of every response token, for the trajectories that teach.
 
     `tree` is a name of TREE_CREDITS; ValueError for any other. A (advantage 1) and its branch B (advantage -1, forked
     at 2), three tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1].
     """
-    cfg = replace(cfg or AdvantageConfig(), tree=tree)  # which refuses a name that there is not
-    return TREE_CREDITS[tree](group, cfg)
+    return TREE_CREDITS[tree](group, replace(cfg or AdvantageConfig(), tree=tree))
 
 
 def soft(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
@@ -176,7 +175,7 @@ TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:
-    """[(trajectory_id, start, end)], in order: whose tokens the response consists of, by the chain of branches."""
+    """Return the pieces of the response, in order, as (trajectory_id that wrote it, start, end)."""
     by_id = {t.trajectory_id: t for t in group.trajectories}
     pieces, writer, end = [], trajectory, len(trajectory.token_ids)
     while end > 0:
@@ -194,15 +193,15 @@ def teaching(group: Group) -> list[Trajectory]:
 
 
 def is_dead(group: Group) -> bool:
-    """True where all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
+    """Return whether all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
     rewards = [t.reward for t in teaching(group)]
     return len(rewards) > 1 and len(set(rewards)) == 1
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """(group index, trajectory) of what is trained on, in order: no errors of ours, at least one loss token.
+    """Return (group index, trajectory) of all that are trained on, in order: no errors of ours, at least one loss token.
 
-    dead_groups "drop" skips dead groups.
+    Under dead_groups=drop, without the trajectories of dead groups.
     """
     return [
         (index, t)

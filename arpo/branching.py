@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from arpo import branching_upstream as upstream
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
+TOP_K, UPSTREAM_TOKENS = 10, 20
+"""Likeliest tokens and first tokens of a turn, from which the released code measures a turn's entropy."""
 Path = tuple[int, ...]
 """Where a trajectory stands in its group's tree: (2,) is the third root, (2, 0) its first child."""
 
@@ -53,21 +54,33 @@ def exact_turn_entropy(entropies: Sequence[float], num_tokens: int, vocab_size: 
     return sum(head) / len(head) / math.log(vocab_size) if head else 0.0
 
 
+def topk_entropy(logprobs: Sequence[float]) -> float:
+    """Entropy (nats) of one token's renormalised top-K logprobs; too small where the tail is heavy. [-1, -1] -> ln 2"""
+    total = math.log(sum(math.exp(lp) for lp in logprobs))
+    return -sum(math.exp(lp - total) * (lp - total) for lp in logprobs)
+
+
+def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
+    """The released code's measure: a SUM over at most 20 tokens of -p ln p over the top 10, / ln V. May exceed 1."""
+    rows = top_logprobs[:UPSTREAM_TOKENS]
+    return sum(-math.exp(lp) * lp for row in rows for lp in row[:TOP_K]) / math.log(vocab_size)
+
+
 def turn_entropy(
     entropies: Sequence[float], top_logprobs: Sequence[Sequence[float]], cfg: BranchingConfig, vocab_size: int
 ) -> float:
     """The entropy of a turn as `cfg.entropy_mode` measures it, from its first tokens."""
     if cfg.entropy_mode == "upstream":
-        return upstream.upstream_turn_entropy(top_logprobs, vocab_size)
+        return upstream_turn_entropy(top_logprobs, vocab_size)
     if cfg.entropy_mode == "topk":
-        entropies = [upstream.topk_entropy(row) for row in top_logprobs]
+        entropies = [topk_entropy(row) for row in top_logprobs]
     return exact_turn_entropy(entropies, cfg.entropy_tokens, vocab_size)
 
 
 def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
     """(Number of a turn's first tokens whose entropies the engine reports, number of top logprobs of each.)"""
-    num_tokens = upstream.MAX_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
-    return num_tokens, 0 if cfg.entropy_mode == "exact" else upstream.TOP_K
+    num_tokens = UPSTREAM_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
+    return num_tokens, 0 if cfg.entropy_mode == "exact" else TOP_K
 
 
 # ---- the rules: evidence -> P(branch)
@@ -84,6 +97,17 @@ def branch_probability(
     return min(max((base + weight * delta_entropy) * damping, 0.0), 1.0)
 
 
+def upstream_branch_probability(delta_entropy: float, *, weight: float, consecutive: int, penalty: float) -> float:
+    """AEPO as released: it branches iff clip((u + weight * dH) * f, 0, 1) >= 0.5, u uniform, f = 1 - penalty * l.
+
+    Hence P = clip(1 - 0.5 / f + weight * dH, 0, 1): (dH 0, l 5, penalty 0.05) -> 0.333.
+    """
+    damping = max(0.0, 1.0 - penalty * consecutive)
+    if damping == 0.0:
+        return 0.0
+    return min(max(1.0 - 0.5 / damping + weight * delta_entropy, 0.0), 1.0)
+
+
 def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P rises with the entropy: the tool result has made the policy less certain than the question did."""
     return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight)
@@ -93,7 +117,7 @@ def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
     """The same, damped for each branching decision in a row, so that no chain takes the whole budget."""
     delta, consecutive, penalty = evidence.delta_entropy, evidence.consecutive, cfg.consecutive_penalty
     if cfg.compat == "upstream":
-        return upstream.upstream_branch_probability(delta, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
+        return upstream_branch_probability(delta, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
     return branch_probability(delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
 
 

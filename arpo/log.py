@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
+from arpo.checks import leaves
 from arpo.config import save_config
 from arpo.trajectory import Group
 
@@ -35,7 +35,7 @@ class RunLog:
         self.metrics_path = folder / "metrics.jsonl"
         self._drop_lines_after(resume_step)
         self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
-        rows = [f"| {key} | {value} |" for key, value in flat(asdict(config)).items()]
+        rows = [f"| {key} | {value} |" for key, value in leaves(config).items()]
         self.board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
 
     def _drop_lines_after(self, step: int) -> None:
@@ -164,14 +164,18 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    out: dict[str, object] = {}
-    for key, value in tree.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
-
-
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """All lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def script_json(tree: object) -> str:
+    r"""JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start a
+    comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+
+    >>> script_json({"text": "</script>", "loss": math.nan})
+    '{"text":"\\u003c/script>","loss":"nan"}'
+    """
+    words = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+    finite = json.loads(json.dumps(tree), parse_constant=words.get)
+    return json.dumps(finite, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
