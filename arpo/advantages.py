@@ -36,7 +36,7 @@ class CriticEvidence:
     """Everything that an estimator with a critic may look at: B trajectories of T response tokens."""
 
     rewards: Tensor
-    """(B, T) 0 but for the trajectory's reward at the last token that the policy wrote, less each token's KL penalty."""
+    """(B, T) trajectory's reward at the last token that the policy wrote, else 0; less each token's KL penalty."""
     values: Tensor
     """(B, T) the critic's values before the update."""
     mask: Tensor
@@ -199,7 +199,7 @@ def is_dead(group: Group) -> bool:
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """Return (group index, trajectory) of all that are trained on, in order: no errors of ours, at least one loss token.
+    """Return (group index, trajectory) of all that are trained on, in order: no error of ours, at least one loss token.
 
     Under dead_groups=drop, without the trajectories of dead groups.
     """

@@ -137,13 +137,13 @@ class MicroBatch:
         return self.predict_from[self.loss_mask], self.targets[self.loss_mask]
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """Return one value for each of `head_inputs` as (B, T) float32, 0 where the loss mask is 0. Differentiable."""
+        """Return one value for each of `head_inputs` as (B, T) float32, 0 where the mask is 0. Differentiable."""
         rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
         return rows.masked_scatter(self.loss_mask, values)
 
     def attention_mask(self, config: Any) -> Any:
-        """Return the mask for the model of this Hugging Face config. It is None: flex_attention finds where rows begin in
-        the position ids, and the other kernels get it from `attention_options`."""
+        """Return the mask for the model of this Hugging Face config. It is None: flex_attention reads the position ids to
+        find the rows, and the other kernels get them by `attention_options`."""
         return None
 
     def attention_options(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class MicroBatch:
         return {"paths": self.paths.for_one_pass()}
 
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:
-        """Return `values`, an array for each row of the global mini-batch, as (B, T) float32; 0 where the mask is 0."""
+        """Return `values`, an array for each row of the global mini-batch, as (B, T) float32; 0 where the mask is."""
         out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
         for b, row_id in enumerate(self.row_ids):
             out[b, : len(values[row_id])] = torch.as_tensor(values[row_id], dtype=torch.float32)
@@ -187,8 +187,8 @@ def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
 
 
 def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list[int]]:
-    """Return the indices of bins of at most `max_tokens` each (first fit, longest first). ValueError where one alone has
-    more, which names the `option` that sets the budget. [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]].
+    """Return the indices of bins of at most `max_tokens` each (first fit, longest first): [5, 3, 4, 2], budget 7 ->
+    [[0, 3], [2, 1]]. Raises ValueError where one alone has more; it names the `option` that sets the budget.
     """
     bins: list[list[int]] = []
     loads: list[int] = []

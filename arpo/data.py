@@ -1,4 +1,4 @@
-"""Question files -> Prompts, and an order over them that survives a restart. (Conversations: conversations.py.)
+"""Rows of files, prompts made of them, and an order over these that survives a restart.
 
 Reads parquet, jsonl and json arrays in every schema that is around: the published RL files, the simple schema
 `prompt, answer, data_source, tools`, and the evaluation files, whose field names differ. Bad input is a UserError that
@@ -39,13 +39,6 @@ DAMAGED_BOX, BOX = "\x08oxed", "\\boxed"
 MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
 
 
-def dataset_name(path: str | Path) -> str:
-    """`data/gsm8k.jsonl` and `data/gsm8k/test.jsonl` -> "gsm8k": the folder names the data where the file does not."""
-    path = Path(path)
-    generic = path.stem in ("test", "train", "valid", "dev")
-    return path.absolute().parent.name if generic else path.stem
-
-
 # ---- rows of a file
 
 
@@ -54,11 +47,10 @@ class BadRow(ValueError):
 
 
 def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
-    """Rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
+    """Yield the rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
 
-    One after the other, whatever the size of the file (only a json array is read as a whole). The parts of a file, from
-    0, are disjoint and of about the same size, and one behind the other they are the file: what ranks share out.
-    Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
+    Only a json array is read as a whole. `part` (from 0) of `num_parts` about equal, consecutive parts is read, so that
+    ranks can share a file. Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
     """
     path = Path(path)
     if path.suffix not in (".parquet", ".jsonl", ".json"):
@@ -118,11 +110,12 @@ def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Itera
 
 
 def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
-    """A line belongs to the part in which its first byte lies."""
+    """Yield the lines whose first byte lies in the part."""
     begin, end = _bounds(path.stat().st_size, part, num_parts)
     position, number = 0, 1
     if begin:
-        number += _count_newlines(file, begin - 1)
+        for start in range(0, begin - 1, 1 << 20):
+            number += file.read(min(begin - 1 - start, 1 << 20)).count(b"\n")
         position = begin - 1 + len(rest := file.readline())  # of the line that began in the part before
         number += rest.endswith(b"\n")
     while position < end and (line := file.readline()):
@@ -141,21 +134,11 @@ def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:
     return num * part // num_parts, num * (part + 1) // num_parts
 
 
-def _count_newlines(file: BinaryIO, num_bytes: int) -> int:
-    """In the first `num_bytes` of the file, which are read."""
-    count = 0
-    while num_bytes:
-        block = file.read(min(num_bytes, 1 << 20))
-        count += block.count(b"\n")
-        num_bytes -= len(block)
-    return count
-
-
 # ---- prompts
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    r"""All usable rows of a question file, in file order; `prompt_id` is file stem and row number.
+    r"""Read all usable rows of a question file, in file order; `prompt_id` is file stem and row number.
 
     The backspace defect of the published files (0x08 + "oxed") is repaired to "\boxed", counted and logged once.
     Raises UserError for unreadable files, and where more than 1 % of the rows (and more than 3) are bad.
@@ -164,13 +147,15 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     Prompt(prompt_id='questions-000000', messages=[{'role': 'user', 'content': '1 + 1?'}], answers=['2'], ...)
     """
     path = Path(path)
+    is_generic = path.stem in ("test", "train", "valid", "dev")
+    source = path.absolute().parent.name if is_generic else path.stem  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
     prompts: list[Prompt] = []
     bad: list[str] = []
     num_repaired = num_rows = 0
     for index, (place, row) in enumerate(read_rows(path)):
         num_rows += 1
         try:
-            prompt, repaired = parse_prompt(row, f"{path.stem}-{index:06d}", default_source=dataset_name(path))
+            prompt, repaired = parse_prompt(row, f"{path.stem}-{index:06d}", default_source=source)
         except BadRow as error:
             bad.append(f"{place}: {error}")
             continue
@@ -188,7 +173,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 
 
 def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Prompt, bool]:
-    """One row of any schema -> (Prompt, was it repaired). Raises BadRow."""
+    """Return the prompt of a row of any schema, and whether it was repaired. Raises BadRow."""
     rest = dict(row)
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
     reward_model = rest.pop("reward_model", None)
@@ -230,7 +215,7 @@ def _messages(value: object) -> list[dict[str, str]]:
 
 
 def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]:
-    """One message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
+    """Return a message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
     if not isinstance(value, dict) or role_key not in value:
         raise BadRow(f"a message must be an object with {role_key!r} and {text_key!r}, not {str(value)[:80]!r}")
     role = ROLES.get(value[role_key])
@@ -245,7 +230,7 @@ def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]
 
 
 def _answers(value: object, field: str) -> list[str]:
-    """The accepted answers. A worked solution in GSM8K's style stands for the number after its last "####".
+    """Return the accepted answers. A worked solution in GSM8K's style stands for the number after its last "####".
 
     >>> _answers(["NYC", "New York"], "answer"), _answers(70, "answer"), _answers("so 2+2=4\\n#### 4", "answer")
     (['NYC', 'New York'], ['70'], ['4'])
@@ -266,7 +251,7 @@ def _answers(value: object, field: str) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """JSON types only, so that dumps and messages between ranks never meet anything else."""
+    """Return the value in JSON types only, for dumps and for messages between ranks."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -285,14 +270,9 @@ def tokenize_prompts(
 
     Raises UserError where `overlong` is "error" and one is too long, and where nothing remains.
     """
-    kept = []
-    longest = Prompt("", [], [])
-    for prompt in prompts:
-        prompt = replace(prompt, token_ids=tuple(render(prompt.messages)))
-        if len(prompt.token_ids) > len(longest.token_ids):
-            longest = prompt
-        if len(prompt.token_ids) <= max_prompt_tokens:
-            kept.append(prompt)
+    prompts = [replace(prompt, token_ids=tuple(render(prompt.messages))) for prompt in prompts]
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     num_dropped = len(prompts) - len(kept)
     if num_dropped and (overlong == "error" or not kept):
         raise UserError(
@@ -308,9 +288,9 @@ def tokenize_prompts(
 
 
 class PromptOrder:
-    """Which prompts each step takes: a pure function of the step, so that a resumed run needs no saved cursor.
+    """The prompts of each step, as a pure function of the step, so that a resumed run needs no saved cursor.
 
-    Every epoch is a permutation of its own (from seed and epoch); what does not fill a step at its end is left out.
+    Every epoch has its own permutation (from seed and epoch); prompts at its end that do not fill a step are left out.
 
     >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
     >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
@@ -332,7 +312,7 @@ class PromptOrder:
         return self.num_prompts // self.num_per_step
 
     def indices(self, step: int) -> list[int]:
-        """Prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
+        """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.num_per_step
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)

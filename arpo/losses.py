@@ -158,7 +158,7 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "reinforce": reinforce,
 }
 NEED_WHOLE_ROWS = {"gspo", "sequence_mean_token_sum", "sequence_mean_token_mean"}
-"""Losses and aggregations that compare the tokens of a row, and so cannot go with model.context_parallel > 1."""
+"""Losses and aggregations that combine the tokens of a row, and so cannot go with model.context_parallel > 1."""
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:

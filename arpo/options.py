@@ -60,7 +60,7 @@ class ModelConfig:
     checkpoint_every_n_layers: int = 1
     """Recompute every n-th layer only: n > 1 takes more memory, but computes less twice."""
     compile_layers: bool = False
-    """torch.compile each layer, but not its attention; the first step takes minutes. benchmarks/update_mfu.py: gain."""
+    """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
     compile_head: bool = False
     """torch.compile the head's softmax, entropy and gradients, so that they pass over the logits less often. The start,
     which compares them with the plain ones, takes half a minute longer. benchmarks/head_memory.py measures the gain."""
@@ -270,7 +270,7 @@ class LossConfig:
     entropy_balanced_clipping: bool = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
-    """Tokens that it clips: all = paper and released code; high_entropy = those above the mini-batch's mean entropy."""
+    """Tokens that it clips: all (paper and released code), or high_entropy = those above the mini-batch's mean."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: float = 0.2

@@ -47,8 +47,8 @@ def rollout(
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
     `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is whole, and the
-    seconds of its trajectories. All prompts are begun at once, or while fewer than `max_at_once` trajectories are
-    unfinished: then the first groups are whole early. Raises what a tool or the engine raises.
+    seconds of its trajectories. Prompts are begun at once, or, so that the first groups are whole early, only while fewer
+    than `max_at_once` trajectories are unfinished. Raises what a tool or the engine raises.
     """
     loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}")
     waiting = deque(prompts)
@@ -72,10 +72,10 @@ def rollout(
 
 @dataclass(frozen=True)
 class Sampler:
-    """Everything that stays the same from one rollout of a run to the next."""
+    """A run's engine, tools and seed, with which `rollout` samples this rank's share of the prompts."""
 
     engine: Engine | None
-    """Or a ServerEngine in its place; None only where there is nothing to sample."""
+    """Engine or ServerEngine; None only where there is nothing to sample."""
     tools: ToolRunner
     codec: Codec
     team: Team
@@ -95,10 +95,9 @@ class Sampler:
         on_group: Callable[[Group, list[float]], None] | None = None,
         max_at_once: int = 0,
     ) -> list[Group]:
-        """Sample this team's share of `prompts`, which all ranks are given alike; `rollout` explains the rest.
+        """Return this team's share of the groups of `prompts`, in their order and unscored; see `rollout`.
 
-        `description` stands before the progress bar; `is_part`: of a step that has a progress of its own. Returns the
-        share's groups in the order of `prompts`, unscored.
+        `description` stands before the progress bar; `is_part`: within a step that has a progress of its own.
         """
         share = self.team.share(prompts)
         with self.log.progress(len(share) * cfg.group_size, description, is_part=is_part) as progress:
@@ -110,7 +109,7 @@ class Sampler:
 
 
 class _Loop:
-    """The handlers of the event loop: what happens when tokens arrive, and when a tool result arrives."""
+    """The handlers of the event loop, for tokens and tool results that arrive."""
 
     def __init__(
         self, engine: Engine, tools: ToolRunner, codec: Codec, cfg: RolloutConfig, branching: BranchingConfig, seed: str
@@ -123,7 +122,7 @@ class _Loop:
         self.num_unfinished = 0
         self.whole: list[GroupState] = []  # groups that became so since `rollout` last looked
 
-    # -- how trajectories come to be ---------------------------------------------------------------------------------
+    # -- new trajectories --------------------------------------------------------------------------------------------
 
     def start_group(self, prompt: Prompt) -> GroupState:
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
@@ -185,7 +184,7 @@ class _Loop:
         self.start_roots(group, roots - 1, may_branch=True)
         group.budget.budget = group.size - roots
 
-    # -- how a trajectory grows --------------------------------------------------------------------------------------
+    # -- a trajectory grows ------------------------------------------------------------------------------------------
 
     def start_turn(self, live: Live) -> None:
         trajectory = live.trajectory
@@ -257,7 +256,7 @@ class _Loop:
             self.tools.start(live.key, tag, call.argument)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
-        """What to say instead of running one more call of the tool; "" where it may run."""
+        """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
         calls, limit = [call.tag for call in trajectory.tool_calls], self.cfg.call_limits.get(tag)
         if len(calls) >= self.cfg.max_tool_calls:
             return LIMIT_REACHED.format(limit=self.cfg.max_tool_calls)

@@ -9,6 +9,7 @@ from arpo.advantages import (
     group_advantages,
     is_dead,
     token_advantages,
+    training_trajectories,
 )
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
@@ -187,3 +188,16 @@ def test_on_policy_soft_and_hard_push_every_shared_token_alike():
 
 def test_a_dead_group_is_one_with_equal_rewards():
     assert [is_dead(g) for g in groups_with([[1.0, 0.0], [5.0, 5.0], [1.0]])] == [False, True, False]
+
+
+def test_training_leaves_out_what_cannot_teach():
+    def trajectory(name: str, reward: float, mask: list[int], stop: StopReason = StopReason.EOS) -> Trajectory:
+        n = len(mask)
+        return Trajectory("p", name, list(range(n)), mask, [0.0] * n, stop_reason=stop, reward=reward)
+
+    prompt = Prompt("p", [], [], token_ids=(1, 2))
+    mixed = Group(prompt, [trajectory("0", 1.0, [1, 0, 1]), trajectory("1", 0.0, [1]), trajectory("2", 0.0, [0])])
+    mixed.trajectories.append(trajectory("3", 1.0, [1, 1], StopReason.ERROR))
+    dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
+    for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
+        assert [len(t.token_ids) for _, t in training_trajectories([mixed, dead], cfg)] == expected
