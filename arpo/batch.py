@@ -142,8 +142,8 @@ class MicroBatch:
         return rows.masked_scatter(self.loss_mask, values)
 
     def attention_mask(self, config: Any) -> Any:
-        """Return the mask for the model of this Hugging Face config. It is None: flex_attention reads the position ids to
-        find the rows, and the other kernels get them by `attention_options`."""
+        """Return the mask for the model of this Hugging Face config. It is None: flex_attention finds the rows by
+        the position ids, and the other kernels get them by `attention_options`."""
         return None
 
     def attention_options(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TypeVar, get_type_hints
 from arpo.checks import ignored, out_of_range
 from arpo.errors import UserError, exit_with
 
-C = TypeVar("C")
+C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
@@ -103,16 +103,13 @@ def parse(root: type[C], flags: list[str]) -> C:
 
 def load_or_exit(root: type[C]) -> C:
     """Return the command line's config; scripts call it before they import torch, so that mistakes show at once."""
-    try:
-        return load_config(root)
-    except UserError as error:
-        exit_with(error)
+    return run_or_exit(load_config, root)
 
 
-def run_or_exit(main: Callable[[C], None], config: C) -> None:
-    """Run a script's main; bad input found on the way ends it with the one line and code 2."""
+def run_or_exit(function: Callable[[T], C], argument: T) -> C:
+    """Call a script's main, for one; bad input ends it with the one line and code 2."""
     try:
-        main(config)
+        return function(argument)
     except UserError as error:
         exit_with(error)
 

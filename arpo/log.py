@@ -22,7 +22,7 @@ LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
 class RunLog:
-    """Writer of a run's folder. `resume_step` steps are done; lines that an interrupted run logged later are dropped."""
+    """Writer of a run's folder. `resume_step` steps are done; an interrupted run's later lines are dropped."""
 
     def __init__(self, folder: Path, config: object, *, is_main: bool, resume_step: int = 0):
         self.folder, self.is_main = folder, is_main
@@ -117,7 +117,7 @@ class RunLog:
 
 
 class Progress:
-    """A progress bar on a terminal. In a log file, lines: the first, the last, one every 25th part of the way, and one a
+    """A progress bar on a terminal; in a log file lines: the first, the last, one every 25th part of the way, and one a
     minute where that is slow."""
 
     def __init__(self, total: int, what: str, *, done: int, is_part: bool, is_main: bool):
@@ -168,8 +168,8 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def script_json(tree: object) -> str:
-    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start a
-    comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
+    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
 
     >>> script_json({"text": "</script>", "loss": math.nan})
     '{"text":"\\u003c/script>","loss":"nan"}'

@@ -47,8 +47,8 @@ def rollout(
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
     `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is whole, and the
-    seconds of its trajectories. Prompts are begun at once, or, so that the first groups are whole early, only while fewer
-    than `max_at_once` trajectories are unfinished. Raises what a tool or the engine raises.
+    seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer trajectories are
+    unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
     """
     loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}")
     waiting = deque(prompts)
