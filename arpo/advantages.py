@@ -62,11 +62,7 @@ CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[T
 
 
 def group_advantages(
-    rewards: Tensor | Sequence[float],
-    group_ids: Tensor | Sequence[Hashable],
-    *,
-    normalize_std: bool = True,
-    eps: float = 1e-6,
+    rewards: Tensor, group_ids: Sequence[Hashable], *, normalize_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
     """Return group-relative advantages (GRPO): (r - mean) / (std + eps) within each group; (N,), (N,) -> (N,).
 
@@ -75,13 +71,9 @@ def group_advantages(
 
     Rewards [1, 0, 1, 1] in one group -> [0.5, -1.5, 0.5, 0.5].
     """
-    rewards = torch.as_tensor(rewards)
-    if not rewards.is_floating_point():
-        rewards = rewards.float()
-    ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
-    assert rewards.ndim == 1 and len(rewards) == len(ids), (rewards.shape, len(ids))
+    assert rewards.shape == (len(group_ids),), (rewards.shape, len(group_ids))
     advantages = torch.empty_like(rewards)
-    for indices in members(ids):
+    for indices in members(group_ids):
         group = rewards[indices].double()
         alone = len(indices) == 1
         centred = group if alone else group - group.mean()

@@ -7,6 +7,7 @@ Only rank 0 writes; on other ranks every method does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -116,7 +117,7 @@ class RunLog:
             self.board.close()
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
     """A progress bar on a terminal; in a log file lines: the first, the last, one every 25th part of the way, and one a
     minute where that is slow."""
 
@@ -148,9 +149,6 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -16,28 +16,29 @@ from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
 def test_group_advantages_are_as_published():
-    advantages = group_advantages(torch.tensor([1.1, 0.0, -1.0, 0.0]), torch.zeros(4))
+    advantages = group_advantages(torch.tensor([1.1, 0.0, -1.0, 0.0]), [0] * 4)
     torch.testing.assert_close(advantages, torch.tensor([1.2532, -0.0291, -1.1949, -0.0291]), atol=1e-4, rtol=0)
 
 
 def test_groups_are_normalised_apart_whatever_the_order():
-    rewards, ids = [1.0, 10.0, 0.0, 30.0], ["a", "b", "a", "b"]
-    expected = group_advantages([1.0, 0.0], ["a", "a"]), group_advantages([10.0, 30.0], ["b", "b"])
-    advantages = group_advantages(rewards, ids)
+    rewards = torch.tensor([1.0, 10.0, 0.0, 30.0])
+    expected = group_advantages(rewards[::2], ["a", "a"]), group_advantages(rewards[1::2], ["b", "b"])
+    advantages = group_advantages(rewards, ["a", "b", "a", "b"])
     assert torch.equal(advantages[[0, 2]], expected[0]) and torch.equal(advantages[[1, 3]], expected[1])
 
 
 def test_equal_rewards_with_different_ids_are_different_groups():
-    assert group_advantages([0.1, 0.1, 0.1], [0, 1, 2]).tolist() == pytest.approx([0.1, 0.1, 0.1], rel=1e-4)
+    assert group_advantages(torch.full((3,), 0.1), [0, 1, 2]).tolist() == pytest.approx([0.1, 0.1, 0.1], rel=1e-4)
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1.0, 1.1])
 def test_constant_rewards_give_exactly_zero(reward):
-    assert group_advantages([reward] * 7, [0] * 7).tolist() == [0.0] * 7
+    assert group_advantages(torch.full((7,), reward), [0] * 7).tolist() == [0.0] * 7
 
 
 def test_without_std_only_the_mean_is_subtracted():
-    assert group_advantages([1, 0, 1, 1], [0] * 4, normalize_std=False).tolist() == [0.25, -0.75, 0.25, 0.25]
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert group_advantages(rewards, [0] * 4, normalize_std=False).tolist() == [0.25, -0.75, 0.25, 0.25]
 
 
 def naive_gae(rewards, values, gamma, lam):

@@ -236,6 +236,12 @@ def test_what_belongs_together_is_accepted(flags):
     load_config(RLConfig, ["--data.train", "x", *flags])
 
 
+@pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
+def test_a_size_below_its_least_is_refused(option):
+    with pytest.raises(UserError, match=rf"model\.{option}=-1 must be at least [01]$"):
+        load_config(RLConfig, ["--data.train", "x", f"--model.{option}", "-1"])
+
+
 def test_an_evaluation_too_needs_room_for_the_pages_that_its_searches_read():
     read_pages = [*READS, "3"]
     with pytest.raises(UserError, match=r"read_pages=3 x page_chars=3000 .* rollout.max_result_tokens=1024 .*raise it"):

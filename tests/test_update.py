@@ -234,7 +234,7 @@ def test_a_kl_in_the_reward_is_summed_over_the_trajectory_and_taken_off_before_t
         expected = 0.1 * sum(a - b for a, b, m in zip(old[id(t)], row, t.loss_mask, strict=True) if m)
         assert t.kl_penalty == pytest.approx(expected, rel=1e-5)
     trajectories = [t for _, t in minibatch.trajectories]
-    shaped = [t.reward - t.kl_penalty for t in trajectories]
+    shaped = torch.tensor([t.reward - t.kl_penalty for t in trajectories])
     expected = group_advantages(shaped, [i for i, _ in minibatch.trajectories])
     assert [t.advantage for t in trajectories] == pytest.approx(expected.tolist())
     assert metrics["reward/kl_penalty"] == pytest.approx(sum(t.kl_penalty for t in trajectories) / len(trajectories))

@@ -28,7 +28,7 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(target) and the entropy of p, in nats, (N,) float32, for p = softmax(hidden @ weight.T / temperature).
+    """Return log p(target) and the entropy (nats) of p = softmax(hidden @ weight.T / temperature), (N,) float32 each.
 
     hidden (N, D), weight (V, D), targets (N,) int64. Both outputs have exact gradients; softmax runs in float32
     whatever the inputs' dtype. N = 0 still gives (zero) gradients. The entropy is the policy's own at temperature 1.

@@ -67,7 +67,7 @@ def add_lora(hf: nn.Module, cfg: ModelConfig) -> None:
 
 @torch.no_grad()
 def initialize(hf: nn.Module, seed: int) -> None:
-    """Fill A uniformly (as peft does), the same for any number of ranks, and B with 0: the policy begins as its base."""
+    """Fill A uniformly (as peft does), the same for any number of ranks, and B with 0: so the policy is its base."""
     for name, module in adapted(hf):
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         whole = nn.init.kaiming_uniform_(torch.empty(module.lora_A.shape), a=5**0.5, generator=generator)

@@ -87,9 +87,9 @@ def load_policy(
     """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
     compute in `cfg.compute_dtype`.
 
-    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: for weights that
-    are not in the folder (adapters). Collective. Raises UserError for weights that are missing or broken, or a head that
-    is not a plain matrix.
+    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: for adapters,
+    which are not in the folder. Collective. Raises UserError for missing or broken weights, and a head that is not a
+    plain matrix.
     """
     check_model_folder(cfg.path)
     logger.info("attention: %s (model.attention=%s)", attention_backend(cfg, device), cfg.attention)
@@ -133,7 +133,7 @@ def shard(
 
 
 def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) -> tuple[OffloadPolicy, torch.device]:
-    """Return FSDP2's policy and the device of the shards: GPU or CPU. Raises UserError for cpu_offload without a GPU."""
+    """Return FSDP2's policy for, and the device of, the shards. Raises UserError for cpu_offload without a GPU."""
     if cfg.cpu_offload and device.type != "cuda":
         raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
     if (offload or cfg.cpu_offload) and device.type == "cuda":
@@ -167,8 +167,8 @@ def load_tokenizer(path: str):
 
 
 def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
-    """Raise UserError for what a model folder lacks (config.json, a weight file, tokenizer, chat template, positions for
-    `max_model_len`), before anything is loaded; it begins with the `option` that set the path.
+    """Raise UserError for what a model folder lacks (config.json, a weight file, tokenizer, chat template, positions
+    for `max_model_len`), before anything is loaded; it begins with the `option` that set the path.
 
     A path that is no folder, and does not look local, is a hub name, which is not checked.
     """
@@ -198,7 +198,7 @@ def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "mode
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:
-    """Raise UserError where a second model (critic, reference) cannot read the policy's tokens, or its folder is bad."""
+    """Check the folder of a second model (critic, reference), and that it reads the policy's tokens, or UserError."""
     check_model_folder(path, max_model_len=max_model_len, option=option)
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{option}={path}: its tokenizer is not that of model.path; use a model of the same family")

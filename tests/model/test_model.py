@@ -138,12 +138,6 @@ def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_
     assert compiled[0] > 0 and compiled[1] == compiled[2], "sizes are dynamic"
 
 
-@pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
-def test_a_size_below_its_least_is_refused(option):
-    with pytest.raises(ValueError, match=f"model.{option}=-1"):
-        ModelConfig(**{option: -1})
-
-
 def test_an_empty_microbatch_gives_every_parameter_a_gradient_of_zero(folder, mesh):
     policy = load_policy(cfg_of(folder, activation_checkpointing=True), mesh, device=CPU)
     logprobs, entropies = policy(collate([]))
