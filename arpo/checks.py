@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from math import inf
 from typing import NamedTuple
 
 from arpo.errors import names_of, require
@@ -189,39 +190,30 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 
 # ---- a value outside its range
 
-LEAST: dict[str, dict[str, float]] = {
-    "run": {"num_steps": 0, "num_epochs": 1, "validate_every": 0, "save_every": 0, "dump_every": 0},
-    "model": {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1},
-    "data": {"num_valid_prompts": 0, "num_prompts_per_step": 1, "num_conversations_per_step": 1, "max_tokens": 1},
-    "engine": {"tensor_parallel": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
-    "rollout": {"group_size": 1, "max_response_tokens": 1, "max_tool_calls": 0, "temperature": 0},
-    "branching": {"max_branches_per_turn": 1, "entropy_tokens": 1, "consecutive_penalty": 0},
-    "critic": {"lr": 0, "warmup_steps": 0},
-    "loss": {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "entropy_advantage_weight": 0, "kl_coefficient": 0},
-    "update": {"num_prompts_per_minibatch": 1, "num_epochs": 1},
-    "optim": {"lr": 0, "weight_decay": 0},
-    "eval": {"max_questions": 0, "num_samples": 1},
-    "judge": {"max_concurrent": 1},
+RANGES: dict[tuple[float, float], str] = {
+    (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
+    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.consecutive_penalty critic.lr "
+    "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient optim.lr "
+    "optim.weight_decay eval.max_questions",
+    (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
+    "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
+    "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
+    "branching.entropy_tokens loss.dual_clip update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
+    "judge.max_concurrent",
+    (0, 1): "engine.gpu_memory_utilization rollout.top_p advantage.gamma advantage.lam optim.warmup_ratio "
+    "optim.decay_ratio optim.min_lr_ratio",
 }
-"""Section -> option -> its smallest value."""
-SHARES: dict[str, tuple[str, ...]] = {
-    "engine": ("gpu_memory_utilization",),
-    "rollout": ("top_p",),
-    "advantage": ("gamma", "lam"),
-    "optim": ("warmup_ratio", "decay_ratio", "min_lr_ratio"),
-}
-"""Section -> its options that must lie between 0 and 1."""
+"""(smallest, largest value) -> the knobs that must lie between them."""
 
 
 def out_of_range(cfg: object) -> str:
-    """Return an error message for the first number of a script's config that lies outside its range; "" if all fit."""
-    for knob, value in leaves(cfg).items():
-        section, _, name = knob.rpartition(".")
-        least = LEAST.get(section, {}).get(name)
-        if least is not None and not value >= least:
-            return f"{knob}={value} must be at least {least}"
-        if name in SHARES.get(section, ()) and not 0 <= value <= 1:
-            return f"{knob}={value} must lie between 0 and 1"
+    """Return an error message for a number of a script's config that lies outside its range; "" if all fit."""
+    values = leaves(cfg)
+    for (low, high), knobs in RANGES.items():
+        for knob in knobs.split():
+            if values.get(knob) is not None and not low <= values[knob] <= high:
+                bounds = f"be at least {low}" if high == inf else f"lie between {low} and {high}"
+                return f"{knob}={values[knob]} must {bounds}"
     return ""
 
 

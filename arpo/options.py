@@ -41,8 +41,7 @@ class RunConfig:
     peer_timeout_minutes: float = 60.0
     """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
     silence_timeout_s: float = 300.0
-    """Longest silence of a rank's process (killed, frozen, its node or network down) before the run ends, so that
-    torchrun --max-restarts can start it again."""
+    """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,13 @@ class ModelConfig:
     compile_layers: bool = False
     """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
     compile_head: bool = False
-    """torch.compile the head's softmax, entropy and gradients, so that they pass over the logits less often. The start,
-    which compares them with the plain ones, takes half a minute longer. benchmarks/head_memory.py measures the gain."""
+    """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
     reshard_after_forward: bool = True
     """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
     shard_size: int = 0
     """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
     context_parallel: int = 1
-    """Ranks that share the tokens of each micro-batch (Ulysses), for rows that one GPU cannot hold; must divide the
-    model's number of key-value heads."""
+    """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
     cpu_offload: bool = False
     """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
     lora_rank: int = 0
