@@ -9,7 +9,7 @@ of AdvantageConfig.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,43 +44,20 @@ class CriticEvidence:
 
 
 def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize_std)
-
-
-def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
-
-
-GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
-    "grpo": grpo,
-}
-"""Each returns one advantage for each trajectory, (N,)."""
-CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
-    "gae": gae,
-}
-"""Each returns (B, T) advantages, which are whitened afterwards, and (B, T) returns, which the critic learns."""
-
-
-def group_advantages(
-    rewards: Tensor, group_ids: Sequence[Hashable], *, normalize_std: bool = True, eps: float = 1e-6
-) -> Tensor:
-    """Return group-relative advantages (GRPO): (r - mean) / (std + eps) within each group; (N,), (N,) -> (N,).
+    """(reward - mean) / (std + 1e-6) within each group; without cfg.normalize_std only reward - mean (Dr.GRPO).
 
     std is unbiased. A constant group gives zeros; a group of one has mean 0 and std 1, so it keeps its reward.
-    normalize_std=False leaves out the division (Dr.GRPO).
-
     Rewards [1, 0, 1, 1] in one group -> [0.5, -1.5, 0.5, 0.5].
     """
-    assert rewards.shape == (len(group_ids),), (rewards.shape, len(group_ids))
-    advantages = torch.empty_like(rewards)
-    for indices in members(group_ids):
-        group = rewards[indices].double()
+    advantages = torch.empty_like(evidence.rewards)
+    for indices in members(evidence.group_ids):
+        group = evidence.rewards[indices].double()
         alone = len(indices) == 1
         centred = group if alone else group - group.mean()
         if not alone and (group == group[0]).all():
-            centred = torch.zeros_like(group)  # exactly: eps would blow up the rounding of the mean
+            centred = torch.zeros_like(group)  # exactly: 1e-6 would blow up the rounding of the mean
         std = 1.0 if alone else group.std(unbiased=True)
-        advantages[indices] = (centred / (std + eps) if normalize_std else centred).to(rewards.dtype)
+        advantages[indices] = (centred / (std + 1e-6) if cfg.normalize_std else centred).to(advantages.dtype)
     return advantages
 
 
@@ -92,31 +69,37 @@ def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
     return list(by_id.values())
 
 
-def gae_advantages(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438); all (B, T) -> advantages, returns, zero where mask is 0.
+def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438) and returns = advantages + values; 0 where the mask is.
 
     Only the policy's own tokens are steps: tool results are passed over. A reward on a mask-0 position counts for the
-    last own token before it. returns = advantages + values.
-
-    Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> advantages [0.5, 0.75], returns [1, 1].
+    last own token before it. Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> [0.5, 0.75], returns [1, 1].
     """
-    assert token_rewards.shape == values.shape == mask.shape, (token_rewards.shape, values.shape, mask.shape)
-    own = mask.bool()
+    rewards, values, own = evidence.rewards, evidence.values, evidence.mask
+    assert rewards.shape == values.shape == own.shape, (rewards.shape, values.shape, own.shape)
     next_value = torch.zeros_like(values[:, 0])
     advantage = torch.zeros_like(next_value)
     late_reward = torch.zeros_like(next_value)
     columns = []
     for t in reversed(range(values.shape[1])):
-        reward = late_reward + token_rewards[:, t]
-        delta = reward + gamma * next_value - values[:, t]
-        advantage = torch.where(own[:, t], delta + gamma * lam * advantage, advantage)
+        reward = late_reward + rewards[:, t]
+        delta = reward + cfg.gamma * next_value - values[:, t]
+        advantage = torch.where(own[:, t], delta + cfg.gamma * cfg.lam * advantage, advantage)
         next_value = torch.where(own[:, t], values[:, t], next_value)
         late_reward = torch.where(own[:, t], 0.0, reward)
         columns.append(torch.where(own[:, t], advantage, 0.0))
     advantages = torch.stack(columns[::-1], dim=1)
     return advantages, torch.where(own, advantages + values, 0.0)
+
+
+GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
+    "grpo": grpo,
+}
+"""Each returns one advantage for each trajectory, (N,)."""
+CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
+    "gae": gae,
+}
+"""Each returns (B, T) advantages, which are whitened afterwards, and (B, T) returns, which the critic learns."""
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
@@ -130,15 +113,6 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     evidence = GroupEvidence(rewards, [index for index, _ in trajectories], [t for _, t in trajectories])
     for t, advantage in zip(evidence.trajectories, GROUP_ESTIMATORS[cfg.kind](evidence, cfg).tolist(), strict=True):
         t.advantage = advantage
-
-
-def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
-    """Return trajectory_id -> (T,) advantage of every response token, for the trajectories that teach.
-
-    `tree` is a name of TREE_CREDITS; ValueError for any other. A (advantage 1) and its branch B (advantage -1, forked
-    at 2), three tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1].
-    """
-    return TREE_CREDITS[tree](group, replace(cfg or AdvantageConfig(), tree=tree))
 
 
 def soft(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
@@ -163,7 +137,9 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 
 
 TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {"soft": soft, "hard": hard}
-"""Each returns what `token_advantages` does, from the group's tree and its trajectories' `advantage` (and `reward`)."""
+"""Each returns trajectory_id -> (T,) advantage of every response token, for the trajectories that teach, from the
+group's tree and their `advantage` (and `reward`). A (advantage 1) and its branch B (advantage -1, forked at 2), three
+tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1]."""
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:

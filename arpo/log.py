@@ -93,13 +93,11 @@ class RunLog:
         """Draw metrics over the steps, and return the file; None on other ranks than 0."""
         if not self.is_main:
             return None
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
 
         rows = read_metrics(self.folder)
-        figure, axis = plt.subplots(figsize=(7, 4))
+        figure = Figure(figsize=(7, 4), layout="tight")
+        axis = figure.subplots()
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
@@ -107,9 +105,7 @@ class RunLog:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend()
-        figure.tight_layout()
         figure.savefig(self.folder / path, dpi=120)
-        plt.close(figure)
         return self.folder / path
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class LossInputs:
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (`rollout_weights`), multiplied to each token's loss."""
     entropy_statistics: tuple[float, float] | None = None
-    """(mean, standard deviation) of `entropy` over the whole mini-batch; `policy_loss` sets it where `cfg` needs it."""
+    """(mean, standard deviation) of `entropy` over the whole mini-batch, for AEPO; None = over these rows."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -72,18 +72,11 @@ BOUNDS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
 """Metrics that every loss logs: shares of tokens held at the ratio's upper bound, at its lower, and by dual clip."""
 
 
-def policy_loss(
-    inputs: LossInputs,
-    cfg: LossConfig,
-    *,
-    denominator: float | None = None,
-    entropy_statistics: tuple[float, float] | None = None,
-) -> tuple[Tensor, Metrics]:
+def policy_loss(inputs: LossInputs, cfg: LossConfig, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Policy loss + kl_coefficient * KL - entropy_coefficient * entropy. Returns (scalar loss, metrics).
 
     `denominator` is the global count of what is averaged: loss tokens for token_mean, sequences with loss tokens for
     the sequence means (`loss_denominator`, summed over micro-batches and ranks); None = these rows.
-    `entropy_statistics` are (mean, std) of the entropies over the mini-batch, for AEPO; None = of these rows.
 
     Metrics are to be merged over micro-batches and ranks: the sum `policy` (this share of the policy loss, without KL
     and entropy terms); means over loss tokens of BOUNDS, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl`
@@ -94,14 +87,16 @@ def policy_loss(
     -1.2000000476837158
     """
     assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
-    keep, entropy = inputs.mask.bool(), inputs.entropy
+    keep, entropy, entropy_statistics = inputs.mask.bool(), inputs.entropy, inputs.entropy_statistics
     if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
     if uses_entropy_statistics(cfg) and entropy_statistics is None:
         entropy_statistics = statistics_of(token_moments(entropy, keep))
     advantages = inputs.advantages.expand_as(inputs.logprobs)
-    if cfg.entropy_balanced_advantage:
-        advantages = balance_advantages(advantages, entropy, cfg.entropy_advantage_weight, entropy_statistics)
+    if cfg.entropy_balanced_advantage:  # AEPO: A max(1 + weight (H - mean) / std, 0); the floor keeps A's sign
+        mean, std = entropy_statistics
+        z = (entropy.detach() - mean) / (std + 1e-8)
+        advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
     inputs = replace(inputs, advantages=advantages, mask=keep, entropy_statistics=entropy_statistics)
 
     tokens = TOKEN_LOSSES[cfg.kind](inputs, cfg)
@@ -291,16 +286,6 @@ def uses_entropy_statistics(cfg: LossConfig) -> bool:
     """Return whether the loss of a token depends on the entropies of all others (AEPO)."""
     high_entropy_only = cfg.entropy_balanced_clipping and cfg.balanced_clipping_tokens == "high_entropy"
     return cfg.entropy_balanced_advantage or high_entropy_only
-
-
-def balance_advantages(advantages: Tensor, entropy: Tensor, weight: float, statistics: tuple[float, float]) -> Tensor:
-    """Return AEPO's entropy-aware advantage: A * max(1 + weight * (H - mean) / std, 0), with H detached.
-
-    weight 0.2 and a token one standard deviation above the mean: A -> 1.2 A. The floor keeps A's sign.
-    """
-    mean, std = statistics
-    z = (entropy.detach() - mean) / (std + 1e-8)
-    return advantages * (1 + weight * z).clamp(min=0)
 
 
 def token_moments(entropy: Tensor, mask: Tensor) -> Tensor:

@@ -178,11 +178,16 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
         depths[path] = np.arange(len(path))
         parents[path[1:]] = path[:-1]
         nodes[b, : len(row.response_ids)] = path[len(row.prompt_ids) :]
+    seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]  # that have tokens of their own
     changed = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "position_ids": torch.from_numpy(depths)[None],
         "predict_from": torch.from_numpy(np.where(nodes >= 0, parents[nodes], 0)),
-        "paths": row_paths(paths, shared),
+        "paths": RowPaths(
+            num_queries=tuple(len(path) - n for path, n in seen),
+            num_keys=tuple(len(path) for path, _ in seen),
+            keys=torch.from_numpy(np.concatenate([path for path, _ in seen])),
+        ),
     }
     return TreeBatch(
         **vars(flat) | changed,
@@ -190,16 +195,6 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
         parents=torch.from_numpy(parents),
         nodes=torch.from_numpy(nodes),
         loss_nodes=torch.from_numpy(np.unique(nodes[flat.loss_mask.numpy()])),
-    )
-
-
-def row_paths(paths: list[np.ndarray], shared: Sequence[int]) -> RowPaths:
-    """Return queries and keys of the rows, in depth-first order, without rows that have no token of their own."""
-    seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]
-    return RowPaths(
-        num_queries=tuple(len(path) - n for path, n in seen),
-        num_keys=tuple(len(path) for path, _ in seen),
-        keys=torch.from_numpy(np.concatenate([path for path, _ in seen])),
     )
 
 

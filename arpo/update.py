@@ -13,9 +13,9 @@ import torch
 
 from arpo.advantages import (
     CRITIC_ESTIMATORS,
+    TREE_CREDITS,
     CriticEvidence,
     assign_advantages,
-    token_advantages,
     training_trajectories,
 )
 from arpo.batch import MicroBatch, microbatches, row_of
@@ -122,7 +122,7 @@ def fill_advantages(
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
-        by_group = [token_advantages(group, cfg.tree, cfg) for group in minibatch.groups]
+        by_group = [TREE_CREDITS[cfg.tree](group, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)
@@ -200,8 +200,9 @@ def update_policy(
             entropy=entropies,
             ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,
+            entropy_statistics=statistics,
         )
-        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
+        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count)
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
         (loss * dist.world_size).backward()
         metrics.merge(loss_metrics, prefix="loss/")

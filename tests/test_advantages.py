@@ -4,15 +4,24 @@ from helpers.losses import loss_of
 
 from arpo.advantages import (
     TREE_CREDITS,
+    CriticEvidence,
+    GroupEvidence,
     assign_advantages,
-    gae_advantages,
-    group_advantages,
+    gae,
+    grpo,
     is_dead,
-    token_advantages,
     training_trajectories,
 )
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+
+
+def group_advantages(rewards: torch.Tensor, group_ids: list, **options) -> torch.Tensor:
+    return grpo(GroupEvidence(rewards, group_ids, []), AdvantageConfig(**options))
+
+
+def gae_advantages(rewards, values, mask, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return gae(CriticEvidence(rewards, values, mask.bool()), AdvantageConfig(kind="gae", **options))
 
 
 def test_group_advantages_are_as_published():
@@ -132,7 +141,7 @@ def branched_group() -> Group:
 def test_hard_advantages_are_means_over_all_trajectories_that_share_the_token():
     group = branched_group()
     taught = [t for t in group.trajectories if t.advantage is not None]
-    hard = token_advantages(group, "hard")
+    hard = TREE_CREDITS["hard"](group, AdvantageConfig())
     assert hard.keys() == {t.trajectory_id for t in taught}
     for t in taught:
         for i, token in enumerate(t.token_ids):
@@ -142,14 +151,14 @@ def test_hard_advantages_are_means_over_all_trajectories_that_share_the_token():
 
 
 def test_soft_advantages_are_the_trajectorys_own_at_every_token():
-    soft = token_advantages(branched_group(), "soft")
+    soft = TREE_CREDITS["soft"](branched_group(), AdvantageConfig())
     assert soft["0.0"].tolist() == [-2.0] * 7 and soft["0.3.0"].tolist() == [0.25] * 7
 
 
 @pytest.mark.parametrize("word", ["hrad", "", "gae"])
 def test_an_unknown_way_to_share_credit_is_refused(word):
     with pytest.raises(ValueError, match=rf"advantage\.tree='{word}' is unknown; .*use one of soft, hard"):
-        token_advantages(branched_group(), word)
+        AdvantageConfig(tree=word)
     with pytest.raises(ValueError, match="did you mean 'hard'"):
         AdvantageConfig(tree="hrad")
 
@@ -157,8 +166,8 @@ def test_an_unknown_way_to_share_credit_is_refused(word):
 def test_every_way_to_share_credit_covers_the_trajectories_that_teach():
     group = branched_group()
     lengths = {t.trajectory_id: len(t.token_ids) for t in group.trajectories if t.advantage is not None}
-    for tree in TREE_CREDITS:
-        assert {name: len(values) for name, values in token_advantages(group, tree).items()} == lengths, tree
+    for tree, credit in TREE_CREDITS.items():
+        assert {name: len(values) for name, values in credit(group, AdvantageConfig()).items()} == lengths, tree
 
 
 def test_who_needs_a_critic_is_known_by_where_the_estimator_is_listed():
@@ -173,7 +182,7 @@ def test_on_policy_soft_and_hard_push_every_shared_token_alike():
     """Before the first step (ratio 1) a shared token's gradients add up to the same; they differ once ratios clip."""
     group, gradients = branched_group(), []
     for tree in ("soft", "hard"):
-        advantages = token_advantages(group, tree)
+        advantages = TREE_CREDITS[tree](group, AdvantageConfig())
         per_token: dict[str, float] = {}
         for t in group.trajectories:
             if t.trajectory_id in advantages:

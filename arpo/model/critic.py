@@ -1,7 +1,7 @@
 """The critic (advantage.kind=gae): a value head on an FSDP2 backbone of its own, with its own optimizer.
 
 The value of response token t is the expected reward to go from just before it, so it is read off the hidden state that
-predicts it (`predict_from` in batch.py), and gae_advantages may compare it with what came after.
+predicts it (`predict_from` in batch.py), and `gae` may compare it with what came after.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path={path}: cannot build the model ({' '.join(str(error).split())[:300]})") from None
     check_head(hf)
-    for name, module in modules_with_buffers(hf):
-        if not type(module).__name__.endswith("RotaryEmbedding"):
+    for name, module in hf.named_modules():
+        if list(module.buffers(recurse=False)) and not type(module).__name__.endswith("RotaryEmbedding"):
             raise UserError(f"model.path={path}: {type(hf).__name__} has buffers in {name}, which is not supported")
     return hf
 
@@ -54,24 +54,17 @@ def check_head(hf: nn.Module) -> None:
         raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
 
 
-def modules_with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if next(module.buffers(recurse=False), None) is not None
-    ]
-
-
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
     """Give memory to parameters (of arbitrary content), and compute buffers, on `device`.
 
     parameter_device: the device of the shards, if it is another one (CPU offload).
     """
     model.to_empty(device=parameter_device or device)
-    for _, module in modules_with_buffers(model):
-        fresh = type(module)(module.config).to(device)  # RoPE frequencies: no file has them
-        for name, buffer in fresh.named_buffers(recurse=False):
-            module.register_buffer(name, buffer, persistent=False)
+    for module in model.modules():
+        if list(module.buffers(recurse=False)):
+            fresh = type(module)(module.config).to(device)  # RoPE frequencies: no file has them
+            for name, buffer in fresh.named_buffers(recurse=False):
+                module.register_buffer(name, buffer, persistent=False)
 
 
 def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
