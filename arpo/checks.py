@@ -138,27 +138,23 @@ class Ignored(NamedTuple):
     """A knob that was changed from its default without effect."""
 
     knob: str
-    value: object
-    need: Need
-    found: object
-    """The value of the setting that the knob needs."""
-
-    def __str__(self) -> str:
-        now = "empty" if self.found in ("", ()) else self.found
-        return f"{self.knob}={self.value} is ignored unless {self.need.owner}={self.need.value} (it is {now})"
+    owner: str
+    """Key of the setting that takes the effect from it."""
+    message: str
 
 
 def ignored(cfg: object) -> list[Ignored]:
     """Return all knobs of a script's config that differ from their default while what they need is off."""
     values = leaves(cfg)
     defaults = leaves({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cfg)})
-    return [
-        Ignored(knob, value, need, values[need.owner])
-        for knob, value in values.items()
-        if value != defaults[knob]
-        for need in needs_of(knob)
-        if need.owner in values and not need.is_met(values[need.owner])
-    ]
+    found = []
+    for knob in [knob for knob, value in values.items() if value != defaults[knob]]:
+        for owner, is_met, use in needs_of(knob):
+            if owner in values and not is_met(values[owner]):
+                now = "empty" if values[owner] in ("", ()) else values[owner]
+                message = f"{knob}={values[knob]} is ignored unless {owner}={use} (it is {now})"
+                found.append(Ignored(knob, owner, message))
+    return found
 
 
 def needs_of(knob: str) -> tuple[Need, ...]:

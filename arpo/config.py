@@ -78,12 +78,12 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
         useless = ignored(cfg)
         if not useless:
             return cfg
-        overruled = [one for one in useless if levels.get(one.need.owner, -1) > levels[one.knob]]
+        overruled = [one for one in useless if levels.get(one.owner, -1) > levels[one.knob]]
         if not overruled:
-            raise UserError(f"{settings[useless[0].knob].where}: {useless[0]}")
+            raise UserError(f"{settings[useless[0].knob].where}: {useless[0].message}")
         for one in overruled:
             settings.pop(one.knob, None)
-            levels[one.knob] = levels[one.need.owner]
+            levels[one.knob] = levels[one.owner]
 
 
 def parse(root: type[C], flags: list[str]) -> C:

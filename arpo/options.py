@@ -216,11 +216,11 @@ class AdvantageConfig:
     kind: str = "grpo"
     """grpo = compare with the other trajectories of the prompt; gae = compare each token with a critic (PPO)."""
     tree: str = "soft"
-    """soft = every token gets its trajectory's advantage; hard = a token that trajectories share gets their mean."""
+    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets the mean of theirs."""
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
     dead_groups: Literal["keep", "drop"] = "keep"
-    """Without a critic: groups whose rewards are all equal. keep = their tokens still count in the loss's mean."""
+    """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out."""
     gamma: float = 1.0
     """gae: discount per sampled token; the tokens of tool results do not count."""
     lam: float = 1.0
@@ -267,18 +267,18 @@ class LossConfig:
     entropy_balanced_clipping: bool = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
-    """Tokens that it clips: all (paper and released code), or high_entropy = those above the mini-batch's mean."""
+    """Tokens under balanced clipping: all (paper, released code); high_entropy = those above the mini-batch's mean."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: float = 0.2
-    """AEPO: the weight above."""
+    """AEPO: the weight in entropy_balanced_advantage."""
     entropy_coefficient: float = 0.0
     """Factor of the mean token entropy (nats), which is subtracted from the loss."""
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
     kl_estimator: str = "k3"
-    """With d = logprob - reference logprob of a token: k1 = d (for the reward: in the loss its gradient averages to 0);
-    abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
+    """Estimator of the KL of a token, with d = logprob - reference logprob: k1 = d (only for the reward: in the loss its
+    gradient averages to 0); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss = add the KL to the policy loss; reward = subtract it from the reward, before there are advantages: of each
     token under a critic, else of the trajectory, summed over its loss tokens."""

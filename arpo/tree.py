@@ -45,16 +45,13 @@ class TreeBatch(MicroBatch):
     loss_nodes: torch.Tensor
     """(U,) nodes that are a loss token of at least one row, ascending"""
 
-    def gather(self, node_values: torch.Tensor) -> torch.Tensor:
-        """Return the value of each response token's node, (N,) -> (B, T), 0 beyond a row's end. Differentiable."""
-        return torch.where(self.nodes >= 0, node_values[self.nodes.clamp(min=0)], 0)
-
     def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.parents[self.loss_nodes], self.input_ids[0, self.loss_nodes]
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         node_values = torch.zeros(len(self.parents), dtype=torch.float32, device=values.device)
-        return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
+        node_values = node_values.index_put((self.loss_nodes,), values)
+        return torch.where(self.loss_mask, node_values[self.nodes.clamp(min=0)], 0)
 
     def attention_mask(self, config: Any) -> Any:
         """Return flex_attention's sparse BlockMask (not yet run on a GPU), and None for other kernels."""

@@ -132,9 +132,9 @@ def test_each_token_sees_its_own_row_up_to_itself_and_nothing_else(seed):
             assert parents[node] == micro.predict_from[b, t] and seen[parents[node]] == whole[:position]
 
 
-def test_gather_gives_each_trajectory_the_values_of_its_own_tokens():
+def test_rows_share_the_nodes_of_what_they_begin_with():
     micro = collate_tree([row("ab", "cde"), row("ab", "cx")], [0, 1])
-    assert micro.gather(torch.arange(10.0, 16.0)).tolist() == [[12.0, 13.0, 14.0], [12.0, 15.0, 0.0]]
+    assert micro.nodes.tolist() == [[2, 3, 4], [2, 5, -1]]
 
 
 def test_the_head_scores_a_shared_token_once_and_only_if_it_counts_somewhere():

@@ -129,7 +129,7 @@ def weight_files(path: str) -> list[Path]:
 
 
 def copy_rows(parameter: torch.Tensor, weight) -> None:
-    """Read this rank's rows of `weight`, a safetensors slice, into the parameter."""
+    """Copy this rank's rows of `weight`, a tensor or a safetensors slice, into the parameter."""
     rows = own_rows(parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if rows.start < rows.stop:

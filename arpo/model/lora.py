@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from arpo.errors import UserError
-from arpo.model.loading import own_rows
+from arpo.model.loading import copy_rows
 from arpo.options import ModelConfig
 
 A, B = "lora_A", "lora_B"
@@ -71,9 +71,8 @@ def initialize(hf: nn.Module, seed: int) -> None:
     for name, module in adapted(hf):
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         whole = nn.init.kaiming_uniform_(torch.empty(module.lora_A.shape), a=5**0.5, generator=generator)
-        for parameter, value in ((module.lora_A, whole), (module.lora_B, torch.zeros(module.lora_B.shape))):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(value[own_rows(parameter)])
+        copy_rows(module.lora_A, whole)
+        copy_rows(module.lora_B, torch.zeros(module.lora_B.shape))
 
 
 def adapted(hf: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
