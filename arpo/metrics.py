@@ -5,7 +5,7 @@ Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the sha
 
 from __future__ import annotations
 
-from arpo.trajectory import Group, Metrics, StopReason, ToolCall, Trajectory
+from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
 MAX_FAILED_SHARE = 0.05
 """A batch with a larger share of failed trajectories is not trained on."""
@@ -56,29 +56,25 @@ def _tools(m: Metrics, t: Trajectory) -> None:
     m.mean("tools/calls_per_trajectory", len(calls))
     m.sum("tools/inherited", len(calls) - len(own))
     for call in own:
-        _counts(m, "tools/all", call)
         m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")  # of right and wrong answers
         if call.cost:
             m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
-        name = f"tools/{call.tag}"
-        _counts(m, name, call)
+        tool = f"tools/{call.tag}"
+        for name in ("tools/all", tool):
+            if not call.executed:
+                m.sum(f"{name}/not_run", 1)
+                continue
+            m.sum(f"{name}/calls", 1)
+            m.sum(f"{name}/cached", call.cached)
+            m.sum(f"{name}/failed", not call.ok)
+            if call.cost:
+                m.sum(f"{name}/cost", call.cost)
         if call.executed:
             if not call.ok:
-                m.sum(f"{name}/failed_{call.error_kind or 'unnamed'}", 1)
-            m.sum(f"{name}/bytes_in", len(call.argument.encode("utf-8", "replace")))
-            m.sum(f"{name}/bytes_out", len(call.result.encode("utf-8", "replace")))
-            m.percentiles(f"{name}/seconds", call.seconds)
-
-
-def _counts(m: Metrics, name: str, call: ToolCall) -> None:
-    if not call.executed:
-        m.sum(f"{name}/not_run", 1)
-        return
-    m.sum(f"{name}/calls", 1)
-    m.sum(f"{name}/cached", call.cached)
-    m.sum(f"{name}/failed", not call.ok)
-    if call.cost:
-        m.sum(f"{name}/cost", call.cost)
+                m.sum(f"{tool}/failed_{call.error_kind or 'unnamed'}", 1)
+            m.sum(f"{tool}/bytes_in", len(call.argument.encode("utf-8", "replace")))
+            m.sum(f"{tool}/bytes_out", len(call.result.encode("utf-8", "replace")))
+            m.percentiles(f"{tool}/seconds", call.seconds)
 
 
 class ToolHealth:

@@ -105,7 +105,7 @@ class EngineConfig:
     """The vLLM engine that each rank runs in its own process."""
 
     tensor_parallel: int = 1
-    """Neighbouring ranks that share one engine; must divide the ranks of a node and the model's heads."""
+    """Neighbouring ranks that share one engine (for large models); must divide a node's ranks and the model's heads."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of sampling."""
     gpu_memory_utilization: float = 0.6
@@ -216,7 +216,7 @@ class AdvantageConfig:
     kind: str = "grpo"
     """grpo = compare with the other trajectories of the prompt; gae = compare each token with a critic (PPO)."""
     tree: str = "soft"
-    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets the mean of theirs."""
+    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets their mean."""
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
     dead_groups: Literal["keep", "drop"] = "keep"
@@ -277,7 +277,7 @@ class LossConfig:
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
     kl_estimator: str = "k3"
-    """Estimator of the KL of a token, with d = logprob - reference logprob: k1 = d (only for the reward: in the loss its
+    """Estimator of the KL of a token, with d = logprob - reference logprob: k1 = d (for the reward: in the loss its
     gradient averages to 0); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss = add the KL to the policy loss; reward = subtract it from the reward, before there are advantages: of each
