@@ -107,7 +107,7 @@ from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.custom import CustomReward
-from arpo.sampler import Sampler
+from arpo.rollout import Sampler
 from arpo.tools import make_tools, system_prompt_for
 from arpo.trajectory import Metrics, Prompt
 from arpo.update import (

@@ -1,4 +1,4 @@
-"""From rewards to advantages: estimators, tree credits, and which trajectories are trained on.
+"""Estimators and tree credits, which turn rewards into advantages, and the choice of the trajectories to train on.
 
 A new estimator is one function and one line: in GROUP_ESTIMATORS if it compares trajectories with each other, in
 CRITIC_ESTIMATORS if it compares tokens with a critic's values (a critic is loaded for these, and for no others). A new
@@ -9,7 +9,7 @@ of AdvantageConfig.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from arpo.trajectory import Group, StopReason, Trajectory
 
 @dataclass(frozen=True)
 class GroupEvidence:
-    """Everything that a group estimator may look at: N trajectories, all of a step but those that ended in an error."""
+    """Everything that a group estimator may look at: the N trajectories of a step that did not end in an error."""
 
     rewards: Tensor
     """(N,) float64, each trajectory's reward less its KL penalty (loss.kl_in=reward)."""
@@ -36,7 +36,7 @@ class CriticEvidence:
     """Everything that an estimator with a critic may look at: B trajectories of T response tokens."""
 
     rewards: Tensor
-    """(B, T) the trajectory's reward at the last token that the policy wrote, less each token's KL penalty."""
+    """(B, T) trajectory's reward at the last token that the policy wrote, else 0; less each token's KL penalty."""
     values: Tensor
     """(B, T) the critic's values before the update."""
     mask: Tensor
@@ -44,11 +44,52 @@ class CriticEvidence:
 
 
 def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize_std)
+    """(reward - mean) / (std + 1e-6) within each group; without cfg.normalize_std only reward - mean (Dr.GRPO).
+
+    std is unbiased. A constant group gives zeros; a group of one has mean 0 and std 1, so it keeps its reward.
+    Rewards [1, 0, 1, 1] in one group -> [0.5, -1.5, 0.5, 0.5].
+    """
+    advantages = torch.empty_like(evidence.rewards)
+    for indices in members(evidence.group_ids):
+        group = evidence.rewards[indices].double()
+        alone = len(indices) == 1
+        centred = group if alone else group - group.mean()
+        if not alone and (group == group[0]).all():
+            centred = torch.zeros_like(group)  # exactly: 1e-6 would blow up the rounding of the mean
+        std = 1.0 if alone else group.std(unbiased=True)
+        advantages[indices] = (centred / (std + 1e-6) if cfg.normalize_std else centred).to(advantages.dtype)
+    return advantages
+
+
+def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
+    """Return the indices of each group, in the order in which groups first occur. ["a", "b", "a"] -> [[0, 2], [1]]"""
+    by_id: dict[Hashable, list[int]] = {}
+    for index, group_id in enumerate(group_ids):
+        by_id.setdefault(group_id, []).append(index)
+    return list(by_id.values())
 
 
 def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
+    """Generalised advantage estimation (arXiv 1506.02438) and returns = advantages + values; 0 where the mask is.
+
+    Only the policy's own tokens are steps: tool results are passed over. A reward on a mask-0 position counts for the
+    last own token before it. Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> [0.5, 0.75], returns [1, 1].
+    """
+    rewards, values, own = evidence.rewards, evidence.values, evidence.mask
+    assert rewards.shape == values.shape == own.shape, (rewards.shape, values.shape, own.shape)
+    next_value = torch.zeros_like(values[:, 0])
+    advantage = torch.zeros_like(next_value)
+    late_reward = torch.zeros_like(next_value)
+    columns = []
+    for t in reversed(range(values.shape[1])):
+        reward = late_reward + rewards[:, t]
+        delta = reward + cfg.gamma * next_value - values[:, t]
+        advantage = torch.where(own[:, t], delta + cfg.gamma * cfg.lam * advantage, advantage)
+        next_value = torch.where(own[:, t], values[:, t], next_value)
+        late_reward = torch.where(own[:, t], 0.0, reward)
+        columns.append(torch.where(own[:, t], advantage, 0.0))
+    advantages = torch.stack(columns[::-1], dim=1)
+    return advantages, torch.where(own, advantages + values, 0.0)
 
 
 GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
@@ -61,76 +102,10 @@ CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[T
 """Each returns (B, T) advantages, which are whitened afterwards, and (B, T) returns, which the critic learns."""
 
 
-def group_advantages(
-    rewards: Tensor | Sequence[float],
-    group_ids: Tensor | Sequence[Hashable],
-    *,
-    normalize_std: bool = True,
-    eps: float = 1e-6,
-) -> Tensor:
-    """Group-relative advantages (GRPO): (r - mean) / (std + eps) within each group; (N,), (N,) -> (N,).
-
-    std is unbiased. A constant group gives zeros; a group of one has mean 0 and std 1, so it keeps its reward.
-    normalize_std=False leaves out the division (Dr.GRPO).
-
-    Rewards [1, 0, 1, 1] in one group -> [0.5, -1.5, 0.5, 0.5].
-    """
-    rewards = torch.as_tensor(rewards)
-    if not rewards.is_floating_point():
-        rewards = rewards.float()
-    ids = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
-    assert rewards.ndim == 1 and len(rewards) == len(ids), (rewards.shape, len(ids))
-    advantages = torch.empty_like(rewards)
-    for indices in members(ids):
-        group = rewards[indices].double()
-        alone = len(indices) == 1
-        centred = group if alone else group - group.mean()
-        if not alone and (group == group[0]).all():
-            centred = torch.zeros_like(group)  # exactly: eps would blow up the rounding of the mean
-        std = 1.0 if alone else group.std(unbiased=True)
-        advantages[indices] = (centred / (std + eps) if normalize_std else centred).to(rewards.dtype)
-    return advantages
-
-
-def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
-    """The indices of each group, in the order in which the groups first occur. ["a", "b", "a"] -> [[0, 2], [1]]"""
-    by_id: dict[Hashable, list[int]] = {}
-    for index, group_id in enumerate(group_ids):
-        by_id.setdefault(group_id, []).append(index)
-    return list(by_id.values())
-
-
-def gae_advantages(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438); all (B, T) -> advantages, returns, zero where mask is 0.
-
-    Only the policy's own tokens are steps: a tool result in between neither decays nor bootstraps anything. A reward on
-    a mask-0 position counts for the last own token before it. returns = advantages + values.
-
-    Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> advantages [0.5, 0.75], returns [1, 1].
-    """
-    assert token_rewards.shape == values.shape == mask.shape, (token_rewards.shape, values.shape, mask.shape)
-    own = mask.bool()
-    next_value = torch.zeros_like(values[:, 0])
-    advantage = torch.zeros_like(next_value)
-    late_reward = torch.zeros_like(next_value)
-    columns = []
-    for t in reversed(range(values.shape[1])):
-        reward = late_reward + token_rewards[:, t]
-        delta = reward + gamma * next_value - values[:, t]
-        advantage = torch.where(own[:, t], delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(own[:, t], values[:, t], next_value)
-        late_reward = torch.where(own[:, t], 0.0, reward)
-        columns.append(torch.where(own[:, t], advantage, 0.0))
-    advantages = torch.stack(columns[::-1], dim=1)
-    return advantages, torch.where(own, advantages + values, 0.0)
-
-
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
-    """Fill `trajectory.advantage` of all that are trained on, by the group estimator `cfg.kind`.
+    """Fill `trajectory.advantage` with the group estimator `cfg.kind`.
 
-    A trajectory that ended in an error of ours teaches nothing: it keeps None, and its group's mean ignores it.
+    A trajectory that ended in an error of ours keeps None, and its group's mean ignores it.
     """
     trajectories = [(index, t) for index, group in enumerate(groups) for t in teaching(group)]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
@@ -138,16 +113,6 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     evidence = GroupEvidence(rewards, [index for index, _ in trajectories], [t for _, t in trajectories])
     for t, advantage in zip(evidence.trajectories, GROUP_ESTIMATORS[cfg.kind](evidence, cfg).tolist(), strict=True):
         t.advantage = advantage
-
-
-def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
-    """trajectory_id -> (T,) advantage of every response token, of the trajectories that teach.
-
-    `tree` is a name of TREE_CREDITS; ValueError for any other. A (advantage 1) and its branch B (advantage -1, forked
-    at 2), three tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1].
-    """
-    cfg = replace(cfg or AdvantageConfig(), tree=tree)  # which refuses a name that there is not
-    return TREE_CREDITS[tree](group, cfg)
 
 
 def soft(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
@@ -172,11 +137,13 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 
 
 TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {"soft": soft, "hard": hard}
-"""Each returns what `token_advantages` does, from the group's tree and its trajectories' `advantage` (and `reward`)."""
+"""Each returns trajectory_id -> (T,) advantage of every response token, for the trajectories that teach, from the
+group's tree and their `advantage` (and `reward`). A (advantage 1) and its branch B (advantage -1, forked at 2), three
+tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1]."""
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:
-    """[(trajectory_id, start, end)], in order: whose tokens the response consists of, by the chain of branches."""
+    """Return the pieces of the response, in order, as (trajectory_id that wrote it, start, end)."""
     by_id = {t.trajectory_id: t for t in group.trajectories}
     pieces, writer, end = [], trajectory, len(trajectory.token_ids)
     while end > 0:
@@ -194,15 +161,15 @@ def teaching(group: Group) -> list[Trajectory]:
 
 
 def is_dead(group: Group) -> bool:
-    """True where all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
+    """Return whether all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
     rewards = [t.reward for t in teaching(group)]
     return len(rewards) > 1 and len(set(rewards)) == 1
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """(group index, trajectory) of what is trained on, in order: no errors of ours, at least one loss token.
+    """Return (group index, trajectory) of all that are trained on, in order: no error of ours, at least one loss token.
 
-    dead_groups "drop" skips dead groups.
+    Under dead_groups=drop, without the trajectories of dead groups.
     """
     return [
         (index, t)

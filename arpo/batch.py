@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.advantages import training_trajectories
-from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Trajectory
 
 BUDGET = "update.max_tokens_per_microbatch"
@@ -33,7 +31,7 @@ class Row:
     """One sequence to train on. The response-aligned arrays have the length of `response_ids`."""
 
     prompt_ids: np.ndarray
-    """May be empty (SFT): then nothing predicts the first response token, and its loss_mask must be 0."""
+    """Prompt; if empty (SFT), nothing predicts the first response token, and its loss_mask must be 0."""
     response_ids: np.ndarray
     loss_mask: np.ndarray
     """1 = counts in the loss."""
@@ -52,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowPaths:
-    """Which tokens of a micro-batch attend to which."""
+    """Table of the tokens of a micro-batch that each row attends to."""
 
     num_queries: tuple[int, ...]
     """Number of tokens that each row computes for itself (at least 1). They lie row after row in the sequence."""
@@ -64,21 +62,24 @@ class RowPaths:
     """Masks that the layers of one forward pass have computed so far, by (row, window); filled by `mask`."""
 
     def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
-        """The row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plainly causal."""
+        """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = just causal."""
         num_queries, num_keys = self.num_queries[row], self.num_keys[row]
         if num_queries == num_keys and not window:
             return None
         if (row, window) not in self.masks:
-            hidden = ~visible(num_queries, num_keys, window, like.device)
-            self.masks[row, window] = like.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+            last = num_keys - num_queries  # key that the first query sees last
+            seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
+            if window:
+                seen = seen.triu(last - window + 1)
+            self.masks[row, window] = like.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         return self.masks[row, window]
 
     def for_one_pass(self) -> RowPaths:
-        """A copy whose `masks` are empty, so that they live only as long as one forward pass."""
+        """Return a copy without masks, so that they live only as long as one forward pass."""
         return replace(self, masks={})
 
     def padded(self, num_tokens: int) -> RowPaths:
-        """A copy with `num_tokens` more rows of one token each at the end."""
+        """Return a copy with `num_tokens` more rows of one token each at the end."""
         ones, keys = (1,) * num_tokens, self.keys
         if keys is not None:
             num_tokens_before = sum(self.num_queries)
@@ -92,7 +93,7 @@ class RowPaths:
 
 @dataclass
 class MicroBatch:
-    """What one forward/backward pass sees. All (B, T) tensors are aligned with the responses, 0 beyond a row's end."""
+    """The input of one forward/backward pass. (B, T) tensors are aligned with the responses, 0 beyond a row's end."""
 
     input_ids: Tensor
     """(1, N)"""
@@ -107,7 +108,7 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """(B, T) float32"""
     paths: RowPaths
-    """Which tokens attend to which"""
+    """Tokens that each row attends to"""
     old_logprobs: Tensor | None = None
     """(B, T), like all that follow filled before the update or by it, and only what the options ask for"""
     old_entropies: Tensor | None = None
@@ -132,25 +133,25 @@ class MicroBatch:
         return int(self.loss_mask.sum())
 
     def head_inputs(self) -> tuple[Tensor, Tensor]:
-        """(flat positions, target ids) that the head scores; `to_rows` takes its outputs."""
+        """Return the flat positions and the target ids that the head scores; `to_rows` takes its outputs."""
         return self.predict_from[self.loss_mask], self.targets[self.loss_mask]
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """(B, T) float32 of one value for each of `head_inputs`, 0 where the loss mask is 0. Differentiable."""
+        """Return one value for each of `head_inputs` as (B, T) float32, 0 where the mask is 0. Differentiable."""
         rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
         return rows.masked_scatter(self.loss_mask, values)
 
     def attention_mask(self, config: Any) -> Any:
-        """The mask that is passed to the model of this Hugging Face config. None here: flex_attention finds the rows'
-        beginnings in the position ids, and the other kernels get them by `attention_options`."""
+        """Return the mask for the model of this Hugging Face config. It is None: flex_attention finds the rows by
+        the position ids, and the other kernels get them by `attention_options`."""
         return None
 
     def attention_options(self) -> dict[str, Any]:
-        """Keyword arguments for the model's attention layers."""
+        """Return keyword arguments for the model's attention layers."""
         return {"paths": self.paths.for_one_pass()}
 
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:
-        """(B, T) float32 of `values`, one array per row of the global mini-batch; 0 where the loss mask is 0."""
+        """Return `values`, an array for each row of the global mini-batch, as (B, T) float32; 0 where the mask is."""
         out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
         for b, row_id in enumerate(self.row_ids):
             out[b, : len(values[row_id])] = torch.as_tensor(values[row_id], dtype=torch.float32)
@@ -161,20 +162,8 @@ class MicroBatch:
         return type(self)(**moved)
 
 
-def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(num_queries, num_keys) bool. 2 queries, 4 keys: [[1, 1, 1, 0], [1, 1, 1, 1]]; window 2: [[0, 1, 1, 0], ...]."""
-    last = num_keys - num_queries
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
-    return mask.triu(last - window + 1) if window else mask
-
-
-def training_rows(groups: list[Group], cfg: AdvantageConfig) -> list[Row]:
-    """`training_trajectories` as rows, in the same order."""
-    return [row_of(groups[index], t) for index, t in training_trajectories(groups, cfg)]
-
-
 def row_of(group: Group, trajectory: Trajectory) -> Row:
-    """One trajectory behind its group's prompt."""
+    """Return the row of a trajectory and its group's prompt."""
     return Row(
         prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
         response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
@@ -184,7 +173,7 @@ def row_of(group: Group, trajectory: Trajectory) -> Row:
 
 
 def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
-    """Indices per rank, balanced by tokens: longest first, each to the rank that has least so far. Deterministic.
+    """Return the indices of each rank: longest first, each to the rank that has the fewest tokens so far.
 
     [5, 3, 4, 2], 2 ranks -> [[0, 3], [2, 1]]: 7 tokens each.
     """
@@ -198,10 +187,8 @@ def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
 
 
 def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list[int]]:
-    """First-fit-decreasing: indices into bins of at most `max_tokens` each.
-
-    Raises ValueError where one length alone exceeds the budget, which the user sets as `option`.
-    [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]].
+    """Return the indices of bins of at most `max_tokens` each (first fit, longest first): [5, 3, 4, 2], budget 7 ->
+    [[0, 3], [2, 1]]. Raises ValueError where one alone has more; it names the `option` that sets the budget.
     """
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -229,7 +216,7 @@ def microbatches(
     device: torch.device | str = "cpu",
     option: str = BUDGET,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of a global mini-batch, on `device`. `option` is the name of `max_tokens` in errors.
+    """Return this rank's micro-batches of a global mini-batch. `option` is the name of `max_tokens` in errors.
 
     Every rank passes the same rows and computes the same plan. All ranks get the same number of micro-batches (FSDP2's
     collectives must match): a rank that has fewer gets empty ones, of one token that counts nowhere.
@@ -244,7 +231,7 @@ def microbatches(
 
 
 def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
-    """Rows -> tensors; `row_ids` are their indices in the global list. No rows give the empty micro-batch."""
+    """Return the micro-batch of rows, `row_ids` in the global list. Without rows it is an empty one."""
     rows = rows or [Row(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))]
     longest = max(len(row.response_ids) for row in rows)
 
@@ -258,8 +245,9 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
     starts = np.cumsum([0, *lengths[:-1]])
     firsts = [start + len(row.prompt_ids) - 1 for start, row in zip(starts, rows, strict=True)]
     ids = [part for row in rows for part in (row.prompt_ids, row.response_ids)]
-    zeros = [np.zeros(len(row.response_ids), np.float32) for row in rows]
+    no_logprobs = np.zeros(0, np.float32)  # padded with 0
     loss_mask = padded([row.loss_mask for row in rows], torch.bool)
+    rollout_logprobs = [no_logprobs if row.rollout_logprobs is None else row.rollout_logprobs for row in rows]
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
         position_ids=torch.from_numpy(np.concatenate([np.arange(row.num_tokens) for row in rows]))[None],
@@ -268,11 +256,7 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
         ).clamp_(min=0),  # -1 without a prompt, where the mask is 0
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,
-        rollout_logprobs=padded(
-            [z if row.rollout_logprobs is None else row.rollout_logprobs for z, row in zip(zeros, rows, strict=True)],
-            torch.float32,
-        )
-        * loss_mask,
+        rollout_logprobs=padded(rollout_logprobs, torch.float32) * loss_mask,
         paths=RowPaths(lengths, lengths),
         row_ids=tuple(row_ids),
         num_row_tokens=sum(lengths),

@@ -1,6 +1,7 @@
-"""Pure branching decisions: what a rule may look at, the rules, AEPO's budget split, and who gets the group's budget.
+"""Branching decisions, which are pure: the rules and what they may look at, AEPO's budget split, a group's budget.
 
 ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. A rule of your own is one function and one line in RULES.
+The functions named upstream_ do what the released code does where that differs from the papers.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from arpo import branching_upstream as upstream
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
+TOP_K, UPSTREAM_TOKENS = 10, 20
+"""Likeliest tokens and first tokens of a turn, from which the released code measures a turn's entropy."""
 Path = tuple[int, ...]
-"""Where a trajectory stands in its group's tree: (2,) is the third root, (2, 0) its first child."""
+"""Place of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
 
 # ---- what a rule may look at
 
@@ -23,8 +25,7 @@ Path = tuple[int, ...]
 @dataclass(frozen=True)
 class Evidence:
     """Everything that a branching rule may look at when it judges a tool result: the first tokens of the turn after it,
-    and of the trajectory's first turn, before any tool was called. A branch has its parent's first turn.
-    """
+    and those of the first turn, before any tool was called. A branch has its parent's first turn."""
 
     entropies: tuple[float, ...]
     """(k,) Next-token entropy (nats, full vocabulary) of each of the turn's first k = branching.entropy_tokens tokens;
@@ -43,31 +44,46 @@ class Evidence:
 
     @property
     def delta_entropy(self) -> float:
-        """H - H_root: how much less certain the policy has become."""
+        """H - H_root: positive where the policy has become less certain."""
         return self.entropy - self.root_entropy
 
 
 def exact_turn_entropy(entropies: Sequence[float], num_tokens: int, vocab_size: int) -> float:
-    """Mean over the first k tokens of the full next-token entropy (nats), / ln V. [ln V, 0] -> 0.5"""
+    """Return the mean over the first k tokens of the full next-token entropy (nats), / ln V. [ln V, 0] -> 0.5"""
     head = entropies[:num_tokens]
     return sum(head) / len(head) / math.log(vocab_size) if head else 0.0
+
+
+def topk_entropy(logprobs: Sequence[float]) -> float:
+    """Return the entropy (nats) of a token's renormalised top logprobs; too small where the tail is heavy.
+
+    [-1, -1] -> ln 2. Those who sample through an API get no more.
+    """
+    total = math.log(sum(math.exp(lp) for lp in logprobs))
+    return -sum(math.exp(lp - total) * (lp - total) for lp in logprobs)
+
+
+def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
+    """Return the released measure: a SUM over at most 20 tokens of -p ln p over the top 10, / ln V. May exceed 1."""
+    rows = top_logprobs[:UPSTREAM_TOKENS]
+    return sum(-math.exp(lp) * lp for row in rows for lp in row[:TOP_K]) / math.log(vocab_size)
 
 
 def turn_entropy(
     entropies: Sequence[float], top_logprobs: Sequence[Sequence[float]], cfg: BranchingConfig, vocab_size: int
 ) -> float:
-    """The entropy of a turn as `cfg.entropy_mode` measures it, from its first tokens."""
+    """Return the entropy of a turn as `cfg.entropy_mode` measures it, from its first tokens."""
     if cfg.entropy_mode == "upstream":
-        return upstream.upstream_turn_entropy(top_logprobs, vocab_size)
+        return upstream_turn_entropy(top_logprobs, vocab_size)
     if cfg.entropy_mode == "topk":
-        entropies = [upstream.topk_entropy(row) for row in top_logprobs]
+        entropies = [topk_entropy(row) for row in top_logprobs]
     return exact_turn_entropy(entropies, cfg.entropy_tokens, vocab_size)
 
 
 def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
-    """(Number of a turn's first tokens whose entropies the engine reports, number of top logprobs of each.)"""
-    num_tokens = upstream.MAX_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
-    return num_tokens, 0 if cfg.entropy_mode == "exact" else upstream.TOP_K
+    """Return how many first tokens of a turn the engine reports entropies of, and how many top logprobs of each."""
+    num_tokens = UPSTREAM_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
+    return num_tokens, 0 if cfg.entropy_mode == "exact" else TOP_K
 
 
 # ---- the rules: evidence -> P(branch)
@@ -84,21 +100,32 @@ def branch_probability(
     return min(max((base + weight * delta_entropy) * damping, 0.0), 1.0)
 
 
+def upstream_branch_probability(delta_entropy: float, *, weight: float, consecutive: int, penalty: float) -> float:
+    """P = clip(1 - 0.5 / f + weight * dH, 0, 1), f = 1 - penalty * l: (dH 0, l 5, penalty 0.05) -> 0.333.
+
+    For AEPO as released branches if clip((u + weight * dH) * f, 0, 1) >= 0.5, with a uniform u.
+    """
+    damping = max(0.0, 1.0 - penalty * consecutive)
+    if damping == 0.0:
+        return 0.0
+    return min(max(1.0 - 0.5 / damping + weight * delta_entropy, 0.0), 1.0)
+
+
 def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P rises with the entropy: the tool result has made the policy less certain than the question did."""
     return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight)
 
 
 def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """The same, damped for each branching decision in a row, so that no chain takes the whole budget."""
+    """P as in `arpo`, but damped for each branching decision in a row, so that no chain takes the whole budget."""
     delta, consecutive, penalty = evidence.delta_entropy, evidence.consecutive, cfg.consecutive_penalty
     if cfg.compat == "upstream":
-        return upstream.upstream_branch_probability(delta, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
+        return upstream_branch_probability(delta, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
     return branch_probability(delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
 
 
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P = base, whatever the entropies are: the control that shows what they are worth."""
+    """P = base: a control that shows what the entropies are worth."""
     return cfg.base
 
 
@@ -112,7 +139,7 @@ RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
 
 
 def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tuple[bool, float, float | None]:
-    """(branch?, P, draw). The draw is None under `branching.rule=threshold`, which is deterministic."""
+    """Return whether to branch, P, and the draw, which is None under the deterministic `branching.rule=threshold`."""
     probability = RULES[cfg.selector](evidence, cfg)
     if cfg.rule == "threshold":
         return probability > cfg.threshold, probability, None
@@ -120,11 +147,11 @@ def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tupl
     return draw < probability, probability, draw
 
 
-# ---- how many children a group may have, and who gets them
+# ---- the number of children of a group, and the trajectories that get them
 
 
 def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, *, beta: float) -> int:
-    """AEPO's budget split: m = clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n) roots.
+    """Return AEPO's number of roots, clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n).
 
     The more uncertain the question itself (and not the tool results), the more roots. (16, .2, .2) -> 9
     """
@@ -224,7 +251,7 @@ class BranchBudget:
         return self.budget - sum(n for key, n in self.granted.items() if key < (turn, path))
 
 
-# ---- what the rollout remembers while trajectories grow
+# ---- the rollout's memory while trajectories grow
 
 
 @dataclass(frozen=True)
@@ -245,14 +272,13 @@ class Live:
     group: GroupState
     path: Path
     evidence: Evidence | None = None
-    """What the newest measured turn has shown, None before there is one; a branch begins with that by which its parent
-    was judged."""
+    """Evidence of the newest measured turn, None before there is one; a branch begins with its parent's."""
     entropies: list[float] = field(default_factory=list)
-    """Next-token entropies (nats) of the current turn's first tokens, as far as they are sampled."""
+    """Next-token entropies (nats) of the current turn's first tokens, as far as sampled."""
     top_logprobs: list[list[float]] = field(default_factory=list)
     """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
     began_at_s: float | None = None
-    """When its first token was there."""
+    """Time of its first own token."""
 
     @property
     def turn_index(self) -> int:

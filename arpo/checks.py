@@ -1,17 +1,18 @@
-"""Settings that have no effect, or contradict each other.
+"""Settings that have no effect, lie outside their range, or contradict each other.
 
-`NEEDS` says which setting gives a knob its meaning: a knob that was changed while that setting is off is refused by
-`arpo.config`, for every script alike. Below it are the contradictions between sections; those within one section are
-found by the section itself (options.py). Imports no torch: a mistake shows before the model is loaded.
+`NEEDS` says which setting gives a knob its effect: a knob that was changed while that setting is off is refused by
+`arpo.config`, for every script alike. Below it are the ranges of numbers, and the contradictions between sections; a
+section itself finds those within it (options.py). Imports no torch, so that a mistake shows at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, fields, is_dataclass
+from math import inf
+from typing import NamedTuple
 
-from arpo.errors import require
-from arpo.names import names_of
+from arpo.errors import names_of, require
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -23,72 +24,61 @@ from arpo.options import (
 )
 from arpo.tools.options import SearchConfig
 
-MAX_CHARS_PER_TOKEN = 8
-"""Of text on web pages, with any tokenizer; 4 is usual."""
-
-
 # ---- a knob without effect
 
 
-@dataclass(frozen=True)
-class Need:
-    """The setting that a knob needs."""
+class Need(NamedTuple):
+    """The setting that gives a knob its effect."""
 
     owner: str
     """Key of that setting, like "loss.kind"."""
     is_met: Callable[[object], bool]
-    """Does this value of the owner give the knob an effect?"""
+    """Returns whether this value of the owner gives the knob an effect."""
     value: str
     """A value that does, as the error message shows it."""
 
 
-def one_of(owner: str, *values: str) -> Need:
-    return Need(owner, lambda value: value in values, " or ".join(values))
+def one_of(owner: str, *values: object) -> Need:
+    return Need(owner, lambda value: value in values, " or ".join(str(value) or '""' for value in values))
 
 
 def none_of(owner: str, *values: str, use: str) -> Need:
-    """Names of the user's own (a new loss, a new rule) count as values that give an effect. `use`: what to set."""
+    """The need of a value other than these: a new loss or rule gives the knob an effect too. `use`: what to set."""
     return Need(owner, lambda value: value not in values, use)
 
 
-def given(owner: str, use: str = "...") -> Need:
-    """The owner is on: neither 0 nor empty nor False."""
+def given(owner: str, use: str) -> Need:
+    """The need of a value that is neither 0 nor empty nor False."""
     return Need(owner, bool, use)
 
 
-def off(owner: str, use: str = "False") -> Need:
-    return Need(owner, lambda value: not value, use)
-
-
-def holds(owner: str, entry: str) -> Need:
-    return Need(owner, lambda entries: entry in entries, entry)
-
-
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
-BY_ENTROPY = none_of("branching.selector", "none", "random", use="arpo or aepo")
 GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
 CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
 CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
 REFERENCE = given("loss.kl_coefficient", "0.001")
+PYTHON = Need("tools.names", lambda names: "python" in names, "python")
+SEARCH = Need("tools.names", lambda names: "search" in names, "search")
+SEARCHES = none_of("tools.search.backend", "replay", use="local, http, brightdata or serper")
 ONLINE = none_of("tools.search.backend", "local", "replay", use="http, brightdata or serper")
 READS_PAGES = given("tools.search.read_pages", "3")
-OWN_ENGINE = off("eval.server", '""')
+LIVE = one_of("eval.replay", False)
+BUILT_IN = one_of("reward.file", "")
 
 NEEDS: dict[str, tuple[Need, ...]] = {
-    # A section's line holds for all of its knobs that have no line of their own.
-    "run.num_epochs": (off("run.num_steps", "0"),),
+    "run.num_epochs": (one_of("run.num_steps", 0),),
     "model.checkpoint_every_n_layers": (given("model.activation_checkpointing", "True"),),
     "model.lora_alpha": (given("model.lora_rank", "16"),),
     "model.lora_targets": (given("model.lora_rank", "16"),),
     "data.num_valid_prompts": (given("data.valid", "FILE"),),
-    "engine": (OWN_ENGINE,),
+    "engine": (one_of("eval.server", ""),),
     "engine.max_num_seqs": (),  # with a server, the requests under way
     "rollout.top_p": (given("rollout.temperature", "1"),),
     "branching": (BRANCHES,),
     "branching.selector": (),
-    "branching.num_initial_rollouts": (BRANCHES, off("branching.dynamic_budget")),
+    "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
     "branching.base": (BRANCHES, one_of("branching.compat", "paper")),
-    "branching.weight": (BY_ENTROPY,),
+    "branching.weight": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
     "branching.threshold": (BRANCHES, one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
@@ -96,8 +86,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.consecutive_penalty": (none_of("branching.selector", "none", "random", "arpo", use="aepo"),),
     "branching.compat": (one_of("branching.selector", "aepo"),),
     "reward.function": (given("reward.file", "FILE"),),
-    "reward.compat": (off("reward.file", '""'),),
-    "reward.bonus_tools": (off("reward.file", '""'), one_of("reward.compat", "paper")),
+    "reward.compat": (BUILT_IN,),
+    "reward.bonus_tools": (BUILT_IN, one_of("reward.compat", "paper")),
     "advantage.tree": (GROUPS, BRANCHES),
     "advantage.normalize_std": (GROUPS,),
     "advantage.dead_groups": (GROUPS,),
@@ -119,74 +109,70 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "loss.correction_high": (one_of("loss.rollout_correction", "tis", "mis"),),
     "optim.decay_ratio": (one_of("optim.schedule", "linear"),),
     "optim.min_lr_ratio": (one_of("optim.schedule", "linear", "cosine"),),
-    "tools.python": (holds("tools.names", "python"),),
-    "tools.python.mode": (holds("tools.names", "python"), off("eval.replay")),
-    "tools.search": (holds("tools.names", "search"),),
+    "tools.python": (PYTHON,),
+    "tools.python.mode": (PYTHON, LIVE),
+    "tools.search": (SEARCH,),
     "tools.search.corpus": (one_of("tools.search.backend", "local"),),
     "tools.search.url": (ONLINE,),
     "tools.search.zone": (one_of("tools.search.backend", "brightdata"),),
     "tools.search.market": (one_of("tools.search.backend", "brightdata", "serper"),),
-    "tools.search.top_k": (none_of("tools.search.backend", "replay", use="local, http, brightdata or serper"),),
+    "tools.search.top_k": (SEARCHES,),
     "tools.search.requests_per_second": (ONLINE,),
-    "tools.search.deadline_s": (none_of("tools.search.backend", "replay", use="local, http, brightdata or serper"),),
+    "tools.search.deadline_s": (SEARCHES,),
     "tools.search.read_pages": (ONLINE,),
     "tools.search.page_chars": (READS_PAGES,),
     "tools.search.browse_private_addresses": (READS_PAGES,),
     "tools.search.summarizer_url": (READS_PAGES,),
     "tools.search.summarizer_model": (given("tools.search.summarizer_url", "URL"),),
-    "tools.search.mode": (holds("tools.names", "search"), off("eval.replay")),
+    "tools.search.mode": (SEARCH, LIVE),
     "eval.data_dir": (given("eval.benchmarks", "all"),),
     "eval.server_model": (given("eval.server", "URL"),),
     "judge": (given("judge.url", "URL"),),
     "judge.url": (),
 }
-"""Knob or section -> what it needs, all of it. A need whose owner a script does not have is met there."""
+"""Knob or section -> all that it needs. A section's line holds for those of its knobs that have no line of their own. A
+need whose owner a script does not have is met there."""
 
 
-@dataclass(frozen=True)
-class Ignored:
+class Ignored(NamedTuple):
     """A knob that was changed from its default without effect."""
 
     knob: str
-    value: object
-    need: Need
-    found: object
-    """The owner's value."""
-
-    def __str__(self) -> str:
-        now = "empty" if self.found in ("", ()) else self.found
-        return f"{self.knob}={self.value} is ignored unless {self.need.owner}={self.need.value} (it is {now})"
+    owner: str
+    """Key of the setting that takes the effect from it."""
+    message: str
 
 
 def ignored(cfg: object) -> list[Ignored]:
-    """All knobs of a script's config that differ from their default while what they need is off."""
-    values = leaves(asdict(cfg))
+    """Return all knobs of a script's config that differ from their default while what they need is off."""
+    values = leaves(cfg)
     defaults = leaves({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cfg)})
-    return [
-        Ignored(knob, value, need, values[need.owner])
-        for knob, value in values.items()
-        if value != defaults[knob]
-        for need in needs_of(knob)
-        if need.owner in values and not need.is_met(values[need.owner])
-    ]
+    found = []
+    for knob in [knob for knob, value in values.items() if value != defaults[knob]]:
+        for owner, is_met, use in needs_of(knob):
+            if owner in values and not is_met(values[owner]):
+                now = "empty" if values[owner] in ("", ()) else values[owner]
+                message = f"{knob}={values[knob]} is ignored unless {owner}={use} (it is {now})"
+                found.append(Ignored(knob, owner, message))
+    return found
 
 
 def needs_of(knob: str) -> tuple[Need, ...]:
-    """The knob's own line, else that of its section, else nothing: it always matters. "critic.lr" -> "critic"'s"""
+    """Return what NEEDS says of the knob, else of its section; nothing means that the knob always matters."""
     return NEEDS.get(knob, NEEDS.get(knob.rpartition(".")[0], ()))
 
 
-def leaves(tree: dict, prefix: str = "") -> dict[str, object]:
-    """{"run": RunConfig(seed=3)} or {"run": {"seed": 3}} -> {"run.seed": 3}"""
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    """Return all values of nested configs or dicts by dotted keys. {"run": {"seed": 3}} -> {"run.seed": 3}"""
     found: dict[str, object] = {}
-    for name, value in tree.items():
-        section = vars(value) if hasattr(value, "__dataclass_fields__") else value
-        found |= leaves(section, f"{prefix}{name}.") if isinstance(section, dict) else {prefix + name: value}
+    for name, value in (vars(tree) if is_dataclass(tree) else tree).items():
+        is_section = is_dataclass(value) or isinstance(value, dict)
+        found |= leaves(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return found
 
 
 def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
-    """What AEPO lacks, in one line, where selector=aepo came without its other parts; "" otherwise."""
+    """Return a warning that names the parts of AEPO that selector=aepo came without; "" where nothing is missing."""
     parts = {
         "branching.dynamic_budget": branching.dynamic_budget,
         "loss.entropy_balanced_clipping": loss.entropy_balanced_clipping,
@@ -200,39 +186,30 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 
 # ---- a value outside its range
 
-LEAST: dict[str, dict[str, float]] = {
-    "run": {"num_steps": 0, "num_epochs": 1, "validate_every": 0, "save_every": 0, "dump_every": 0},
-    "model": {"lora_rank": 0, "shard_size": 0, "checkpoint_every_n_layers": 1, "context_parallel": 1},
-    "data": {"num_valid_prompts": 0, "num_prompts_per_step": 1, "num_conversations_per_step": 1, "max_tokens": 1},
-    "engine": {"tensor_parallel": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
-    "rollout": {"group_size": 1, "max_response_tokens": 1, "max_tool_calls": 0, "temperature": 0},
-    "branching": {"max_branches_per_turn": 1, "entropy_tokens": 1, "consecutive_penalty": 0},
-    "critic": {"lr": 0, "warmup_steps": 0},
-    "loss": {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "entropy_advantage_weight": 0, "kl_coefficient": 0},
-    "update": {"num_prompts_per_minibatch": 1, "num_epochs": 1},
-    "optim": {"lr": 0, "weight_decay": 0},
-    "eval": {"max_questions": 0, "num_samples": 1},
-    "judge": {"max_concurrent": 1},
+RANGES: dict[tuple[float, float], str] = {
+    (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
+    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.consecutive_penalty critic.lr "
+    "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient optim.lr "
+    "optim.weight_decay eval.max_questions",
+    (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
+    "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
+    "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
+    "branching.entropy_tokens loss.dual_clip update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
+    "judge.max_concurrent",
+    (0, 1): "engine.gpu_memory_utilization rollout.top_p advantage.gamma advantage.lam optim.warmup_ratio "
+    "optim.decay_ratio optim.min_lr_ratio",
 }
-"""The smallest value of a section's numbers."""
-SHARES: dict[str, tuple[str, ...]] = {
-    "engine": ("gpu_memory_utilization",),
-    "rollout": ("top_p",),
-    "advantage": ("gamma", "lam"),
-    "optim": ("warmup_ratio", "decay_ratio", "min_lr_ratio"),
-}
-"""Numbers between 0 and 1."""
+"""(smallest, largest value) -> the knobs that must lie between them."""
 
 
 def out_of_range(cfg: object) -> str:
-    """What is wrong with the first number of a script's config that cannot work, and its range; "" = nothing."""
-    for knob, value in leaves(asdict(cfg)).items():
-        section, _, name = knob.rpartition(".")
-        least = LEAST.get(section, {}).get(name)
-        if least is not None and not value >= least:
-            return f"{knob}={value} must be at least {least}"
-        if name in SHARES.get(section, ()) and not 0 <= value <= 1:
-            return f"{knob}={value} must lie between 0 and 1"
+    """Return an error message for a number of a script's config that lies outside its range; "" if all fit."""
+    values = leaves(cfg)
+    for (low, high), knobs in RANGES.items():
+        for knob in knobs.split():
+            if values.get(knob) is not None and not low <= values[knob] <= high:
+                bounds = f"be at least {low}" if high == inf else f"lie between {low} and {high}"
+                return f"{knob}={values[knob]} must {bounds}"
     return ""
 
 
@@ -240,7 +217,7 @@ def out_of_range(cfg: object) -> str:
 
 
 def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:
-    """Raises ValueError with the numbers and the fix where they do not fit each other."""
+    """Raise ValueError where the sizes of these sections do not fit each other."""
     require(data.train, "data.train is empty; pass a parquet or jsonl file of prompts")
     require(
         branching.selector == "none"
@@ -272,8 +249,8 @@ def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingCo
 
 
 def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
-    """Raises ValueError where the pages that a search reads cannot but be cut again, and so were read for nothing."""
-    least_tokens = search.read_pages * search.page_chars // MAX_CHARS_PER_TOKEN
+    """Raise ValueError where search results are so long that the pages in them would always be cut off again."""
+    least_tokens = search.read_pages * search.page_chars // 8  # web text has about 4 characters per token, 8 at most
     require(
         search.summarizer_url or least_tokens <= rollout.max_result_tokens,
         f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
@@ -283,13 +260,15 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
 
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Raises ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
-    if model.context_parallel == 1:
-        return
+    """Raise ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
+    whole_rows = names_of("losses", "NEED_WHOLE_ROWS")
     for wrong, option in (
         (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
-        (loss.kind == "gspo", "loss.kind=gspo"),
-        (loss.aggregation != "token_mean", f"loss.aggregation={loss.aggregation}"),
-        (bool(loss.kl_coefficient) and loss.kl_in == "reward", "loss.kl_in=reward"),
+        (loss.kind in whole_rows, f"loss.kind={loss.kind}"),
+        (loss.aggregation in whole_rows, f"loss.aggregation={loss.aggregation}"),
+        (loss.kl_coefficient and loss.kl_in == "reward", "loss.kl_in=reward"),
     ):
-        require(not wrong, f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1")
+        require(
+            model.context_parallel == 1 or not wrong,
+            f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1",
+        )

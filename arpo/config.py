@@ -1,7 +1,6 @@
-"""From YAML files and flags to a frozen config; bad input becomes one line and exit code 2.
+"""Reads YAML files and flags into a frozen config; bad input becomes one line and exit code 2.
 
-Precedence: default < first YAML < later YAML < flag. The YAMLs are turned into flags, and tyro parses those; so all are
-checked alike.
+Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flags, which tyro parses and checks alike.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from typing import TypeVar, get_type_hints
 from arpo.checks import ignored, out_of_range
 from arpo.errors import UserError, exit_with
 
-C = TypeVar("C")
+C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
@@ -27,7 +27,7 @@ SCRIPTS = ("train_sft", "train_rl", "evaluate")
 
 @dataclass(frozen=True)
 class Setting:
-    """What one file, or the command line, says of one key."""
+    """The value that one file, or the command line, gives to one key."""
 
     values: list[str]
     where: str
@@ -37,7 +37,7 @@ class Setting:
 
 
 def load_config(root: type[C], argv: list[str] | None = None) -> C:
-    """`[a.yaml b.yaml ...] [--section.field value ...]` -> a checked `root` instance. Raises UserError.
+    """Return a checked `root` of `[a.yaml b.yaml ...] [--section.field value ...]`. Raises UserError.
 
     Without run.name, the run is called after the files: configs/qwen3_8b.yaml configs/aepo.yaml -> qwen3_8b-aepo.
     """
@@ -54,42 +54,40 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     if paths and "run.name" in known:
         settings["run.name"] = Setting(["-".join(path.stem for path in paths)], str(paths[0]), -1)
     for level, path in enumerate(paths):
-        settings |= {
-            key: Setting(values, str(path), level)
-            for key, values in yaml_settings(path, known, getattr(root, "SCRIPT", "")).items()
-        }
+        found = yaml_settings(path, known, getattr(root, "SCRIPT", ""))
+        settings |= {key: Setting(values, str(path), level) for key, values in found.items()}
     settings |= {key: Setting(values, COMMAND_LINE, len(paths)) for key, values in flag_settings(argv, known).items()}
     where = " and ".join([*map(str, paths), *([COMMAND_LINE] if argv or not paths else [])])
     return resolve(root, settings, where)
 
 
 def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
-    """The config of the settings, without those that a later file or flag took the effect from.
+    """Return the config of the settings, without those whose effect a later file or flag has switched off.
 
-    selector=none in an algorithm's file after num_initial_rollouts=6 in a model's file: the 6 is dropped. Both at the
-    same level, or in the other order, is a mistake: UserError.
+    selector=none in an algorithm's file after num_initial_rollouts=6 in a model's file drops the 6. Raises UserError
+    where both stand at the same level, or in the other order.
     """
     settings, levels = dict(settings), {key: setting.level for key, setting in settings.items()}
     while True:
         try:
             cfg = parse(root, [token for key, s in settings.items() for token in (f"--{key}", *s.values)])
-        except ValueError as error:  # of tyro, or of a config's own __post_init__: values that cannot work
+        except ValueError as error:  # of tyro or a __post_init__
             raise UserError(f"{where}: {error}") from None
         if wrong := out_of_range(cfg):
             raise UserError(f"{where}: {wrong}")
         useless = ignored(cfg)
         if not useless:
             return cfg
-        overruled = [one for one in useless if levels.get(one.need.owner, -1) > levels[one.knob]]
+        overruled = [one for one in useless if levels.get(one.owner, -1) > levels[one.knob]]
         if not overruled:
-            raise UserError(f"{settings[useless[0].knob].where}: {useless[0]}")
+            raise UserError(f"{settings[useless[0].knob].where}: {useless[0].message}")
         for one in overruled:
             settings.pop(one.knob, None)
-            levels[one.knob] = levels[one.need.owner]
+            levels[one.knob] = levels[one.owner]
 
 
 def parse(root: type[C], flags: list[str]) -> C:
-    """Flags -> config. Raises ValueError with one line; for --help it prints and exits."""
+    """Return the config of flags. Raises ValueError with one line; for --help it prints and exits."""
     import tyro
 
     captured = io.StringIO()
@@ -104,30 +102,27 @@ def parse(root: type[C], flags: list[str]) -> C:
 
 
 def load_or_exit(root: type[C]) -> C:
-    """`load_config` of the command line; scripts call it before they import torch, so that mistakes show at once."""
-    try:
-        return load_config(root)
-    except UserError as error:
-        exit_with(error)
+    """Return the command line's config; scripts call it before they import torch, so that mistakes show at once."""
+    return run_or_exit(load_config, root)
 
 
-def run_or_exit(main: Callable[[C], None], config: C) -> None:
-    """Run a script's main; bad input found on the way ends it with the one line and code 2."""
+def run_or_exit(function: Callable[[T], C], argument: T) -> C:
+    """Call a script's main, for one; bad input ends it with the one line and code 2."""
     try:
-        main(config)
+        return function(argument)
     except UserError as error:
         exit_with(error)
 
 
 def one_line(tyro_box: str) -> str:
-    """tyro explains itself in a drawn box of several lines; keep the words of it."""
+    """Return the words of tyro's message, which is a drawn box of several lines."""
     text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]|-{9,}", " ", tyro_box))
     text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
     return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 
 
 def field_names(root: type, prefix: str = "") -> dict[str, bool]:
-    """All keys as dotted paths -> is it a section. {"branching": True, "branching.base": False, ...}"""
+    """Return all keys as dotted paths -> whether it is a section. {"branching": True, "branching.base": False, ...}"""
     names: dict[str, bool] = {}
     hints = get_type_hints(root)
     for f in fields(root):
@@ -139,7 +134,7 @@ def field_names(root: type, prefix: str = "") -> dict[str, bool]:
 
 
 def check_known(key: str, known: dict[str, bool], where: str) -> None:
-    """Raises UserError for a key that is none, with the one that it resembles."""
+    """Raise UserError for an unknown key, with the known one that it resembles."""
     if key in known:
         return
     leaf = key.rsplit(".", 1)[-1]
@@ -151,7 +146,7 @@ def check_known(key: str, known: dict[str, bool], where: str) -> None:
 
 
 def flag_settings(argv: list[str], known: dict[str, bool]) -> dict[str, list[str]]:
-    """["--run.seed", "3", "--tools.names", "a", "b"] -> {"run.seed": ["3"], "tools.names": ["a", "b"]}"""
+    """Parse flags. ["--run.seed", "3", "--tools.names", "a", "b"] -> {"run.seed": ["3"], "tools.names": ["a", "b"]}"""
     found: dict[str, list[str]] = {}
     key = None
     for token in argv:
@@ -169,9 +164,9 @@ def flag_settings(argv: list[str], known: dict[str, bool]) -> dict[str, list[str
 
 
 def yaml_settings(path: Path, known: dict[str, bool], script: str) -> dict[str, list[str]]:
-    """Nested YAML -> {"section.field": [value, ...]}; checks every key.
+    """Read nested YAML as {"section.field": [value, ...]}, every key checked.
 
-    What stands under the script's own name overrides the rest of the file; what stands under another's is skipped.
+    Keys under the script's own name override the rest of the file; those under another script's are skipped.
     """
     import yaml
 
@@ -211,9 +206,5 @@ def save_config(config: object, path: Path) -> None:
     """Write the resolved config as YAML that `load_config` reads back."""
     import yaml
 
-    def plain(node: object) -> object:
-        if isinstance(node, dict):
-            return {k: plain(v) for k, v in node.items()}
-        return [plain(v) for v in node] if isinstance(node, list | tuple) else node
-
-    path.write_text(yaml.safe_dump(plain(asdict(config)), sort_keys=False))
+    plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))

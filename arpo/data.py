@@ -1,4 +1,4 @@
-"""Question files -> Prompts, and an order over them that survives a restart. (Conversations: conversations.py.)
+"""Rows of files, prompts made of them, and an order over these that survives a restart.
 
 Reads parquet, jsonl and json arrays in every schema that is around: the published RL files, the simple schema
 `prompt, answer, data_source, tools`, and the evaluation files, whose field names differ. Bad input is a UserError that
@@ -7,17 +7,17 @@ names file, row and field; a few bad rows are skipped with a warning, many stop 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
 from arpo.errors import UserError
-from arpo.files import BadRow, read_rows
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
@@ -39,18 +39,106 @@ DAMAGED_BOX, BOX = "\x08oxed", "\\boxed"
 MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
 
 
-def dataset_name(path: str | Path) -> str:
-    """`data/gsm8k.jsonl` and `data/gsm8k/test.jsonl` -> "gsm8k": the folder names the data where the file does not."""
+# ---- rows of a file
+
+
+class BadRow(ValueError):
+    """One row that cannot be used; the message names the field and what is wrong with it."""
+
+
+def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
+
+    Only a json array is read as a whole. `part` (from 0) of `num_parts` about equal, consecutive parts is read, so that
+    ranks can share a file. Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
+    """
     path = Path(path)
-    generic = path.stem in ("test", "train", "valid", "dev")
-    return path.absolute().parent.name if generic else path.stem
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise UserError(f"{path}: unknown file type {path.suffix!r}; use .parquet, .jsonl or .json")
+    try:
+        if path.stat().st_size == 0:
+            raise UserError(f"{path}: the file is empty; was the download or the export interrupted?")
+        yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, part, num_parts)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file ({error.strerror or error}); check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+
+
+def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        begin, end = _bounds(file.metadata.num_rows, part, num_parts)
+        number = 0
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            if number + num_rows <= begin or end <= number:
+                number += num_rows
+                continue
+            for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+                for row in batch.to_pylist():
+                    if begin <= number < end:
+                        yield f"{path}: row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:  # a corrupt page is an OSError without errno
+        if isinstance(error, OSError) and error.errno:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a readable parquet file ({reason}); download or export it again") from None
+
+
+def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
+    with path.open("rb") as file:
+        is_array = path.suffix == ".json" and file.read(1) == b"["
+        file.seek(0)
+        for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+            yield place, row
+
+
+def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
+    try:
+        items = json.loads(file.read().decode())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); is the file truncated?") from None
+    for i in range(*_bounds(len(items), part, num_parts)):
+        yield f"{path}: item {i}", items[i]
+
+
+def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
+    """Yield the lines whose first byte lies in the part."""
+    begin, end = _bounds(path.stat().st_size, part, num_parts)
+    position, number = 0, 1
+    if begin:
+        for start in range(0, begin - 1, 1 << 20):
+            number += file.read(min(begin - 1 - start, 1 << 20)).count(b"\n")
+        position = begin - 1 + len(rest := file.readline())  # of the line that began in the part before
+        number += rest.endswith(b"\n")
+    while position < end and (line := file.readline()):
+        position += len(line)
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line.decode())
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno}); is the line truncated?"
+                ) from None
+        number += 1
+
+
+def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:
+    return num * part // num_parts, num * (part + 1) // num_parts
 
 
 # ---- prompts
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    r"""All usable rows of a question file, in file order; `prompt_id` is file stem and row number.
+    r"""Read all usable rows of a question file, in file order; `prompt_id` is file stem and row number.
 
     The backspace defect of the published files (0x08 + "oxed") is repaired to "\boxed", counted and logged once.
     Raises UserError for unreadable files, and where more than 1 % of the rows (and more than 3) are bad.
@@ -59,13 +147,15 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     Prompt(prompt_id='questions-000000', messages=[{'role': 'user', 'content': '1 + 1?'}], answers=['2'], ...)
     """
     path = Path(path)
+    is_generic = path.stem in ("test", "train", "valid", "dev")
+    source = path.absolute().parent.name if is_generic else path.stem  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
     prompts: list[Prompt] = []
     bad: list[str] = []
     num_repaired = num_rows = 0
     for index, (place, row) in enumerate(read_rows(path)):
         num_rows += 1
         try:
-            prompt, repaired = parse_prompt(row, f"{path.stem}-{index:06d}", default_source=dataset_name(path))
+            prompt, repaired = parse_prompt(row, f"{path.stem}-{index:06d}", default_source=source)
         except BadRow as error:
             bad.append(f"{place}: {error}")
             continue
@@ -83,7 +173,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 
 
 def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Prompt, bool]:
-    """One row of any schema -> (Prompt, was it repaired). Raises BadRow."""
+    """Return the prompt of a row of any schema, and whether it was repaired. Raises BadRow."""
     rest = dict(row)
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
     reward_model = rest.pop("reward_model", None)
@@ -125,7 +215,7 @@ def _messages(value: object) -> list[dict[str, str]]:
 
 
 def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]:
-    """One message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
+    """Return a message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
     if not isinstance(value, dict) or role_key not in value:
         raise BadRow(f"a message must be an object with {role_key!r} and {text_key!r}, not {str(value)[:80]!r}")
     role = ROLES.get(value[role_key])
@@ -140,7 +230,7 @@ def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]
 
 
 def _answers(value: object, field: str) -> list[str]:
-    """The accepted answers. A worked solution in GSM8K's style stands for the number after its last "####".
+    """Return the accepted answers. A worked solution in GSM8K's style stands for the number after its last "####".
 
     >>> _answers(["NYC", "New York"], "answer"), _answers(70, "answer"), _answers("so 2+2=4\\n#### 4", "answer")
     (['NYC', 'New York'], ['70'], ['4'])
@@ -161,7 +251,7 @@ def _answers(value: object, field: str) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """JSON types only, so that dumps and messages between ranks never meet anything else."""
+    """Return the value in JSON types only, for dumps and for messages between ranks."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
@@ -180,14 +270,9 @@ def tokenize_prompts(
 
     Raises UserError where `overlong` is "error" and one is too long, and where nothing remains.
     """
-    kept = []
-    longest = Prompt("", [], [])
-    for prompt in prompts:
-        prompt = replace(prompt, token_ids=tuple(render(prompt.messages)))
-        if len(prompt.token_ids) > len(longest.token_ids):
-            longest = prompt
-        if len(prompt.token_ids) <= max_prompt_tokens:
-            kept.append(prompt)
+    prompts = [replace(prompt, token_ids=tuple(render(prompt.messages))) for prompt in prompts]
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     num_dropped = len(prompts) - len(kept)
     if num_dropped and (overlong == "error" or not kept):
         raise UserError(
@@ -203,9 +288,9 @@ def tokenize_prompts(
 
 
 class PromptOrder:
-    """Which prompts each step takes: a pure function of the step, so that a resumed run needs no saved cursor.
+    """The prompts of each step, as a pure function of the step, so that a resumed run needs no saved cursor.
 
-    Every epoch is a permutation of its own (from seed and epoch); what does not fill a step at its end is left out.
+    Every epoch has its own permutation (from seed and epoch); prompts at its end that do not fill a step are left out.
 
     >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
     >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
@@ -227,7 +312,7 @@ class PromptOrder:
         return self.num_prompts // self.num_per_step
 
     def indices(self, step: int) -> list[int]:
-        """Prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
+        """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.num_per_step
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)

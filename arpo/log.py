@@ -1,20 +1,21 @@
-"""What a run leaves behind: console lines, metrics.jsonl, TensorBoard, trajectory dumps, the curve.
+"""The log of a run: console lines, metrics.jsonl, TensorBoard, trajectory dumps, the curve.
 
     runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl  curve.png
 
-Only rank 0 writes; on other ranks every method is a no-op.
+Only rank 0 writes; on other ranks every method does nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
+from arpo.checks import leaves
 from arpo.config import save_config
 from arpo.trajectory import Group
 
@@ -22,7 +23,7 @@ LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
 class RunLog:
-    """`resume_step` = steps that are already done; what an interrupted run logged beyond them is dropped."""
+    """Writer of a run's folder. `resume_step` steps are done; an interrupted run's later lines are dropped."""
 
     def __init__(self, folder: Path, config: object, *, is_main: bool, resume_step: int = 0):
         self.folder, self.is_main = folder, is_main
@@ -35,7 +36,7 @@ class RunLog:
         self.metrics_path = folder / "metrics.jsonl"
         self._drop_lines_after(resume_step)
         self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
-        rows = [f"| {key} | {value} |" for key, value in flat(asdict(config)).items()]
+        rows = [f"| {key} | {value} |" for key, value in leaves(config).items()]
         self.board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
 
     def _drop_lines_after(self, step: int) -> None:
@@ -44,7 +45,7 @@ class RunLog:
         self.metrics_path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and one TensorBoard point per value. `step` counts from 1."""
+        """Write a line of metrics.jsonl, and a TensorBoard point per value. `step` counts from 1."""
         if not self.is_main:
             return
         with self.metrics_path.open("a") as file:
@@ -59,14 +60,14 @@ class RunLog:
             print_line(text)
 
     def progress(self, total: int, what: str, *, done: int = 0, is_part: bool = False) -> Progress:
-        """Show on rank 0 how far something is that has `total` parts, of which `done` are done already.
+        """Return the progress of something with `total` parts, of which `done` are done; rank 0 shows it.
 
-        `is_part`: of a step that has a progress of its own. Only a terminal shows it, and after a second.
+        `is_part`: within a step that has a progress of its own. Then only a terminal shows it, and after a second.
         """
         return Progress(total, what, done=done, is_part=is_part, is_main=self.is_main)
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Full trajectories, one per line: text, tokens, turns, tool calls, decisions, rewards."""
+        """Write full trajectories, one per line: text, tokens, turns, tool calls, decisions, rewards."""
         if not self.is_main:
             return
         path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
@@ -79,7 +80,7 @@ class RunLog:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def transcripts(self, step: int, groups: list[Group], *, tag: str, num: int = 2) -> None:
-        """The first trajectories of the first prompts as TensorBoard text."""
+        """Write the first trajectories of the first prompts as TensorBoard text."""
         if not self.is_main:
             return
         for i, group in enumerate(groups[:num]):
@@ -89,16 +90,14 @@ class RunLog:
             self.board.add_text(f"{tag}/{i}", f"{head}\n\n```\n{text}\n```", step)
 
     def curve(self, names: list[str], path: str = "curve.png") -> Path | None:
-        """Draw metrics of metrics.jsonl over the steps; None on other ranks than 0."""
+        """Draw metrics over the steps, and return the file; None on other ranks than 0."""
         if not self.is_main:
             return None
-        import matplotlib
+        from matplotlib.figure import Figure
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        rows = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
-        figure, axis = plt.subplots(figsize=(7, 4))
+        rows = read_metrics(self.folder)
+        figure = Figure(figsize=(7, 4), layout="tight")
+        axis = figure.subplots()
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
@@ -106,9 +105,7 @@ class RunLog:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend()
-        figure.tight_layout()
         figure.savefig(self.folder / path, dpi=120)
-        plt.close(figure)
         return self.folder / path
 
     def close(self) -> None:
@@ -116,11 +113,9 @@ class RunLog:
             self.board.close()
 
 
-class Progress:
-    """One line that updates itself where a terminal shows it, with rate and time left; otherwise a line now and then.
-
-    Those lines are for log files: the first, the last, one every 25th part of the way, one a minute where that is slow.
-    """
+class Progress(contextlib.AbstractContextManager):
+    """A progress bar on a terminal; in a log file lines: the first, the last, one every 25th part of the way, and one a
+    minute where that is slow."""
 
     def __init__(self, total: int, what: str, *, done: int, is_part: bool, is_main: bool):
         shows_bar = is_main and sys.stderr.isatty()
@@ -132,7 +127,7 @@ class Progress:
         self.bar = tqdm(desc=what, total=total, initial=done, disable=not shows_bar, **looks)
 
     def at(self, done: int, text: str = "", *, keep: bool = False) -> None:
-        """Show that `done` parts are done, and `text` about the newest. `keep`: it deserves a line on any output."""
+        """Show that `done` parts are done, and `text` about the newest. `keep`: print a line on any output."""
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(done - self.bar.n)
         now = time.monotonic()
@@ -151,9 +146,6 @@ class Progress:
     def close(self) -> None:
         self.bar.close()
 
-    def __enter__(self) -> Progress:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -164,14 +156,18 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
-    out: dict[str, object] = {}
-    for key, value in tree.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
-
-
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """All lines of a run's metrics.jsonl."""
+    """Return all lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def script_json(tree: object) -> str:
+    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
+    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+
+    >>> script_json({"text": "</script>", "loss": math.nan})
+    '{"text":"\\u003c/script>","loss":"nan"}'
+    """
+    words = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+    finite = json.loads(json.dumps(tree), parse_constant=words.get)
+    return json.dumps(finite, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

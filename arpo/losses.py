@@ -1,7 +1,7 @@
-"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms; rollout correction; the value loss. Pure.
+"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms, and the rollout correction.
 
 A new loss is one function (LossInputs, LossConfig) -> TokenLosses and one line in TOKEN_LOSSES; its knob is a field of
-LossConfig. KL_ESTIMATORS, ROLLOUT_CORRECTIONS and AGGREGATIONS work in the same way.
+LossConfig. KL_ESTIMATORS, ROLLOUT_CORRECTIONS and AGGREGATIONS work in the same way. All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
 A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
@@ -34,7 +34,7 @@ class LossInputs:
     logprobs: Tensor
     """(B, T) nats, log-probability of each token under the policy that is trained; has a gradient."""
     old_logprobs: Tensor
-    """(B, T) the same under the policy before the update (loss.old_logprobs says who computed it)."""
+    """(B, T) nats, under the policy before the update (loss.old_logprobs says who computed them)."""
     advantages: Tensor
     """(B, T), or a shape that broadcasts to it."""
     mask: Tensor
@@ -46,7 +46,7 @@ class LossInputs:
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (`rollout_weights`), multiplied to each token's loss."""
     entropy_statistics: tuple[float, float] | None = None
-    """(mean, standard deviation) of `entropy` over the whole mini-batch; `policy_loss` sets it where `cfg` needs it."""
+    """(mean, standard deviation) of `entropy` over the whole mini-batch, for AEPO; None = over these rows."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -57,53 +57,46 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What a token loss returns."""
+    """The loss of each token, before it is averaged."""
 
     losses: Tensor
-    """(B, T), differentiable; what stands where the mask is 0 does not matter."""
+    """(B, T), differentiable; values where the mask is 0 do not matter."""
     ratio: Tensor
-    """(B, T) the probability ratio that the loss used, for the metric `ratio_max`."""
+    """(B, T) probability ratio that the loss used, for the metric `ratio_max`."""
     held: dict[str, Tensor] = field(default_factory=dict)
     """Metric name -> (B, T) bool or number, logged as its mean over the loss tokens."""
 
 
 TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
 BOUNDS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
-"""Names in `held` that are logged for every loss: tokens held at the ratio's upper or lower bound, or by dual clip."""
+"""Metrics that every loss logs: shares of tokens held at the ratio's upper bound, at its lower, and by dual clip."""
 
 
-def policy_loss(
-    inputs: LossInputs,
-    cfg: LossConfig,
-    *,
-    denominator: float | None = None,
-    entropy_statistics: tuple[float, float] | None = None,
-) -> tuple[Tensor, Metrics]:
+def policy_loss(inputs: LossInputs, cfg: LossConfig, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Policy loss + kl_coefficient * KL - entropy_coefficient * entropy. Returns (scalar loss, metrics).
 
-    - The policy loss of each token is TOKEN_LOSSES[cfg.kind].
-    - `denominator`: the global count of what is averaged: loss tokens for token_mean, sequences with loss tokens for
-      the sequence means (`loss_denominator`, summed over micro-batches and ranks). None = these rows.
-    - `entropy_statistics`: (mean, std) of the entropies over the mini-batch, for AEPO. None = of these rows.
+    `denominator` is the global count of what is averaged: loss tokens for token_mean, sequences with loss tokens for
+    the sequence means (`loss_denominator`, summed over micro-batches and ranks); None = these rows.
 
     Metrics are to be merged over micro-batches and ranks: the sum `policy` (this share of the policy loss, without KL
-    and entropy terms); means over loss tokens of `clip_fraction` (held at the upper bound), `clip_fraction_low` (at the
-    lower), `dual_clip_fraction`, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl` (to the reference); and
-    the maximum `ratio_max`. Raises ValueError where `cfg` needs the entropy and `inputs` has none.
+    and entropy terms); means over loss tokens of BOUNDS, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl`
+    (to the reference); the maximum `ratio_max`. Raises ValueError where `cfg` needs the entropy, but `inputs` lacks it.
 
     >>> one = torch.ones(1, 1)
     >>> policy_loss(LossInputs(1.5 * one, 0 * one, one, one), LossConfig())[0].item()    # r = 4.48 is clipped to 1.2
     -1.2000000476837158
     """
     assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
-    keep, entropy = inputs.mask.bool(), inputs.entropy
+    keep, entropy, entropy_statistics = inputs.mask.bool(), inputs.entropy, inputs.entropy_statistics
     if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
     if uses_entropy_statistics(cfg) and entropy_statistics is None:
         entropy_statistics = statistics_of(token_moments(entropy, keep))
     advantages = inputs.advantages.expand_as(inputs.logprobs)
-    if cfg.entropy_balanced_advantage:
-        advantages = balance_advantages(advantages, entropy, cfg.entropy_advantage_weight, entropy_statistics)
+    if cfg.entropy_balanced_advantage:  # AEPO: A max(1 + weight (H - mean) / std, 0); the floor keeps A's sign
+        mean, std = entropy_statistics
+        z = (entropy.detach() - mean) / (std + 1e-8)
+        advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
     inputs = replace(inputs, advantages=advantages, mask=keep, entropy_statistics=entropy_statistics)
 
     tokens = TOKEN_LOSSES[cfg.kind](inputs, cfg)
@@ -159,14 +152,15 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "cispo": cispo,
     "reinforce": reinforce,
 }
+NEED_WHOLE_ROWS = {"gspo", "sequence_mean_token_sum", "sequence_mean_token_mean"}
+"""Losses and aggregations that combine the tokens of a row, and so cannot go with model.context_parallel > 1."""
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for the ratio r (B, T).
 
-    `cfg.entropy_balanced_clipping` (AEPO, arXiv 2510.14545): above 1 + clip_high, clip(r) becomes
-    (1 + clip_high) r / stop_gradient(r): the same value, but its gradient lives on, with the bounded size
-    1 + clip_high. `cfg.balanced_clipping_tokens` "high_entropy": only where the entropy is above the mini-batch's mean.
+    With `cfg.entropy_balanced_clipping` (AEPO, arXiv 2510.14545) an r above the range is clipped to
+    (1 + clip_high) r / stop_gradient(r): the same value, but with a gradient, whose size is bounded by 1 + clip_high.
     """
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
     above, below, clipped_ratio = ratio > high, ratio < low, ratio.clamp(low, high)
@@ -181,8 +175,8 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> Tok
 
 
 def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """GSPO's ratio, (B, T): exp(mean log ratio over the sequence's loss tokens), the same value at every token, but
-    with the gradient of that token's own logprob, so that tokens of one sequence may have different advantages.
+    """Return GSPO's ratio, (B, T): exp(mean log ratio over the sequence's loss tokens), the same value at every token,
+    but with the gradient of that token's own logprob, so that tokens of one sequence may have different advantages.
 
     Ratios 2 and 0.5 -> 1 at both tokens; d value / d logp is 1 at its own token and 0 at the other.
     """
@@ -227,7 +221,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def rollout_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cfg: LossConfig
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights for what vLLM and the trainer compute differently from the same weights, and metrics.
+    """Return importance weights against the difference of vLLM's and the trainer's logprobs, and metrics.
 
     w = exp(old_logprobs - rollout_logprobs), bounded by ROLLOUT_CORRECTIONS[cfg.rollout_correction]; (B, T) without
     gradient, 0 where mask is 0. Within [0.5, 2], w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0.
@@ -261,30 +255,8 @@ Correction = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
 ROLLOUT_CORRECTIONS: dict[str, Correction] = {"tis": truncated, "mis": masked}
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_value: float, denominator: float
-) -> tuple[Tensor, Metrics]:
-    """The critic's share of the global token mean of 0.5 * max((v - R)^2, (clip(v, old +- clip_value) - R)^2).
-
-    values 2, old_values 1, returns 0, clip_value 0.5 -> max(4, 2.25) / 2 = 2. Metrics: sum `loss`; means over loss
-    tokens of `clip_fraction` (the clipped term is the larger one: no gradient), `value`, `return`.
-    """
-    keep = mask.bool()
-    values = torch.where(keep, values, 0.0)
-    clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
-    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
-    held = (clipped_error > plain_error).detach()
-    metrics = Metrics()
-    if num_tokens := int(keep.sum()):
-        metrics.sum("loss", loss.item())
-        for name, per_token in {"clip_fraction": held, "value": values.detach(), "return": returns}.items():
-            metrics.mean(name, float(per_token[keep].float().mean()), num_tokens)
-    return loss, metrics
-
-
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
-    """Token losses (B, T) -> scalar, divided by `denominator` (None = the count of these rows, at least 1)."""
+    """Sum token losses (B, T) as AGGREGATIONS says, over `denominator` (None = the count of these rows, at least 1)."""
     # where, not a product: 0 * inf would poison the sum, and the gradient of a masked token must be exactly 0
     rows, _ = AGGREGATIONS[aggregation](torch.where(mask.bool(), token_loss, 0.0), mask)
     if denominator is None:
@@ -293,7 +265,7 @@ def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: f
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> float:
-    """What these rows contribute to the global count: loss tokens, or sequences that have any.
+    """Return the part of these rows in the global count: their number of loss tokens, or of sequences that have any.
 
     mask [[1, 1], [0, 0]] -> 2.0 for token_mean, 1.0 for the sequence means.
     """
@@ -311,29 +283,19 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def uses_entropy_statistics(cfg: LossConfig) -> bool:
-    """Whether the loss of a token depends on the entropies of all others (AEPO)."""
+    """Return whether the loss of a token depends on the entropies of all others (AEPO)."""
     high_entropy_only = cfg.entropy_balanced_clipping and cfg.balanced_clipping_tokens == "high_entropy"
     return cfg.entropy_balanced_advantage or high_entropy_only
 
 
-def balance_advantages(advantages: Tensor, entropy: Tensor, weight: float, statistics: tuple[float, float]) -> Tensor:
-    """AEPO's entropy-aware advantage: A * max(1 + weight * (H - mean) / std, 0), everything about H detached.
-
-    weight 0.2 and a token one standard deviation above the mean: A -> 1.2 A. The floor keeps A's sign.
-    """
-    mean, std = statistics
-    z = (entropy.detach() - mean) / (std + 1e-8)
-    return advantages * (1 + weight * z).clamp(min=0)
-
-
 def token_moments(entropy: Tensor, mask: Tensor) -> Tensor:
-    """(3,) float64 on the CPU: count, sum and sum of squares over loss tokens; add them up over rows and ranks."""
+    """Return count, sum and sum of squares over loss tokens, (3,) float64 on the CPU; rows and ranks add up."""
     values = entropy.detach()[mask.bool()].double()
     return torch.stack([torch.tensor(float(values.numel())), values.sum().cpu(), values.square().sum().cpu()])
 
 
 def statistics_of(moments: Tensor) -> tuple[float, float]:
-    """Moments -> (mean, unbiased standard deviation); a single token has deviation 1. Entropies 1, 3 -> (2, 1.414)."""
+    """Return (mean, unbiased standard deviation); a single token has deviation 1. Entropies 1, 3 -> (2, 1.414)."""
     count, total, squares = moments.tolist()
     if count < 2:
         return (total if count else 0.0), 1.0
@@ -342,7 +304,7 @@ def statistics_of(moments: Tensor) -> tuple[float, float]:
 
 
 def loss_metrics(policy: Tensor, per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
-    """One transfer from the device for all numbers."""
+    """Return the metrics of `policy_loss`, with one transfer from the device for all numbers."""
     sums = [torch.where(mask, values.float(), 0.0).sum() for values in per_token.values()]
     count, policy_share, ratio_max, *sums = torch.stack([mask.sum().float(), policy, ratio.amax(), *sums]).tolist()
     metrics = Metrics()

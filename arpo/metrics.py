@@ -1,12 +1,11 @@
-"""What a rollout came to, in numbers; and whether its tools worked well enough for it to be trained on.
+"""The numbers of a rollout, and the decision whether its tools worked well enough for it to be trained on.
 
-Every rank counts its share of the groups; merged over ranks (`Ranks.reduce_metrics`) they are numbers of all of them.
-Each name is defined in the table of metrics, and each number has one name.
+Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the shares. The docs define each name.
 """
 
 from __future__ import annotations
 
-from arpo.trajectory import Group, Metrics, StopReason, ToolCall, Trajectory
+from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
 MAX_FAILED_SHARE = 0.05
 """A batch with a larger share of failed trajectories is not trained on."""
@@ -52,58 +51,47 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
 
 
 def _tools(m: Metrics, t: Trajectory) -> None:
-    """What the tools did and cost: every call is booked with the trajectory that made it, and not with its branches."""
+    """Add the tool calls, each with the trajectory that made it, and not with its branches."""
     calls, own = t.tool_calls, t.own_tool_calls
     m.mean("tools/calls_per_trajectory", len(calls))
     m.sum("tools/inherited", len(calls) - len(own))
     for call in own:
-        _counts(m, "tools/all", call)
         m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")  # of right and wrong answers
         if call.cost:
             m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
-        _counts(m, f"tools/{call.tag}", call)
+        tool = f"tools/{call.tag}"
+        for name in ("tools/all", tool):
+            if not call.executed:
+                m.sum(f"{name}/not_run", 1)
+                continue
+            m.sum(f"{name}/calls", 1)
+            m.sum(f"{name}/cached", call.cached)
+            m.sum(f"{name}/failed", not call.ok)
+            if call.cost:
+                m.sum(f"{name}/cost", call.cost)
         if call.executed:
-            _details(m, f"tools/{call.tag}", call)
-
-
-def _counts(m: Metrics, name: str, call: ToolCall) -> None:
-    if not call.executed:
-        m.sum(f"{name}/not_run", 1)
-        return
-    m.sum(f"{name}/calls", 1)
-    m.sum(f"{name}/cached", call.cached)
-    m.sum(f"{name}/failed", not call.ok)
-    if call.cost:
-        m.sum(f"{name}/cost", call.cost)
-
-
-def _details(m: Metrics, name: str, call: ToolCall) -> None:
-    if not call.ok:
-        m.sum(f"{name}/failed_{call.error_kind or 'unnamed'}", 1)
-    m.sum(f"{name}/bytes_in", _num_bytes(call.argument))
-    m.sum(f"{name}/bytes_out", _num_bytes(call.result))
-    m.percentiles(f"{name}/seconds", call.seconds)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "replace"))
+            if not call.ok:
+                m.sum(f"{tool}/failed_{call.error_kind or 'unnamed'}", 1)
+            m.sum(f"{tool}/bytes_in", len(call.argument.encode("utf-8", "replace")))
+            m.sum(f"{tool}/bytes_out", len(call.result.encode("utf-8", "replace")))
+            m.percentiles(f"{tool}/seconds", call.seconds)
 
 
 class ToolHealth:
-    """Watches the batches of a run; every rank sees all groups, and so all ranks decide alike.
+    """Watch over the batches of a run. Every rank sees all groups, so all ranks decide alike.
 
-    A trajectory that one of our services failed is left out of the loss. A few of them do no harm; many would leave a
-    batch of those questions that need no tool, and a policy that learns to do without.
+    A trajectory that ended in a failure of one of our services is left out of the loss. Without many of them a batch
+    would be left with the questions that need no tool, and the policy would learn to do without tools.
     """
 
     def __init__(self) -> None:
         self.num_bad_batches = 0
-        """Bad batches in a row, up to now."""
+        """Bad batches in a row."""
         self.failed_share = 0.0
         """Share of the last batch's trajectories that ended in a failure of ours."""
 
     def may_train(self, groups: list[Group]) -> bool:
-        """False where too many trajectories of the batch ended in an infrastructure failure."""
+        """Return False where too many trajectories of the batch ended in an infrastructure failure."""
         reasons = [t.stop_reason for group in groups for t in group.trajectories]
         self.failed_share = reasons.count(StopReason.ERROR) / max(len(reasons), 1)
         self.num_bad_batches = self.num_bad_batches + 1 if self.failed_share > MAX_FAILED_SHARE else 0

@@ -1,4 +1,4 @@
-"""Every knob that more than one script shares, by section. The defaults are the paper's 7B reasoning recipe.
+"""The config sections that scripts share. The defaults are the paper's 7B reasoning recipe.
 
 Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
 root config (see the top of `train_rl.py`). This file imports next to nothing, so that `--help` answers at once.
@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from arpo.errors import require
-from arpo.names import check_name, names_of
+from arpo.errors import check_name, names_of, require
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives, and how often it validates and saves."""
+    """The run's folder, and how often it validates and saves."""
 
     name: str = "run"
     """The run writes to DIR/NAME: config.yaml, metrics.jsonl, tb/, trajectories/, checkpoints/."""
@@ -32,7 +31,7 @@ class RunConfig:
     save_every: int = 5
     """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay on disk (at least 2, so that a broken one has a fallback)."""
+    """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
     save_hf: bool = True
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
     dump_every: int = 1
@@ -40,10 +39,9 @@ class RunConfig:
     resume: bool = True
     """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
     peer_timeout_minutes: float = 60.0
-    """How long a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
+    """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
     silence_timeout_s: float = 300.0
-    """A rank whose process gives no sign of life for so long (killed, frozen, its node or network down) ends the run,
-    under torchrun, which with --max-restarts starts it again."""
+    """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
 
 
 @dataclass(frozen=True)
@@ -55,37 +53,31 @@ class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa: these two work row by row, on trees
-    too (attention.py). flex_attention (GPU) is one compiled kernel with a block mask."""
+    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa; flex_attention (GPU) is compiled."""
     activation_checkpointing: bool = True
     """Recompute layers in the backward pass instead of keeping their activations."""
     checkpoint_every_n_layers: int = 1
-    """With activation_checkpointing: 1 = every layer (full); n = only every n-th (selective): more memory, and less
-    computed twice."""
+    """Recompute every n-th layer only: n > 1 takes more memory, but computes less twice."""
     compile_layers: bool = False
-    """torch.compile each layer, all but its attention; the first step takes a minute or more longer. Whether it pays
-    depends on the device and the sizes: benchmarks/update_mfu.py measures it."""
+    """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
     compile_head: bool = False
-    """torch.compile the head's softmax, entropy and gradients, so that they pass over the logits less often; compared
-    with the plain ones at the start, which takes half a minute longer. benchmarks/head_memory.py measures it."""
+    """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
     reshard_after_forward: bool = True
     """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
     shard_size: int = 0
-    """Ranks that share one copy of weights and optimizer; between such groups only gradients travel. 0 = the ranks of
-    a node."""
+    """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
     context_parallel: int = 1
-    """Ranks among which the tokens of each micro-batch are spread (Ulysses), so that rows may be longer than one GPU
-    can hold; the model's key-value heads must divide by it."""
+    """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
     cpu_offload: bool = False
     """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
     lora_rank: int = 0
-    """Train low-rank adapters of this rank, and nothing else; 0 = train all weights. (Not the critic: it is whole.)"""
+    """Train only low-rank adapters of this rank; 0 = train all weights. (A critic always trains all of its own.)"""
     lora_alpha: float = 32.0
-    """The adapters' product counts lora_alpha / lora_rank times."""
+    """The product of an adapter's matrices is multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get an adapter."""
     enable_thinking: bool = False
-    """Passed to the chat template (Qwen3's thinking switch); templates without the switch ignore it."""
+    """Thinking switch that is passed to the chat template (Qwen3); templates without the switch ignore it."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ class DataConfig:
     num_prompts_per_step: int = 128
     """Prompts per rollout, over all ranks."""
     max_prompt_tokens: int = 1536
-    """Longer prompts are handled as `overlong` says."""
+    """Longest prompt; data.overlong says what happens to longer ones."""
     overlong: Literal["drop", "error"] = "drop"
     """drop = leave overlong prompts out, and say how many; error = stop."""
     system_prompt: str = "keep"
@@ -110,11 +102,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """vLLM, one engine per rank, in the rank's own process."""
+    """The vLLM engine that each rank runs in its own process."""
 
     tensor_parallel: int = 1
-    """Neighbouring ranks that share one engine, each with a part of its weights and KV cache: for models that one GPU
-    cannot hold while it samples. Must divide the ranks of a node and the model's heads."""
+    """Neighbouring ranks that share one engine (for large models); must divide a node's ranks and the model's heads."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of sampling."""
     gpu_memory_utilization: float = 0.6
@@ -131,7 +122,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """One rollout: how many trajectories, how long, how many tool calls."""
+    """The trajectories of a rollout: their number, length and tool calls."""
 
     group_size: int = 16
     """Trajectories per prompt (upstream: n)."""
@@ -140,12 +131,11 @@ class RolloutConfig:
     max_tool_calls: int = 3
     """Calls after which a trajectory is told that it must answer (upstream: call_limit)."""
     max_calls_per_tool: tuple[str, ...] = ()
-    """NAME=N of tools that may be called less often than that, like python=5: a further call is refused, in words, and
-    counts among max_tool_calls."""
+    """Lower limits of single tools, like python=5. A further call is refused, but counts among max_tool_calls."""
     max_result_tokens: int = 1024
     """Longer tool results are cut, with a visible mark."""
     answer_reserve_tokens: int = 256
-    """Budget that tool results may not eat, so that an answer still fits."""
+    """Tokens at the end of max_response_tokens that tool results leave free, so that an answer still fits."""
     temperature: float = 1.0
     """Sampling temperature; 0 = greedy."""
     top_p: float = 1.0
@@ -153,7 +143,7 @@ class RolloutConfig:
 
     @property
     def call_limits(self) -> dict[str, int]:
-        """Tool -> its own limit. Raises ValueError where one cannot be read. ("python=5",) -> {"python": 5}"""
+        """Limit of each tool that has its own. ("python=5",) -> {"python": 5}; ValueError for what cannot be read."""
         limits = {}
         for entry in self.max_calls_per_tool:
             name, _, number = entry.partition("=")
@@ -163,12 +153,12 @@ class RolloutConfig:
         return limits
 
     def __post_init__(self) -> None:
-        _ = self.call_limits  # what cannot be read is found now
+        _ = self.call_limits  # which raises
 
 
 @dataclass(frozen=True)
 class BranchingConfig:
-    """When a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
+    """The rule by which a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
 
     selector: str = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches;
@@ -178,7 +168,7 @@ class BranchingConfig:
     rule: Literal["bernoulli", "threshold"] = "bernoulli"
     """bernoulli = branch with probability P (released code); threshold = branch when P > `threshold` (paper)."""
     base: float = 0.5
-    """alpha: P(branch) when entropy did not change."""
+    """alpha: P(branch) where the entropy did not change."""
     weight: float = 0.2
     """beta (gamma in AEPO): change of P per unit of normalised entropy change."""
     threshold: float = 0.5
@@ -198,8 +188,7 @@ class BranchingConfig:
     consecutive_penalty: float = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
     compat: Literal["paper", "upstream"] = "paper"
-    """upstream = the released code's gate with penalty (selector aepo only); the counter stays the chain's, since the
-    released per-prompt counter has a meaning only in a lock-step schedule."""
+    """upstream = the released code's gate with penalty (selector aepo only), but with one counter per chain."""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES")
@@ -207,60 +196,58 @@ class BranchingConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """From a finished trajectory to a number."""
+    """The score of a finished trajectory."""
 
     compat: Literal["paper", "upstream"] = "paper"
     """paper = ALGORITHM as published, format judged on model-written text; upstream = the released score, exactly."""
     bonus_tools: tuple[str, ...] = ("search", "python")
-    """A right answer earns 0.1 more where each of these tools was called with success; empty = no bonus. (The released
-    score always asks for search and python.)"""
+    """Tools that must all have been called with success for a right answer to earn 0.1 more; empty = no bonus."""
     file: str = ""
-    """A Python file with your own reward; empty = the built-in one."""
+    """Python file with your own reward; empty = the built-in one."""
     function: str = "compute_score"
-    """Its function: (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`,
+    """Function in that file: (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`,
     or (list of {output, answer, data_source}) -> list of float."""
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """From rewards to advantages."""
+    """The way in which rewards become advantages."""
 
     kind: str = "grpo"
-    """grpo = against the other trajectories of the prompt; gae = token by token against a critic (PPO)."""
+    """grpo = compare with the other trajectories of the prompt; gae = compare each token with a critic (PPO)."""
     tree: str = "soft"
-    """Without a critic: soft = each trajectory brings its own advantage to every token; hard = tokens that several
-    trajectories of the branch tree share get the mean of their advantages."""
+    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets their mean."""
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
     dead_groups: Literal["keep", "drop"] = "keep"
-    """Without a critic: groups whose rewards are all equal: keep them in the batch (they count as tokens), or drop
-    them."""
+    """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out."""
     gamma: float = 1.0
-    """gae: discount per sampled token; tool results are no steps."""
+    """gae: discount per sampled token; the tokens of tool results do not count."""
     lam: float = 1.0
     """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages are tokens' against a critic's values, and not trajectories' against their group."""
+        """True where tokens are compared with a critic's values, and not trajectories with their group."""
         return self.kind in names_of("advantages", "CRITIC_ESTIMATORS")
 
     def __post_init__(self) -> None:
-        with_critic = names_of("advantages", "CRITIC_ESTIMATORS")
-        check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *with_critic)
+        if not self.needs_critic:
+            critics = names_of("advantages", "CRITIC_ESTIMATORS")
+            check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *critics)
         check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic of advantage.kind=gae: a value head on its own model. AdamW as `optim` says, but for the rate."""
+    """The critic of advantage.kind=gae: a value head on its own model, trained as `optim` says, but at its own rate."""
 
     path: str = ""
     """Model folder that the critic starts from, with the policy's tokenizer; empty = model.path."""
     lr: float = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: int = 0
-    """First steps in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""
 
 
 @dataclass(frozen=True)
@@ -268,46 +255,44 @@ class LossConfig:
     """The policy loss."""
 
     kind: str = "ppo"
-    """ppo = clipped ratio per token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
+    """ppo = clipped ratio of each token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
     clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant weight of
-    the log-probability; reinforce = no ratio at all."""
+    the log-probability; reinforce = no ratio."""
     clip_low: float = 0.2
     """Ratio clip below 1."""
     clip_high: float = 0.2
     """Ratio clip above 1."""
     dual_clip: float | None = 3.0
-    """ppo: bound of the loss for negative advantages (c in dual-clip PPO); None = no bound."""
+    """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO); None = no bound."""
     entropy_balanced_clipping: bool = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
-    """Where the balanced clipping holds: all = paper and released code; high_entropy = only at tokens whose entropy is
-    above the mini-batch's mean."""
+    """Tokens under balanced clipping: all (paper, released code); high_entropy = those above the mini-batch's mean."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: float = 0.2
-    """AEPO: the weight above."""
+    """AEPO: the weight in entropy_balanced_advantage."""
     entropy_coefficient: float = 0.0
-    """Entropy bonus: this times the mean token entropy (nats) is subtracted from the loss."""
+    """Factor of the mean token entropy (nats), which is subtracted from the loss."""
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
     kl_estimator: str = "k3"
-    """Per token, with d = logprob - reference logprob: k1 = d (in the loss its gradient is 0 on average: use it in the
-    reward); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
+    """Estimator of the KL of a token, with d = logprob - reference logprob: k1 = d (for the reward: in the loss its
+    gradient averages to 0); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss = added to the policy loss; reward = subtracted before the advantages: from each token's reward under a
-    critic, else from the trajectory's reward, summed over its loss tokens."""
+    """loss = add the KL to the policy loss; reward = subtract it from the reward, before there are advantages: of each
+    token under a critic, else of the trajectory, summed over its loss tokens."""
     reference: str = ""
     """Model folder of the reference policy; empty = model.path, the policy before training."""
     offload_reference: bool = False
-    """Keep the reference's weights in CPU memory and stream them layer by layer (GPU only: saves its shard)."""
+    """Keep the reference's weights in CPU memory and stream them to the GPU layer by layer (GPU only)."""
     aggregation: str = "token_mean"
-    """How token losses become one number: token_mean, sequence_mean_token_sum or sequence_mean_token_mean; means are
-    over the global mini-batch."""
+    """Mean over the global mini-batch: token_mean, sequence_mean_token_sum or sequence_mean_token_mean."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
     rollout_correction: str = "none"
-    """Weight of each token's loss by w = trainer / vLLM probability before the update: tis = w, at most
-    correction_high; mis = w, and 0 outside [correction_low, correction_high]."""
+    """Weight of each token's loss by w = trainer's / vLLM's probability before the update: none = 1; tis = w, at most
+    correction_high; mis = w, but 0 outside [correction_low, correction_high]."""
     correction_low: float = 0.5
     """mis: smallest weight that counts."""
     correction_high: float = 2.0
@@ -326,7 +311,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """How a rollout becomes optimizer steps."""
+    """The way in which a rollout becomes optimizer steps."""
 
     num_prompts_per_minibatch: int = 16
     """Prompts per optimizer step, over all ranks; num_prompts_per_step / this = optimizer steps per rollout."""
@@ -335,9 +320,9 @@ class UpdateConfig:
     max_tokens_per_microbatch: int = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
     layout: Literal["auto", "packed", "tree"] = "auto"
-    """packed = trajectories one behind the other; tree = what they share (prompt, tokens before a fork) is computed and
-    counted once. The loss and its gradients are the same. auto = tree, but packed for groups of
-    one, and where sliding windows meet flex_attention, whose tree mask has none."""
+    """packed = trajectories one after the other; tree = the tokens that they share (prompt, before a fork) are computed
+    once, with the same loss and gradients. auto = tree, but packed for groups of one, and for sliding windows under
+    flex_attention, whose tree mask has none."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +334,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW betas."""
     weight_decay: float = 0.01
-    """On matrices only; norms and biases are not decayed."""
+    """Weight decay of matrices; norms and biases are not decayed."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up; linear and cosine end at lr * min_lr_ratio."""
     warmup_ratio: float = 0.0

@@ -16,11 +16,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from arpo import branching as br
 from arpo.branching import Decision, GroupState, Live
 from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.engine.team import Team
+from arpo.log import RunLog
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
@@ -45,8 +47,8 @@ def rollout(
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
     `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is whole, and the
-    seconds of its trajectories. All prompts are begun at once, or while fewer than `max_at_once` trajectories are
-    unfinished: then the first groups are whole early. Raises what a tool or the engine raises.
+    seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer trajectories are
+    unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
     """
     loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}")
     waiting = deque(prompts)
@@ -68,8 +70,46 @@ def rollout(
     return [group.finish() for group in groups]
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """A run's engine, tools and seed, with which `rollout` samples this rank's share of the prompts."""
+
+    engine: Engine | None
+    """Engine or ServerEngine; None only where there is nothing to sample."""
+    tools: ToolRunner
+    codec: Codec
+    team: Team
+    """The ranks that share this rank's engine."""
+    log: RunLog
+    seed: int
+
+    def __call__(
+        self,
+        prompts: list[Prompt],
+        cfg: RolloutConfig,
+        branching: BranchingConfig,
+        *,
+        description: str,
+        step: int = 0,
+        is_part: bool = True,
+        on_group: Callable[[Group, list[float]], None] | None = None,
+        max_at_once: int = 0,
+    ) -> list[Group]:
+        """Return this team's share of the groups of `prompts`, in their order and unscored; see `rollout`.
+
+        `description` stands before the progress bar; `is_part`: within a step that has a progress of its own.
+        """
+        share = self.team.share(prompts)
+        with self.log.progress(len(share) * cfg.group_size, description, is_part=is_part) as progress:
+            return rollout(
+                share, self.engine, self.tools, self.codec, cfg, branching,
+                seed=self.seed, step=step, on_progress=progress.at,
+                on_group=on_group, max_at_once=max_at_once,
+            )  # fmt: skip
+
+
 class _Loop:
-    """The handlers of the event loop: what happens when tokens arrive, and when a tool result arrives."""
+    """The handlers of the event loop, for tokens and tool results that arrive."""
 
     def __init__(
         self, engine: Engine, tools: ToolRunner, codec: Codec, cfg: RolloutConfig, branching: BranchingConfig, seed: str
@@ -82,7 +122,7 @@ class _Loop:
         self.num_unfinished = 0
         self.whole: list[GroupState] = []  # groups that became so since `rollout` last looked
 
-    # -- how trajectories come to be ---------------------------------------------------------------------------------
+    # -- new trajectories --------------------------------------------------------------------------------------------
 
     def start_group(self, prompt: Prompt) -> GroupState:
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
@@ -144,7 +184,7 @@ class _Loop:
         self.start_roots(group, roots - 1, may_branch=True)
         group.budget.budget = group.size - roots
 
-    # -- how a trajectory grows --------------------------------------------------------------------------------------
+    # -- a trajectory grows ------------------------------------------------------------------------------------------
 
     def start_turn(self, live: Live) -> None:
         trajectory = live.trajectory
@@ -216,7 +256,7 @@ class _Loop:
             self.tools.start(live.key, tag, call.argument)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
-        """What to say instead of running one more call of the tool; "" where it may run."""
+        """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
         calls, limit = [call.tag for call in trajectory.tool_calls], self.cfg.call_limits.get(tag)
         if len(calls) >= self.cfg.max_tool_calls:
             return LIMIT_REACHED.format(limit=self.cfg.max_tool_calls)

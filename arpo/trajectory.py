@@ -1,4 +1,4 @@
-"""The nouns: Prompt, Turn, ToolCall, Trajectory, Group, Metrics. No torch, no I/O; this file is the glossary.
+"""The glossary: Prompt, Turn, ToolCall, Trajectory, Group, Metrics. No torch, no I/O.
 
 One trajectory is one response. Its token lists are parallel, and cover the response only:
 
@@ -17,7 +17,7 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Only EOS means that the policy itself decided to stop."""
+    """The reason why a trajectory ended. Only EOS means that the policy itself decided to stop."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -35,9 +35,9 @@ class Prompt:
     """Accepted answers (aliases); the reward takes the best match."""
     data_source: str = ""
     tools: tuple[str, ...] | None = None
-    """Tags of the tools that it offers, as far as they are loaded; None = all that are loaded."""
+    """Tags of the tools that it offers, if they are loaded; None = all that are loaded."""
     meta: dict = field(default_factory=dict)
-    """`ability` ("math" | "qa") and whatever the data file says besides."""
+    """`ability` ("math" | "qa") and the other columns of the data file."""
     token_ids: tuple[int, ...] = ()
 
 
@@ -51,7 +51,7 @@ class ToolCall:
     """The text between <result> and </result>, as the model read it (escaped, truncated)."""
     ok: bool
     error_kind: str | None = None
-    """None if ok, else a short stable name: "timeout", "error", "empty_call", "unopened_tag", "limit", ..."""
+    """Short stable name of the failure ("timeout", "error", "empty_call", "unopened_tag", "limit", ...); None if ok."""
     executed: bool = True
     """False where no tool ran: malformed calls, calls over the limit."""
     cached: bool = False
@@ -62,7 +62,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BranchDecision:
-    """The record of one branch decision; everything needed to recompute it."""
+    """The record of one branch decision, with everything needed to recompute it."""
 
     entropy: float
     """H: mean entropy of the first k tokens after the tool result, in nats / ln V (0..1)."""
@@ -121,9 +121,9 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
     kl_penalty: float = 0.0
-    """What the KL to the reference policy takes off the reward before the advantages (loss.kl_in=reward)."""
+    """Number that is subtracted from the reward for the KL to the reference policy (loss.kl_in=reward)."""
     advantage: float | None = None
-    """Against the group; None where the trajectory teaches nothing, or tokens have advantages of their own (gae)."""
+    """Advantage in the group; None where the trajectory teaches nothing, or each token has its own (gae)."""
 
     def check(self) -> None:
         """Assert the invariants that everything downstream relies on."""
@@ -134,7 +134,7 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Loss tokens, the inherited ones included."""
+        """Number of loss tokens, the inherited ones included."""
         return sum(self.loss_mask)
 
     @property
@@ -147,13 +147,13 @@ class Trajectory:
         return [t.tool_call for t in self.turns if t.tool_call is not None and not t.inherited]
 
     def to_dict(self) -> dict:
-        """For the trajectory dump (jsonl); plain types only."""
+        """Return all fields in plain types, for the trajectory dump (jsonl)."""
         return asdict(self)
 
 
 @dataclass
 class Group:
-    """All trajectories of one prompt: exactly `group_size` of them, never a duplicate."""
+    """The `group_size` trajectories of one prompt."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
@@ -172,7 +172,7 @@ class Metrics:
         self._ratios: dict[str, tuple[str, str]] = {}
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Weighted mean; weight 0 adds nothing."""
+        """Add to a weighted mean; weight 0 adds nothing."""
         self._add(name, "mean", value * weight, weight)
 
     def sum(self, name: str, value: float) -> None:
@@ -182,11 +182,11 @@ class Metrics:
         self._add(name, "max", value, 1.0)
 
     def ratio(self, name: str, numerator: str, denominator: str) -> None:
-        """One sum over another, by their names, whatever is still added to them; no value where the latter is 0."""
+        """Declare a ratio of two sums, whatever is still added to them; it has no value where the latter is 0."""
         self._ratios[name] = (numerator, denominator)
 
     def percentiles(self, name: str, value: float) -> None:
-        """`name`_p50, _p95 and _max of all values, exactly: they are kept until then."""
+        """Add to the values of which `name`_p50, _p95 and _max are reported exactly."""
         self._samples.setdefault(name, []).append(float(value))
 
     def _add(self, name: str, op: str, value: float, weight: float) -> None:
@@ -196,7 +196,7 @@ class Metrics:
         self._entries[name] = (op, total, old_weight + weight)
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
-        """Take over the other's numbers, as `prefix` + name."""
+        """Add the other's numbers, as `prefix` + name."""
         for name, (op, value, weight) in other._entries.items():
             self._add(prefix + name, op, value, weight)
         for name, samples in other._samples.items():
@@ -205,7 +205,7 @@ class Metrics:
             self._ratios[prefix + name] = (prefix + numerator, prefix + denominator)
 
     def __getitem__(self, name: str) -> float:
-        """The reduced value; KeyError where nothing was added."""
+        """Return the reduced value. Raises KeyError where nothing was added."""
         return self.values()[name]
 
     def values(self) -> dict[str, float]:

@@ -28,10 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack, training_rows
+from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack
 from arpo.errors import UserError
-from arpo.options import AdvantageConfig
-from arpo.trajectory import Group
 
 
 @dataclass(kw_only=True)
@@ -39,7 +37,7 @@ class TreeBatch(MicroBatch):
     """A MicroBatch of N unique tokens. The head scores each node once, however many rows go through it."""
 
     subtree_end: torch.Tensor
-    """(N,) one past the last node below"""
+    """(N,) one past the last node below each"""
     parents: torch.Tensor
     """(N,) each node's parent; 0 for a first token, which has none"""
     nodes: torch.Tensor
@@ -47,35 +45,31 @@ class TreeBatch(MicroBatch):
     loss_nodes: torch.Tensor
     """(U,) nodes that are a loss token of at least one row, ascending"""
 
-    def gather(self, node_values: torch.Tensor) -> torch.Tensor:
-        """(B, T) the value (N,) of each response token's node, 0 beyond a row's end. Differentiable."""
-        return torch.where(self.nodes >= 0, node_values[self.nodes.clamp(min=0)], 0)
-
     def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.parents[self.loss_nodes], self.input_ids[0, self.loss_nodes]
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         node_values = torch.zeros(len(self.parents), dtype=torch.float32, device=values.device)
-        return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
+        node_values = node_values.index_put((self.loss_nodes,), values)
+        return torch.where(self.loss_mask, node_values[self.nodes.clamp(min=0)], 0)
 
     def attention_mask(self, config: Any) -> Any:
-        """For flex_attention its BlockMask, which is sparse (not yet run on a GPU)."""
+        """Return flex_attention's sparse BlockMask (not yet run on a GPU), and None for other kernels."""
         check_attention(config)
-        return block_mask(self.subtree_end) if config._attn_implementation == "flex_attention" else None
+        if config._attn_implementation != "flex_attention":
+            return None
+        from torch.nn.attention.flex_attention import create_block_mask
 
+        end = self.subtree_end
 
-def block_mask(subtree_end: torch.Tensor) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+        def is_ancestor(_batch, _head, q, k):
+            return (k <= q) & (q < end[k])
 
-    def is_ancestor(_batch, _head, q, k):
-        return (k <= q) & (q < subtree_end[k])
-
-    num_nodes = len(subtree_end)
-    return create_block_mask(is_ancestor, None, None, num_nodes, num_nodes, device=subtree_end.device)
+        return create_block_mask(is_ancestor, None, None, len(end), len(end), device=end.device)
 
 
 def check_attention(config: Any) -> None:
-    """Raises UserError where the model's layers would not do what the mask says."""
+    """Raise UserError where the model's layers would not do what the mask says."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     slides = kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window)
     if slides and config._attn_implementation == "flex_attention":
@@ -88,16 +82,10 @@ def check_attention(config: Any) -> None:
 # ----------------------------------------------------------------------------------------- which rows come together
 
 
-def pack_trees(groups: list[Group], max_tokens: int, cfg: AdvantageConfig | None = None) -> list[TreeBatch]:
-    """All training rows of `groups` on one rank, at most `max_tokens` unique tokens in each micro-batch."""
-    rows = training_rows(groups, cfg or AdvantageConfig())
-    return tree_microbatches(rows, 0, 1, max_tokens) if rows else []
-
-
 def tree_microbatches(
     rows: list[Row], rank: int, world_size: int, max_tokens: int, *, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """`batch.microbatches` with `max_tokens` and the balance counted in unique tokens, which are what is computed."""
+    """Return what `batch.microbatches` does, with budget and balance counted in unique tokens."""
     plans = plan(rows, world_size, max_tokens)
     num_bins = max(1, *(len(bins) for bins in plans))
     bins = plans[rank] + [[]] * (num_bins - len(plans[rank]))
@@ -105,10 +93,10 @@ def tree_microbatches(
 
 
 def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> indices into `rows`. Raises ValueError where a row alone exceeds `max_tokens`.
+    """Return [rank][micro-batch] -> indices into `rows`. Raises ValueError where a row alone exceeds `max_tokens`.
 
-    Smaller pieces spread better over the ranks but compute more prefixes again; the size is chosen that leaves the
-    busiest rank the least to compute.
+    Smaller pieces spread better over the ranks but compute more prefixes again. Of some sizes, the one is chosen that
+    leaves the busiest rank the least to compute.
     """
     order, shared = depth_first(rows)
     lengths = [rows[i].num_tokens for i in order]
@@ -156,10 +144,8 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[tuple
 
 
 def depth_first(rows: list[Row]) -> tuple[list[int], list[int]]:
-    """(row indices in the order of their token ids, for each the tokens it shares with the one before; 0 for the first)
-
-    A row that another one begins with comes before it.
-    """
+    """Return the row indices in the order of their token ids, a prefix first, and for each row the number of tokens
+    that it shares with the one before it, 0 for the first."""
     ids = [np.concatenate([row.prompt_ids, row.response_ids]).astype(">u4") for row in rows]  # bytes sort like numbers
     keys = [i.tobytes() for i in ids]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -175,7 +161,7 @@ def depth_first(rows: list[Row]) -> tuple[list[int], list[int]]:
 
 
 def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
-    """Rows, in any order, -> one TreeBatch, its rows depth first; no rows -> the empty micro-batch of batch.py."""
+    """Return the TreeBatch of rows in any order, which it has depth first; without rows an empty micro-batch."""
     if not rows:
         return collate([])
     order, shared = depth_first(rows)
@@ -189,11 +175,16 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
         depths[path] = np.arange(len(path))
         parents[path[1:]] = path[:-1]
         nodes[b, : len(row.response_ids)] = path[len(row.prompt_ids) :]
+    seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]  # that have tokens of their own
     changed = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "position_ids": torch.from_numpy(depths)[None],
         "predict_from": torch.from_numpy(np.where(nodes >= 0, parents[nodes], 0)),
-        "paths": row_paths(paths, shared),
+        "paths": RowPaths(
+            num_queries=tuple(len(path) - n for path, n in seen),
+            num_keys=tuple(len(path) for path, _ in seen),
+            keys=torch.from_numpy(np.concatenate([path for path, _ in seen])),
+        ),
     }
     return TreeBatch(
         **vars(flat) | changed,
@@ -204,18 +195,8 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
     )
 
 
-def row_paths(paths: list[np.ndarray], shared: Sequence[int]) -> RowPaths:
-    """Queries and keys of the rows, in depth-first order, without rows that have no token of their own."""
-    seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]
-    return RowPaths(
-        num_queries=tuple(len(path) - n for path, n in seen),
-        num_keys=tuple(len(path) for path, _ in seen),
-        keys=torch.from_numpy(np.concatenate([path for path, _ in seen])),
-    )
-
-
 def number_nodes(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """(each row's nodes from its first token on, subtree_end) of rows in depth-first order."""
+    """Return each row's nodes from its first token on, and subtree_end, of rows in depth-first order."""
     num_nodes = sum(lengths) - sum(shared)
     subtree_end = np.full(num_nodes, num_nodes)
     paths: list[np.ndarray] = []

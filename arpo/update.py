@@ -1,4 +1,4 @@
-"""From scored groups to an optimizer step: mini-batches, what the models say of their tokens, advantages, the update.
+"""The steps from scored groups to an optimizer step: mini-batches, logprobs of their tokens, advantages, the update.
 
 The order matters: a KL in the reward and a critic's advantages need logprobs and values of the tokens first, so
 mini-batches are cut before advantages exist, and each stage fills named fields of the micro-batches (batch.py).
@@ -6,15 +6,16 @@ mini-batches are cut before advantages exist, and each stage fills named fields 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from arpo.advantages import (
     CRITIC_ESTIMATORS,
+    TREE_CREDITS,
     CriticEvidence,
     assign_advantages,
-    token_advantages,
     training_trajectories,
 )
 from arpo.batch import MicroBatch, microbatches, row_of
@@ -39,7 +40,7 @@ from arpo.tree import tree_microbatches
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer step sees: whole groups. Every rank knows all trajectories, and holds its part of the rows."""
+    """Whole groups for one optimizer step. Every rank knows all trajectories, and holds its part of the rows."""
 
     groups: list[Group]
     trajectories: list[tuple[int, Trajectory]]
@@ -51,7 +52,7 @@ class Minibatch:
 def make_minibatches(
     groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, dist: Ranks
 ) -> list[Minibatch]:
-    """Cut a step's groups, in order, into mini-batches; one in which nothing is left to train is left out."""
+    """Cut a step's groups, in order, into mini-batches, without those in which there is nothing to train on."""
     assert cfg.layout != "auto", "resolve_layout first"
     cut = tree_microbatches if cfg.layout == "tree" else microbatches
     budget, minibatches = cfg.max_tokens_per_microbatch, []
@@ -72,7 +73,7 @@ def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: 
 
 
 def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig, temperature: float) -> Metrics:
-    """Logprobs and entropies of the policy before the update, and how far vLLM's logprobs are from them."""
+    """Fill the policy's logprobs and entropies before the update; returns metrics of vLLM's distance from them."""
     metrics = Metrics()
     for micro in micros:
         with torch.no_grad():
@@ -82,15 +83,15 @@ def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig,
 
 
 def first_update_fills(cfg: LossConfig) -> bool:
-    """Whether a rollout's first mini-batch can do without `fill_old_logprobs`: its update computes the same logprobs.
+    """Return whether a rollout's first mini-batch can do without `fill_old_logprobs`, as its update computes the same.
 
-    Not where all tokens' are needed before any token's loss: for a KL in the reward and for AEPO's entropies.
+    A KL in the reward and AEPO's entropies need those of all tokens before any token's loss.
     """
     return not (uses_entropy_statistics(cfg) or (cfg.kl_coefficient and cfg.kl_in == "reward"))
 
 
 def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
-    """Keep what the policy says before the update, (B, T) each, and with it the weights of the rollout correction."""
+    """Fill the logprobs and entropies before the update, (B, T) each, and the weights of the rollout correction."""
     metrics = Metrics()
     micro.old_logprobs, micro.old_entropies = logprobs.detach(), entropies.detach()
     if num_tokens := micro.num_loss_tokens:
@@ -121,7 +122,7 @@ def fill_advantages(
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
-        by_group = [token_advantages(group, cfg.tree, cfg) for group in minibatch.groups]
+        by_group = [TREE_CREDITS[cfg.tree](group, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)
@@ -144,7 +145,7 @@ def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
 
 
 def kl_penalties(micro: MicroBatch, loss: LossConfig) -> torch.Tensor:
-    """(B, T) coefficient * KL of each loss token before the update, 0 elsewhere."""
+    """Return coefficient * KL of each loss token before the update, (B, T), 0 elsewhere."""
     kl = token_kl(micro.old_logprobs, micro.ref_logprobs, loss.kl_estimator)
     return loss.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
 
@@ -154,7 +155,6 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfi
 
     The advantages (not the returns) are whitened over the loss tokens of the global mini-batch.
     """
-    moments = torch.zeros(3, dtype=torch.float64)
     for micro in minibatch.micros:
         rewards = torch.zeros_like(micro.old_values)  # (B, T)
         for b, row_id in enumerate(micro.row_ids):
@@ -163,8 +163,7 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfi
             rewards -= kl_penalties(micro, loss)
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
-        moments += token_moments(micro.advantages, micro.loss_mask)
-    mean, std = statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+    mean, std = global_statistics([(micro.advantages, micro.loss_mask) for micro in minibatch.micros], dist)
     for micro in minibatch.micros:
         micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
 
@@ -184,9 +183,10 @@ def update_policy(
     metrics = Metrics()
     [count] = dist.all_reduce_sum(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros))
     statistics = None
-    if uses_entropy_statistics(cfg):
-        # Of the current policy; before the first step that is the policy the old logprobs came from.
-        statistics = entropy_statistics(policy, micros, temperature, dist, reuse_old=is_first)
+    if uses_entropy_statistics(cfg):  # of the current policy; before the first step that is the old one
+        with torch.no_grad():
+            entropies = [m.old_entropies if is_first else policy(m, temperature)[1] for m in micros]
+        statistics = global_statistics(zip(entropies, (m.loss_mask for m in micros), strict=True), dist)
 
     for micro in micros:
         logprobs, entropies = policy(micro, temperature)  # (B, T)
@@ -200,8 +200,9 @@ def update_policy(
             entropy=entropies,
             ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,
+            entropy_statistics=statistics,
         )
-        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
+        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count)
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
         (loss * dist.world_size).backward()
         metrics.merge(loss_metrics, prefix="loss/")
@@ -216,15 +217,7 @@ def update_policy(
     return metrics
 
 
-def entropy_statistics(
-    policy: Policy, micros: list[MicroBatch], temperature: float, dist: Ranks, *, reuse_old: bool
-) -> tuple[float, float]:
-    """(mean, std) of the policy's token entropies over all loss tokens of the global mini-batch (AEPO)."""
-    moments = torch.zeros(3, dtype=torch.float64)
-    for micro in micros:
-        entropies = micro.old_entropies
-        if not reuse_old:
-            with torch.no_grad():
-                _, entropies = policy(micro, temperature)
-        moments += token_moments(entropies, micro.loss_mask)
+def global_statistics(micros: Iterable[tuple[torch.Tensor, torch.Tensor]], dist: Ranks) -> tuple[float, float]:
+    """Return (mean, std) over all loss tokens of the global mini-batch of values (B, T), given with their masks."""
+    moments = sum((token_moments(values, mask) for values, mask in micros), torch.zeros(3, dtype=torch.float64))
     return statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))

@@ -21,14 +21,15 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from arpo.batch import MicroBatch, Row, collate, microbatches, training_rows
+from arpo.advantages import training_trajectories
+from arpo.batch import MicroBatch, Row, collate, microbatches, row_of
 from arpo.model import Policy
 from arpo.model.attention import attention_backend
 from arpo.model.head import token_logprobs
 from arpo.model.policy import attention_implementation
 from arpo.options import AdvantageConfig, ModelConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
-from arpo.tree import pack_trees
+from arpo.tree import tree_microbatches
 
 VOCAB = {"quick": 4096, "full": 32_768}
 MODELS = {  # hidden, intermediate, layers
@@ -142,9 +143,9 @@ def main() -> None:
     *lengths, budget = TOKENS[device.type][size]
     rng = np.random.default_rng(0)
     groups = [arpo_group(rng, *lengths, VOCAB[size])]
-    rows = training_rows(groups, AdvantageConfig())
+    rows = [row_of(groups[i], t) for i, t in training_trajectories(groups, AdvantageConfig())]
     packed = microbatches(rows, 0, 1, budget, device=device)
-    trees = [micro.to(device) for micro in pack_trees(groups, budget)]
+    trees = tree_microbatches(rows, 0, 1, budget, device=device)
     padded = padded_batches(rows, budget)
     policy = build_policy(size, device)
     best = attention_implementation(ModelConfig(), device)

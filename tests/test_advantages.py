@@ -4,39 +4,50 @@ from helpers.losses import loss_of
 
 from arpo.advantages import (
     TREE_CREDITS,
+    CriticEvidence,
+    GroupEvidence,
     assign_advantages,
-    gae_advantages,
-    group_advantages,
+    gae,
+    grpo,
     is_dead,
-    token_advantages,
+    training_trajectories,
 )
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
+def group_advantages(rewards: torch.Tensor, group_ids: list, **options) -> torch.Tensor:
+    return grpo(GroupEvidence(rewards, group_ids, []), AdvantageConfig(**options))
+
+
+def gae_advantages(rewards, values, mask, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return gae(CriticEvidence(rewards, values, mask.bool()), AdvantageConfig(kind="gae", **options))
+
+
 def test_group_advantages_are_as_published():
-    advantages = group_advantages(torch.tensor([1.1, 0.0, -1.0, 0.0]), torch.zeros(4))
+    advantages = group_advantages(torch.tensor([1.1, 0.0, -1.0, 0.0]), [0] * 4)
     torch.testing.assert_close(advantages, torch.tensor([1.2532, -0.0291, -1.1949, -0.0291]), atol=1e-4, rtol=0)
 
 
 def test_groups_are_normalised_apart_whatever_the_order():
-    rewards, ids = [1.0, 10.0, 0.0, 30.0], ["a", "b", "a", "b"]
-    expected = group_advantages([1.0, 0.0], ["a", "a"]), group_advantages([10.0, 30.0], ["b", "b"])
-    advantages = group_advantages(rewards, ids)
+    rewards = torch.tensor([1.0, 10.0, 0.0, 30.0])
+    expected = group_advantages(rewards[::2], ["a", "a"]), group_advantages(rewards[1::2], ["b", "b"])
+    advantages = group_advantages(rewards, ["a", "b", "a", "b"])
     assert torch.equal(advantages[[0, 2]], expected[0]) and torch.equal(advantages[[1, 3]], expected[1])
 
 
 def test_equal_rewards_with_different_ids_are_different_groups():
-    assert group_advantages([0.1, 0.1, 0.1], [0, 1, 2]).tolist() == pytest.approx([0.1, 0.1, 0.1], rel=1e-4)
+    assert group_advantages(torch.full((3,), 0.1), [0, 1, 2]).tolist() == pytest.approx([0.1, 0.1, 0.1], rel=1e-4)
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1.0, 1.1])
 def test_constant_rewards_give_exactly_zero(reward):
-    assert group_advantages([reward] * 7, [0] * 7).tolist() == [0.0] * 7
+    assert group_advantages(torch.full((7,), reward), [0] * 7).tolist() == [0.0] * 7
 
 
 def test_without_std_only_the_mean_is_subtracted():
-    assert group_advantages([1, 0, 1, 1], [0] * 4, normalize_std=False).tolist() == [0.25, -0.75, 0.25, 0.25]
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert group_advantages(rewards, [0] * 4, normalize_std=False).tolist() == [0.25, -0.75, 0.25, 0.25]
 
 
 def naive_gae(rewards, values, gamma, lam):
@@ -130,7 +141,7 @@ def branched_group() -> Group:
 def test_hard_advantages_are_means_over_all_trajectories_that_share_the_token():
     group = branched_group()
     taught = [t for t in group.trajectories if t.advantage is not None]
-    hard = token_advantages(group, "hard")
+    hard = TREE_CREDITS["hard"](group, AdvantageConfig())
     assert hard.keys() == {t.trajectory_id for t in taught}
     for t in taught:
         for i, token in enumerate(t.token_ids):
@@ -140,14 +151,14 @@ def test_hard_advantages_are_means_over_all_trajectories_that_share_the_token():
 
 
 def test_soft_advantages_are_the_trajectorys_own_at_every_token():
-    soft = token_advantages(branched_group(), "soft")
+    soft = TREE_CREDITS["soft"](branched_group(), AdvantageConfig())
     assert soft["0.0"].tolist() == [-2.0] * 7 and soft["0.3.0"].tolist() == [0.25] * 7
 
 
 @pytest.mark.parametrize("word", ["hrad", "", "gae"])
 def test_an_unknown_way_to_share_credit_is_refused(word):
     with pytest.raises(ValueError, match=rf"advantage\.tree='{word}' is unknown; .*use one of soft, hard"):
-        token_advantages(branched_group(), word)
+        AdvantageConfig(tree=word)
     with pytest.raises(ValueError, match="did you mean 'hard'"):
         AdvantageConfig(tree="hrad")
 
@@ -155,8 +166,8 @@ def test_an_unknown_way_to_share_credit_is_refused(word):
 def test_every_way_to_share_credit_covers_the_trajectories_that_teach():
     group = branched_group()
     lengths = {t.trajectory_id: len(t.token_ids) for t in group.trajectories if t.advantage is not None}
-    for tree in TREE_CREDITS:
-        assert {name: len(values) for name, values in token_advantages(group, tree).items()} == lengths, tree
+    for tree, credit in TREE_CREDITS.items():
+        assert {name: len(values) for name, values in credit(group, AdvantageConfig()).items()} == lengths, tree
 
 
 def test_who_needs_a_critic_is_known_by_where_the_estimator_is_listed():
@@ -171,7 +182,7 @@ def test_on_policy_soft_and_hard_push_every_shared_token_alike():
     """Before the first step (ratio 1) a shared token's gradients add up to the same; they differ once ratios clip."""
     group, gradients = branched_group(), []
     for tree in ("soft", "hard"):
-        advantages = token_advantages(group, tree)
+        advantages = TREE_CREDITS[tree](group, AdvantageConfig())
         per_token: dict[str, float] = {}
         for t in group.trajectories:
             if t.trajectory_id in advantages:
@@ -187,3 +198,16 @@ def test_on_policy_soft_and_hard_push_every_shared_token_alike():
 
 def test_a_dead_group_is_one_with_equal_rewards():
     assert [is_dead(g) for g in groups_with([[1.0, 0.0], [5.0, 5.0], [1.0]])] == [False, True, False]
+
+
+def test_training_leaves_out_what_cannot_teach():
+    def trajectory(name: str, reward: float, mask: list[int], stop: StopReason = StopReason.EOS) -> Trajectory:
+        n = len(mask)
+        return Trajectory("p", name, list(range(n)), mask, [0.0] * n, stop_reason=stop, reward=reward)
+
+    prompt = Prompt("p", [], [], token_ids=(1, 2))
+    mixed = Group(prompt, [trajectory("0", 1.0, [1, 0, 1]), trajectory("1", 0.0, [1]), trajectory("2", 0.0, [0])])
+    mixed.trajectories.append(trajectory("3", 1.0, [1, 1], StopReason.ERROR))
+    dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
+    for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
+        assert [len(t.token_ids) for _, t in training_trajectories([mixed, dead], cfg)] == expected

@@ -3,10 +3,8 @@ import pytest
 import torch
 
 import train_sft
-from arpo.batch import Row, assign_to_ranks, collate, microbatches, pack, training_rows
-from arpo.options import AdvantageConfig
+from arpo.batch import Row, assign_to_ranks, collate, microbatches, pack
 from arpo.ranks import Ranks
-from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
 def make_row(num_prompt: int, mask: list[int], first_id: int = 0) -> Row:
@@ -93,16 +91,3 @@ def test_an_empty_microbatch_counts_nowhere():
     [micro] = microbatches([make_row(1, [1])], rank=1, world_size=2, max_tokens=8)
     assert micro.row_ids == () and not micro.loss_mask.any() and micro.num_loss_tokens == 0
     assert micro.input_ids.numel() >= 1
-
-
-def test_training_rows_leave_out_what_cannot_teach():
-    def trajectory(name: str, reward: float, mask: list[int], stop: StopReason = StopReason.EOS) -> Trajectory:
-        n = len(mask)
-        return Trajectory("p", name, list(range(n)), mask, [0.0] * n, stop_reason=stop, reward=reward)
-
-    prompt = Prompt("p", [], [], token_ids=(1, 2))
-    mixed = Group(prompt, [trajectory("0", 1.0, [1, 0, 1]), trajectory("1", 0.0, [1]), trajectory("2", 0.0, [0])])
-    mixed.trajectories.append(trajectory("3", 1.0, [1, 1], StopReason.ERROR))
-    dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
-    for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
-        assert [len(row.response_ids) for row in training_rows([mixed, dead], cfg)] == expected

@@ -13,8 +13,9 @@ from arpo.branching import (
     exact_turn_entropy,
     initial_rollouts,
     turn_entropy,
+    upstream_branch_probability,
+    upstream_turn_entropy,
 )
-from arpo.branching_upstream import upstream_branch_probability, upstream_turn_entropy
 from arpo.options import BranchingConfig
 
 

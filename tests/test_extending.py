@@ -9,7 +9,7 @@ import pytest
 from helpers.edits import edited_copy, edits_of, run_in
 
 USE_RLOO = """
-from arpo.advantages import assign_advantages, token_advantages
+from arpo.advantages import TREE_CREDITS, assign_advantages
 from arpo.config import load_config
 from arpo.errors import UserError
 from arpo.trajectory import Group, Prompt, Trajectory
@@ -24,7 +24,7 @@ trajectories = [Trajectory("p", str(i), [5], [1], [0.0], reward=reward) for i, r
 group = Group(Prompt("p", [], []), trajectories)
 assign_advantages([group], cfg)
 assert [t.advantage for t in group.trajectories] == [6.0, -3.0, -3.0], group
-assert token_advantages(group, cfg.tree, cfg)["1"].tolist() == [-3.0]
+assert TREE_CREDITS[cfg.tree](group, cfg)["1"].tolist() == [-3.0]
 for flags in (["--advantage.kind", "rlo"], ["--advantage.kind", "rloo", "--critic.lr", "1e-4"]):
     try:
         load_config(RLConfig, [*RL, *flags])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments, value_loss
+from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
@@ -261,34 +261,6 @@ def test_the_entropy_bonus_pushes_entropy_up():
     zeros, mask = torch.zeros(1, 3), torch.tensor([[1, 1, 0]])
     loss_of(zeros, zeros, zeros, mask, entropy=entropy, entropy_coefficient=0.1)[0].backward()
     torch.testing.assert_close(entropy.grad, torch.tensor([[-0.05, -0.05, 0.0]]))
-
-
-@pytest.mark.parametrize(
-    ("value", "expected", "gradient"),
-    [
-        (1.2, 0.5 * 1.2**2, 1.2),  # within the clip
-        (2.0, 0.5 * 2.0**2, 2.0),  # away from the return: the plain error is the larger one
-        (0.1, 0.5 * 0.5**2, 0.0),  # more than 0.5 at once towards the return: held
-    ],
-)
-def test_a_value_is_held_at_a_distance_from_the_old_one(value, expected, gradient):
-    """Old value 1, return 0."""
-    values = torch.full((1, 1), value, requires_grad=True)
-    loss, metrics = value_loss(values, ONE, 0 * ONE, ONE, clip_value=0.5, denominator=1.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(expected)
-    assert values.grad.item() == pytest.approx(gradient)
-    assert metrics["clip_fraction"] == float(gradient == 0) and metrics["loss"] == pytest.approx(expected)
-    assert metrics["value"] == pytest.approx(value) and metrics["return"] == 0.0
-
-
-def test_values_of_masked_tokens_are_ignored():
-    values = torch.tensor([[1.0, 1e30, math.nan]], requires_grad=True)
-    mask = torch.tensor([[1, 0, 0]])
-    loss, metrics = value_loss(values, values.detach(), torch.zeros(1, 3), mask, clip_value=0.5, denominator=1.0)
-    loss.backward()
-    assert loss.item() == 0.5 and metrics["value"] == 1.0
-    assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_an_unknown_kind_is_an_error_that_lists_the_known_ones():

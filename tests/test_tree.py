@@ -8,14 +8,15 @@ import torch
 from helpers.models import build_tiny_model, build_tiny_tokenizer
 from helpers.ranks import mesh_of_one
 
-from arpo.batch import Row, microbatches
+from arpo.advantages import training_trajectories
+from arpo.batch import Row, microbatches, row_of
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.critic import load_critic
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
-from arpo.tree import collate_tree, cut, depth_first, pack_trees, plan, tree_microbatches
+from arpo.tree import collate_tree, cut, depth_first, plan, tree_microbatches
 from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
 
 CPU = torch.device("cpu")
@@ -101,7 +102,8 @@ def test_what_rows_share_is_computed_once(rows, expected):
 
 def test_equal_prompts_of_different_questions_share_their_tokens_because_that_is_exact():
     groups = [Group(replace(g.prompt, token_ids=(1, 2)), g.trajectories) for g in random_groups(0)]
-    [micro] = pack_trees(groups, 1000)
+    rows = [row_of(groups[i], t) for i, t in training_trajectories(groups, AdvantageConfig())]
+    [micro] = tree_microbatches(rows, 0, 1, 1000)
     assert micro.input_ids[0, :2].tolist() == [1, 2] and (micro.position_ids == 0).sum() == 1
     assert len(micro.row_ids) == 10
 
@@ -130,9 +132,9 @@ def test_each_token_sees_its_own_row_up_to_itself_and_nothing_else(seed):
             assert parents[node] == micro.predict_from[b, t] and seen[parents[node]] == whole[:position]
 
 
-def test_gather_gives_each_trajectory_the_values_of_its_own_tokens():
+def test_rows_share_the_nodes_of_what_they_begin_with():
     micro = collate_tree([row("ab", "cde"), row("ab", "cx")], [0, 1])
-    assert micro.gather(torch.arange(10.0, 16.0)).tolist() == [[12.0, 13.0, 14.0], [12.0, 15.0, 0.0]]
+    assert micro.nodes.tolist() == [[2, 3, 4], [2, 5, -1]]
 
 
 def test_the_head_scores_a_shared_token_once_and_only_if_it_counts_somewhere():

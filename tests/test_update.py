@@ -10,7 +10,7 @@ import torch
 from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, run_ranks
 
-from arpo.advantages import group_advantages
+from arpo.advantages import GroupEvidence, grpo
 from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
 from arpo.model import load_policy
@@ -234,8 +234,8 @@ def test_a_kl_in_the_reward_is_summed_over_the_trajectory_and_taken_off_before_t
         expected = 0.1 * sum(a - b for a, b, m in zip(old[id(t)], row, t.loss_mask, strict=True) if m)
         assert t.kl_penalty == pytest.approx(expected, rel=1e-5)
     trajectories = [t for _, t in minibatch.trajectories]
-    shaped = [t.reward - t.kl_penalty for t in trajectories]
-    expected = group_advantages(shaped, [i for i, _ in minibatch.trajectories])
+    shaped = torch.tensor([t.reward - t.kl_penalty for t in trajectories])
+    expected = grpo(GroupEvidence(shaped, [i for i, _ in minibatch.trajectories], trajectories), AdvantageConfig())
     assert [t.advantage for t in trajectories] == pytest.approx(expected.tolist())
     assert metrics["reward/kl_penalty"] == pytest.approx(sum(t.kl_penalty for t in trajectories) / len(trajectories))
     assert [t.reward for g in minibatch.groups for t in g.trajectories] == [

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from arpo.data import parse_prompt
+from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.errors import UserError
 from arpo.evals.prompts import asked_as, is_chinese
-from arpo.files import BadRow, read_rows
 from arpo.rewards.format import last_box
 from arpo.trajectory import Prompt
 

@@ -19,7 +19,7 @@ from typing import Any
 from arpo.evals.grading import Grade, segments_of
 from arpo.evals.records import Record
 from arpo.evals.tables import Table
-from arpo.files import script_json
+from arpo.log import script_json
 
 BLOCK = 64
 """Transcripts that are unpacked together."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from arpo.checks import leaves
 from arpo.errors import UserError
 from arpo.evals.options import EvalSection
 from arpo.evals.records import Record
-from arpo.log import flat
 from arpo.options import ModelConfig, RolloutConfig
 from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
@@ -68,7 +68,7 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
-    before, now = flat(read_settings(folder)), flat(settings)
+    before, now = leaves(read_settings(folder)), leaves(settings)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             raise UserError(

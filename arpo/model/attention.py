@@ -1,4 +1,4 @@
-"""Attention in micro-batches: row by row, so that no mask over all tokens exists, nor work for what it would hide.
+"""Attention in micro-batches, row by row, so that no mask over all tokens exists, and no work is done for nothing.
 
 The queries of a row are the tokens that it has for itself; its keys are its whole path, from the prompt's first token
 to its own last. In flat packing both are the row. In a tree (tree.py) a row begins with tokens of an earlier one, which
@@ -26,16 +26,16 @@ from arpo.options import ModelConfig, UpdateConfig
 from arpo.tree import check_attention
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "flash_attention_2": "rows_by_fa2"}
-"""model.attention -> the name under which transformers finds it here; one with "flash" in it, it would treat itself."""
+"""model.attention -> our name for it in transformers (which would treat a name with "flash" in it on its own)."""
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
-    """model.attention with auto decided. Raises UserError for one that cannot work here."""
+    """Return model.attention with "auto" decided. Raises UserError for one that cannot work here."""
     from transformers.utils import is_flash_attn_2_available
 
     flash = device.type == "cuda" and is_flash_attn_2_available()
-    if cfg.compute_dtype == "float32":  # for which flash-attn has no kernels
-        if flash and cfg.attention == "flash_attention_2":
+    if flash and cfg.compute_dtype == "float32":  # for which flash-attn has no kernels
+        if cfg.attention == "flash_attention_2":
             raise UserError("model.attention=flash_attention_2 needs model.compute_dtype=bfloat16; set it, or use sdpa")
         flash = False
     attention = cfg.attention
@@ -49,7 +49,7 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
-    """`cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
+    """Return `cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
 
     Without branches a group still shares its prompt. Raises UserError where layout is "tree" and a model cannot do it.
     """
@@ -70,7 +70,7 @@ def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int
 
 
 def register(attention: str) -> str:
-    """Teach transformers to attend row by row; returns the name for its configs."""
+    """Teach transformers to attend row by row, and return the name for its configs."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for kernel, attend in (("sdpa", attend_by_sdpa), ("flash_attention_2", attend_by_flash)):
@@ -82,17 +82,11 @@ def register(attention: str) -> str:
 def attend_by_sdpa(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' interface: queries (1, H, N, d), keys and values (1, H / group, N, d) -> (1, N, H, d)."""
+    """Attend by transformers' interface: queries (1, H, N, d), keys and values (1, H / group, N, d) -> (1, N, H, d)."""
     scale, dropout, window = read_options(options)
-    key, value = (gathered(x, paths.keys, dim=2) for x in (key, value))
+    keys, values = (gathered(x, paths.keys, dim=2).split(paths.num_keys, dim=2) for x in (key, value))
     outs = []
-    rows = zip(
-        query.split(paths.num_queries, dim=2),
-        key.split(paths.num_keys, dim=2),
-        value.split(paths.num_keys, dim=2),
-        strict=True,
-    )
-    for row, (q, k, v) in enumerate(rows):
+    for row, (q, k, v) in enumerate(zip(query.split(paths.num_queries, dim=2), keys, values, strict=True)):
         mask = paths.mask(row, window, like=q)
         if mask is not None and q.is_cuda:  # else a GPU would fall back to writing all scores down
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -128,17 +122,17 @@ def attend_by_flash(
 
 
 def read_options(options: dict[str, Any]) -> tuple[float | None, float, int | None]:
-    """(scale, dropout, sliding window) that the layer asks for; what else it may ask for is not known here."""
+    """Return scale, dropout and sliding window of the layer; other options are not known here."""
     unknown = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
     assert not unknown, f"attention by rows does not know {', '.join(unknown)}"
     return options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window")
 
 
 def gathered(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    """x at `index`; the gradients of a token that many rows see are summed in float32."""
+    """Return x at `index`; the gradients of a token that many rows see are summed in float32."""
     return x if index is None else x.float().index_select(dim, index).to(x.dtype)
 
 
 def starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """cu_seqlens: (rows + 1,) int32. [3, 2] -> [0, 3, 5]."""
+    """Return cu_seqlens, (rows + 1,) int32. [3, 2] -> [0, 3, 5]"""
     return F.pad(torch.tensor(lengths, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), (1, 0))

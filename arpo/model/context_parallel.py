@@ -26,8 +26,8 @@ PREFIX = "ulysses_"
 
 @dataclass(kw_only=True)
 class PartBatch(MicroBatch):
-    """One rank's part of a MicroBatch: its own tokens, and of the loss mask those that they predict. `paths` are those
-    of all tokens, padded to a multiple of the group."""
+    """One rank's part of a MicroBatch: its own tokens, and a loss mask of those that they predict. `paths` are still of
+    all tokens, padded to a multiple of the group."""
 
     group: dist.ProcessGroup
 
@@ -36,19 +36,18 @@ class PartBatch(MicroBatch):
 
 
 def spread(micros: list[MicroBatch], group: dist.ProcessGroup | None) -> list[MicroBatch]:
-    """This rank's parts of micro-batches that all ranks of the group have. Without a group they stay as they are."""
+    """Return this rank's parts of micro-batches that all ranks of the group have; all of them if there is no group."""
     return micros if group is None else [part_of(micro, group) for micro in micros]
 
 
 def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
-    """Padding, at the end, counts as rows of one token, which no other token sees."""
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    padding = -micro.input_ids.shape[1] % num_ranks
+    """Return this rank's part. Padding, at the end, counts as rows of one token, which no other token sees."""
+    num_ranks, rank, num_tokens = dist.get_world_size(group), dist.get_rank(group), micro.input_ids.shape[1]
+    padding = -num_tokens % num_ranks
     input_ids, position_ids = (F.pad(ids, (0, padding)) for ids in (micro.input_ids, micro.position_ids))
     num_own = input_ids.shape[1] // num_ranks
     own = slice(rank * num_own, (rank + 1) * num_own)
     predict_from = micro.predict_from - own.start
-    num_tokens = micro.input_ids.shape[1]
     num_real = max(0, min(own.stop, num_tokens) - own.start)
     loss_mask = micro.loss_mask & (predict_from >= 0) & (predict_from < num_own)
     changed = {
@@ -66,7 +65,7 @@ def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
 
 
 def ulysses(attention: str) -> str:
-    """Make attention work on parts; returns the name of the one that does, for transformers. Raises UserError."""
+    """Make attention work on parts, and return its name in transformers. Raises UserError for an unknown kernel."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if attention not in BY_ROW:
@@ -84,7 +83,7 @@ def ulysses(attention: str) -> str:
 
 
 def check_model(config: Any, num_ranks: int) -> None:
-    """Raises UserError where the heads cannot be dealt out evenly, or a layer does not attend to its whole row."""
+    """Raise UserError where the heads cannot be dealt out evenly, or a layer does not attend to its whole row."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % num_ranks or kv_heads % num_ranks:
         fits = [str(n) for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]

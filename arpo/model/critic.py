@@ -1,18 +1,18 @@
 """The critic (advantage.kind=gae): a value head on an FSDP2 backbone of its own, with its own optimizer.
 
 The value of response token t is the expected reward to go from just before it, so it is read off the hidden state that
-predicts it (`predict_from` in batch.py), and gae_advantages may compare it with what came after.
+predicts it (`predict_from` in batch.py), and `gae` may compare it with what came after.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
-from arpo.losses import value_loss
+from arpo.losses import aggregate
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import clip_grad_norm
 from arpo.model.policy import attention_implementation, check_model_folder, hidden_states, residence, shard
@@ -20,12 +20,9 @@ from arpo.options import ModelConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
 
-CLIP_VALUE = 0.5
-"""A new value counts as at most this far from the value before the update, in units of the reward."""
-
 
 class Critic(nn.Module):
-    """(B, T) values of the loss tokens. The head begins at 0: an untrained critic changes nothing."""
+    """A model with a value head, which begins at 0, so that an untrained critic changes nothing."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
@@ -34,14 +31,14 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, micro: MicroBatch) -> torch.Tensor:
-        """(B, T) float32, 0 where the loss mask is 0."""
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Return the values of the loss tokens, (B, T) float32, 0 where the loss mask is 0."""
         sources, _ = micro.head_inputs()
         return micro.to_rows(self.value_head(hidden_states(self.backbone, micro)[sources])[:, 0])
 
 
 def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:
-    """The backbone of `cfg.path` with a fresh head. Collective over `mesh`; raises UserError like `load_policy`."""
+    """Load the backbone of `cfg.path` with a fresh head. Collective; raises UserError like `load_policy`."""
     check_model_folder(cfg.path)
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     critic = Critic(hf.base_model).train()
@@ -55,30 +52,44 @@ def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> 
 
 
 def fill_values(critic: Critic, micros: list[MicroBatch]) -> None:
-    """The critic's values before the update, as `old_values`."""
+    """Fill `old_values` with the critic's values before the update."""
     for micro in micros:
         with torch.no_grad():
             micro.old_values = critic(micro)
 
 
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_value: float = 0.5, denominator: float
+) -> tuple[Tensor, Metrics]:
+    """Return these rows' share of the global token mean of 0.5 * max((v - R)^2, (clip(v, old +- clip_value) - R)^2).
+
+    values 2, old_values 1, returns 0, clip_value 0.5 -> max(4, 2.25) / 2 = 2. Metrics: sum `loss`; means over loss
+    tokens of `clip_fraction` (the clipped term is the larger one: no gradient), `value`, `return`.
+    """
+    keep = mask.bool()
+    values = torch.where(keep, values, 0.0)
+    clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
+    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
+    held = (clipped_error > plain_error).detach()
+    metrics = Metrics()
+    if num_tokens := int(keep.sum()):
+        metrics.sum("loss", loss.item())
+        for name, per_token in {"clip_fraction": held, "value": values.detach(), "return": returns}.items():
+            metrics.mean(name, float(per_token[keep].float().mean()), num_tokens)
+    return loss, metrics
+
+
 def update_critic(
-    critic: Critic,
-    optimizer: torch.optim.Optimizer,
-    micros: list[MicroBatch],
-    max_grad_norm: float,
-    dist: Ranks,
+    critic: Critic, optimizer: torch.optim.Optimizer, micros: list[MicroBatch], max_grad_norm: float, dist: Ranks
 ) -> Metrics:
     """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
     metrics = Metrics()
     [num_tokens] = dist.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
     for micro in micros:
+        values = critic(micro)
         loss, loss_metrics = value_loss(
-            critic(micro),
-            micro.old_values,
-            micro.returns,
-            micro.loss_mask,
-            clip_value=CLIP_VALUE,
-            denominator=num_tokens,
+            values, micro.old_values, micro.returns, micro.loss_mask, denominator=num_tokens
         )
         (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks
         metrics.merge(loss_metrics, prefix="critic/")

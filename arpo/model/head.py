@@ -1,4 +1,4 @@
-"""Logprobs and entropies straight from hidden states, a chunk of tokens at a time.
+"""Computes logprobs and entropies from hidden states, a chunk of tokens at a time.
 
 The (tokens, vocab) logits of one 16k-token micro-batch with a 152k vocabulary are 10 GB in float32, and autograd wants
 several copies. Here they exist for `chunk_tokens` tokens only, in forward and again (recomputed) in backward.
@@ -28,19 +28,18 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and the entropy of p, in nats, for p = softmax(hidden @ weight.T / temperature), both (N,) float32.
+    """Return log p(target) and the entropy (nats) of p = softmax(hidden @ weight.T / temperature), (N,) float32 each.
 
     hidden (N, D), weight (V, D), targets (N,) int64. Both outputs have exact gradients; softmax runs in float32
-    whatever the inputs' dtype. N = 0 is fine, and still gives (zero) gradients. The entropy is of the same p, so at
-    temperature 1 it is the policy's own. fused: compiled, so that softmax, entropy and their gradients read the logits
-    of a chunk once or twice instead of a dozen times.
+    whatever the inputs' dtype. N = 0 still gives (zero) gradients. The entropy is the policy's own at temperature 1.
+    fused: compiled, so that the logits of a chunk are read once or twice instead of a dozen times.
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens), fused)
 
 
 def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as float32. CUDA's half-precision matmul can return its float32 accumulator; elsewhere it is upcast."""
+    """Return a @ b as float32. CUDA's half-precision matmul can return its float32 accumulator; others are upcast."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b).float()
@@ -83,7 +82,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, V) logits, which are overwritten -> logprobs of the targets, entropies, log normalizers, (N,) each."""
+    """Return logprobs of the targets, entropies, log normalizers, (N,) each, of (N, V) logits, which it overwrites."""
     if temperature != 1.0:
         logits.div_(temperature)
     log_normalizer = logits.logsumexp(-1)
@@ -102,9 +101,9 @@ def chunk_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(N, V) gradient of the logits, which are overwritten. With z = logits / temperature, p = softmax(z), entropy H:
+    """Return the (N, V) gradient of the logits, which it overwrites. With z = logits / temperature, p = softmax(z):
 
-    d log p(y) / dz = onehot(y) - p;    dH / dz = -p * (log p + H)
+    d log p(y) / dz = onehot(y) - p;    dH / dz = -p * (log p + H), H the entropy of p
     """
     if temperature != 1.0:
         logits.div_(temperature)
@@ -125,10 +124,7 @@ def chunk_gradient(
 
 
 def check_compiled(vocab_size: int, device: torch.device) -> None:
-    """Compile the head, and compare it with what it replaces.
-
-    Raises UserError where it cannot be compiled, or gives other numbers.
-    """
+    """Compile the head. Raises UserError where that fails, or gives other numbers than the plain one."""
     g = torch.Generator(device).manual_seed(0)
     logits, targets = torch.randn(16, vocab_size, generator=g, device=device) * 3, torch.arange(16, device=device)
     grads = torch.randn(2, 16, generator=g, device=device)
@@ -153,10 +149,10 @@ def compiled(function: Callable) -> Callable:
 
 
 def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:
-    """(N, V) log-softmax at temperature 1, (N,) sampled ids -> (N, 2 + num_top): [sampled, entropy, top 1, ..., top K].
+    """Return (N, 2 + num_top): [sampled logprob, entropy, top 1, ..., top K] of (N, V) log-softmax at temperature 1.
 
     The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a
-    constant per row. Greedy (T = 0) has no distribution of its own and reports the one at T = 1.
+    constant per row. Greedy sampling (T = 0) reports the distribution at T = 1.
     """
     sampled = logprobs.gather(-1, token_ids.unsqueeze(-1))  # (N, 1)
     if temperature not in (0, 1):

@@ -1,4 +1,4 @@
-"""Load a model folder into sharded parameters: built on the meta device, filled from safetensors slice by slice.
+"""Loads a model folder into sharded parameters: built on the meta device, filled from safetensors slice by slice.
 
     hf = build_on_meta(path, "sdpa")       # no memory for parameters
     ... fully_shard ...
@@ -22,9 +22,9 @@ from arpo.errors import UserError
 
 
 def build_on_meta(path: str, attention: str) -> nn.Module:
-    """The transformers model of the folder's config, float32, its parameters without memory.
+    """Return the transformers model of the folder's config, float32, its parameters without memory.
 
-    Raises UserError where transformers does not know the model type, or the loading or head.py cannot do with it.
+    Raises UserError for a model that transformers does not know, or that read_weights or head.py cannot handle.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,19 +38,15 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path={path}: cannot build the model ({' '.join(str(error).split())[:300]})") from None
     check_head(hf)
-    for name, module in modules_with_buffers(hf):
-        if not type(module).__name__.endswith("RotaryEmbedding"):
+    for name, module in hf.named_modules():
+        if list(module.buffers(recurse=False)) and not type(module).__name__.endswith("RotaryEmbedding"):
             raise UserError(f"model.path={path}: {type(hf).__name__} has buffers in {name}, which is not supported")
     return hf
 
 
 def check_head(hf: nn.Module) -> None:
-    """Raises UserError where logits are not just hidden states times lm_head.weight, which is what head.py computes."""
-    extras = {
-        "final_logit_softcapping": (None,),
-        "logit_scale": (None, 1.0),
-        "logits_scaling": (None, 1.0),
-    }
+    """Raise UserError where logits are not just hidden states times lm_head.weight, which is what head.py computes."""
+    extras = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
     for name, neutral in extras.items():
         if (value := getattr(hf.config, name, None)) not in neutral:
             raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
@@ -58,31 +54,24 @@ def check_head(hf: nn.Module) -> None:
         raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
 
 
-def modules_with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if next(module.buffers(recurse=False), None) is not None
-    ]
-
-
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
-    """Memory for parameters (of arbitrary content), and the buffers that a constructor on `device` computes.
+    """Give memory to parameters (of arbitrary content), and compute buffers, on `device`.
 
-    parameter_device: where the shards live, if elsewhere (CPU offload).
+    parameter_device: the device of the shards, if it is another one (CPU offload).
     """
     model.to_empty(device=parameter_device or device)
-    for _, module in modules_with_buffers(model):
-        fresh = type(module)(module.config).to(device)  # RoPE frequencies: no file has them
-        for name, buffer in fresh.named_buffers(recurse=False):
-            module.register_buffer(name, buffer, persistent=False)
+    for module in model.modules():
+        if list(module.buffers(recurse=False)):
+            fresh = type(module)(module.config).to(device)  # RoPE frequencies: no file has them
+            for name, buffer in fresh.named_buffers(recurse=False):
+                module.register_buffer(name, buffer, persistent=False)
 
 
 def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
     """Fill parameters (or shards of them), given by their names in the checkpoint, each rank its own rows.
 
-    Raises UserError, the same on every rank and before anything is read, where a weight is missing, unknown, of another
-    shape, or the file is broken.
+    Raises UserError where a file is broken, and, before anything is read, where a weight is missing, unknown or of
+    another shape; the same on every rank.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -102,7 +91,7 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
 
 
 def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tuple[int, ...]], path: str) -> None:
-    """Compare names and shapes. A head may be there although it is tied, and old files hold RoPE's frequencies."""
+    """Compare names and shapes. A tied head may be there all the same, and old files hold RoPE's frequencies."""
     if missing := sorted(parameters.keys() - found.keys()):
         raise UserError(
             f"model.path={path}: {len(missing)} weights are missing, {missing[0]} first; was it saved completely?"
@@ -124,7 +113,7 @@ def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tu
 
 
 def weight_files(path: str) -> list[Path]:
-    """The folder's safetensors files; of a hub name, those of the local cache, downloaded where they are not yet."""
+    """Return the safetensors files of a folder, or of a hub name, downloaded unless they are in the local cache."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -140,7 +129,7 @@ def weight_files(path: str) -> list[Path]:
 
 
 def copy_rows(parameter: torch.Tensor, weight) -> None:
-    """`weight` is a safetensors slice, of which only the rows of this rank are read."""
+    """Copy this rank's rows of `weight`, a tensor or a safetensors slice, into the parameter."""
     rows = own_rows(parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if rows.start < rows.stop:
@@ -148,7 +137,7 @@ def copy_rows(parameter: torch.Tensor, weight) -> None:
 
 
 def own_rows(parameter: torch.Tensor) -> slice:
-    """The rows (of dimension 0) that this rank holds of an FSDP2 shard; all of a plain tensor.
+    """Return the rows (of dimension 0) that this rank holds of a parameter, which are all of a plain tensor.
 
     FSDP2 cuts like torch.chunk, 5 rows on 2 ranks: [0, 3) and [3, 5).
     """

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from arpo.errors import UserError
-from arpo.model.loading import own_rows
+from arpo.model.loading import copy_rows
 from arpo.options import ModelConfig
 
 A, B = "lora_A", "lora_B"
@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
     def merged_weight(self) -> torch.Tensor:
-        """W + scale * B A in float32, cut like W. Collective over the mesh: gathers A."""
+        """Return W + scale * B A in float32, cut like W. Collective over the mesh: gathers A."""
         weight, a, b = self.weight.detach(), self.lora_A.detach(), self.lora_B.detach()
         if not isinstance(weight, DTensor):
             return torch.addmm(weight.float(), b, a, alpha=self.scale)
@@ -67,13 +67,12 @@ def add_lora(hf: nn.Module, cfg: ModelConfig) -> None:
 
 @torch.no_grad()
 def initialize(hf: nn.Module, seed: int) -> None:
-    """A uniform (as peft does), B zero: the policy begins as its base model. The same for any number of ranks."""
+    """Fill A uniformly (as peft does), the same for any number of ranks, and B with 0: so the policy is its base."""
     for name, module in adapted(hf):
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         whole = nn.init.kaiming_uniform_(torch.empty(module.lora_A.shape), a=5**0.5, generator=generator)
-        for parameter, value in ((module.lora_A, whole), (module.lora_B, torch.zeros(module.lora_B.shape))):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(value[own_rows(parameter)])
+        copy_rows(module.lora_A, whole)
+        copy_rows(module.lora_B, torch.zeros(module.lora_B.shape))
 
 
 def adapted(hf: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -81,19 +80,19 @@ def adapted(hf: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def base_parameters(hf: nn.Module) -> dict[str, torch.Tensor]:
-    """Those of the model folder, by their names there."""
+    """Return the parameters of the model folder, by their names there."""
     return {name: p for name, p in hf.named_parameters() if not name.endswith((A, B))}
 
 
 def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """`base_parameters`, one merged at a time. Collective."""
+    """Yield `base_parameters`, adapters merged, one at a time. Collective."""
     modules = {f"{name}.weight": module for name, module in adapted(hf)}
     for name, parameter in base_parameters(hf).items():
         yield name, modules[name].merged_weight() if name in modules else parameter
 
 
 def write_adapter(adapters: dict[str, torch.Tensor], folder: Path, *, base: str, rank: int, alpha: float) -> None:
-    """peft's format: adapter_config.json and adapter_model.safetensors. `adapters`: our names -> whole tensors."""
+    """Write adapters (our names -> whole tensors) as peft does: adapter_config.json, adapter_model.safetensors."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ from arpo.options import OptimConfig
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the (sharded) parameters; norms and biases are not decayed."""
+    """Return AdamW over the (sharded) parameters; norms and biases are not decayed."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -22,7 +22,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
 
 
 def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:
-    """Learning rate of optimizer step `update` (from 0) as a share of `cfg.lr`.
+    """Return the learning rate of optimizer step `update` (from 0) as a share of `cfg.lr`.
 
     Warm-up rises linearly over the first `warmup_ratio` of all steps; linear falls over the last `decay_ratio`, cosine
     over all that follows the warm-up; both end at `min_lr_ratio`.
@@ -49,9 +49,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, update: int, num_updates
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Clip to the global norm over all shards; returns the norm before clipping, the same on every rank.
+    """Clip to the global norm over all shards, and return the norm before that, the same on every rank.
 
-    Raises FloatingPointError where it is not finite: the norm is reduced, so all ranks stop alike, before the step.
+    Raises FloatingPointError, on all ranks alike, where it is not finite.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -30,7 +30,7 @@ HEAD_CHUNK_TOKENS = 1024
 
 
 class Policy(nn.Module):
-    """Wraps the HF model so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
+    """The HF model, wrapped so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
 
     def __init__(self, hf: nn.Module, *, compile_head: bool = False):
         super().__init__()
@@ -39,7 +39,7 @@ class Policy(nn.Module):
         self.compile_head = compile_head
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
+        """Return logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
 
         0 where the loss mask is 0: the head is only computed for tokens that count.
         """
@@ -57,21 +57,21 @@ class Policy(nn.Module):
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export.
+        """Yield (name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export.
 
-        Adapters are merged into what they adapt, one matrix at a time. Then it is collective.
+        Adapters are merged into what they adapt, one matrix at a time, which is collective.
         """
         reshard_all(self)
         yield from lora.merged_parameters(self.hf)
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what is trained and must be in a checkpoint: name -> parameter or its shard (LoRA: the adapters)."""
+        """Return what is trained, for a checkpoint: name -> parameter or its shard (LoRA: the adapters)."""
         reshard_all(self)
         return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
 
 
 def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """(N, D) of the last layer. No cache: it would let the rows see each other."""
+    """Return (N, D) of the last layer. No cache: it would let the rows see each other."""
     return backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
@@ -87,9 +87,9 @@ def load_policy(
     """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
     compute in `cfg.compute_dtype`.
 
-    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: of what is not
-    in the folder (adapters). Collective over `mesh`. Raises UserError where weights are missing or broken, or the head
-    is not a plain matrix.
+    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: for adapters,
+    which are not in the folder. Collective. Raises UserError for missing or broken weights, and a head that is not a
+    plain matrix.
     """
     check_model_folder(cfg.path)
     logger.info("attention: %s (model.attention=%s)", attention_backend(cfg, device), cfg.attention)
@@ -108,17 +108,11 @@ def load_policy(
 
 
 def shard(
-    model: nn.Module,
-    hf: nn.Module,
-    cfg: ModelConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
-    *,
-    offload: bool = False,
+    model: nn.Module, hf: nn.Module, cfg: ModelConfig, mesh: DeviceMesh, device: torch.device, *, offload: bool = False
 ) -> None:
-    """FSDP2 over `model`, of which `hf` is the part on meta, and whose layers are gathered one at a time. Collective.
+    """Put FSDP2 over `model`, of which `hf` is the part on meta, with layers gathered one at a time. Collective.
 
-    Afterwards `hf` has memory for its shards, and in them anything. Raises UserError for what the device cannot.
+    Afterwards `hf` has memory for its shards, of arbitrary content. Raises UserError for what the device cannot do.
     """
     if cfg.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -139,7 +133,7 @@ def shard(
 
 
 def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) -> tuple[OffloadPolicy, torch.device]:
-    """(FSDP2's policy, the device) for the shards: the GPU, or the CPU's memory. Raises UserError without a GPU."""
+    """Return FSDP2's policy for, and the device of, the shards. Raises UserError for cpu_offload without a GPU."""
     if cfg.cpu_offload and device.type != "cuda":
         raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
     if (offload or cfg.cpu_offload) and device.type == "cuda":
@@ -148,20 +142,20 @@ def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) 
 
 
 def reshard_all(model: nn.Module) -> None:
-    """FSDP2 may leave modules unsharded after a forward without backward."""
+    """Shard modules again that FSDP2 left unsharded after a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
-    """`attention_backend` as transformers knows it. Raises UserError."""
+    """Return `attention_backend` by its name in transformers. Raises UserError."""
     attention = attention_backend(cfg, device)
     return ulysses(attention) if cfg.context_parallel > 1 else register(attention)
 
 
 def load_tokenizer(path: str):
-    """The model folder's tokenizer. Raises UserError where there is none."""
+    """Return the model folder's tokenizer. Raises UserError where there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -173,10 +167,10 @@ def load_tokenizer(path: str):
 
 
 def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
-    """Name what is missing before anything is loaded; a path that is no folder, and does not look local, is a hub name.
+    """Raise UserError for what a model folder lacks (config.json, a weight file, tokenizer, chat template, positions
+    for `max_model_len`), before anything is loaded; it begins with the `option` that set the path.
 
-    Raises UserError: no folder, no config.json, no weights or not all of their files, no tokenizer, no chat template,
-    `max_model_len` beyond the model's positions. The message begins with the `option` that set the path.
+    A path that is no folder, and does not look local, is a hub name, which is not checked.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -204,14 +198,14 @@ def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "mode
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:
-    """A second model that reads the policy's tokens (critic, reference). Raises UserError like `check_model_folder`."""
+    """Check the folder of a second model (critic, reference), and that it reads the policy's tokens, or UserError."""
     check_model_folder(path, max_model_len=max_model_len, option=option)
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{option}={path}: its tokenizer is not that of model.path; use a model of the same family")
 
 
 def read_json(option: str, folder: Path, name: str, fix: str) -> dict:
-    """A JSON object of the model folder. Raises UserError where it is absent or broken."""
+    """Return a JSON object of the model folder. Raises UserError where it is absent or broken."""
     try:
         return json.loads((folder / name).read_text())
     except FileNotFoundError:

@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from arpo.data import BOX, DAMAGED_BOX, parse_message
+from arpo.data import BOX, DAMAGED_BOX, BadRow, parse_message, read_rows
 from arpo.errors import UserError
-from arpo.files import BadRow, read_rows
 
 
 def read_conversations(

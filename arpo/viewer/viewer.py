@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from arpo.errors import UserError, exit_with
-from arpo.files import script_json
+from arpo.log import script_json
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 
 SHOWN = (

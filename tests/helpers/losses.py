@@ -6,13 +6,14 @@ from arpo.losses import LossInputs, policy_loss
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
-TENSORS = ("entropy", "ref_logprobs", "rollout_weights")
-COUNTS = ("denominator", "entropy_statistics")
+INPUTS = ("entropy", "ref_logprobs", "rollout_weights", "entropy_statistics")
 
 
 def loss_of(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **options
 ) -> tuple[Tensor, Metrics]:
     """The loss of these rows, (B, T) each; `options`: other fields of LossInputs, of LossConfig, and of policy_loss."""
-    tensors, counts = ({name: options.pop(name) for name in names if name in options} for names in (TENSORS, COUNTS))
-    return policy_loss(LossInputs(logprobs, old_logprobs, advantages, mask, **tensors), LossConfig(**options), **counts)
+    given = {name: options.pop(name) for name in INPUTS if name in options}
+    denominator = options.pop("denominator", None)
+    inputs = LossInputs(logprobs, old_logprobs, advantages, mask, **given)
+    return policy_loss(inputs, LossConfig(**options), denominator=denominator)

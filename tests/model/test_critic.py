@@ -1,6 +1,7 @@
 """The critic on a real (tiny) model: what it reads, what it learns, and that it is saved with the policy."""
 
 import hashlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from arpo.batch import Row, collate, microbatches
 from arpo.checkpoint import Checkpoints
 from arpo.model import load_policy
-from arpo.model.critic import fill_values, load_critic, update_critic
+from arpo.model.critic import fill_values, load_critic, update_critic, value_loss
 from arpo.model.optim import build_optimizer
 from arpo.options import ModelConfig, OptimConfig
 from arpo.ranks import Ranks
@@ -20,6 +21,7 @@ from arpo.trajectory import Metrics
 from arpo.tree import tree_microbatches
 
 CPU = torch.device("cpu")
+ONE, ZERO = torch.ones(1, 1), torch.zeros(1, 1)
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.0)
 LENGTHS = [(3, 12), (5, 9), (1, 4), (7, 13), (3, 1)]
 
@@ -184,3 +186,31 @@ def test_a_run_with_a_critic_continues_bit_for_bit_even_from_within_its_warmup(t
     resumed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "saved"), 4, (2,))
     assert [sorted(rank) for rank in resumed] == [[2, 3, 4], [2, 3, 4]]
     assert resumed == [{step: rank[step] for step in (2, 3, 4)} for rank in undisturbed]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "gradient"),
+    [
+        (1.2, 0.5 * 1.2**2, 1.2),  # within the clip
+        (2.0, 0.5 * 2.0**2, 2.0),  # away from the return: the plain error is the larger one
+        (0.1, 0.5 * 0.5**2, 0.0),  # more than 0.5 at once towards the return: held
+    ],
+)
+def test_a_value_is_held_at_a_distance_from_the_old_one(value, expected, gradient):
+    """Old value 1, return 0."""
+    values = torch.full((1, 1), value, requires_grad=True)
+    loss, metrics = value_loss(values, ONE, ZERO, ONE, clip_value=0.5, denominator=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert values.grad.item() == pytest.approx(gradient)
+    assert metrics["clip_fraction"] == float(gradient == 0) and metrics["loss"] == pytest.approx(expected)
+    assert metrics["value"] == pytest.approx(value) and metrics["return"] == 0.0
+
+
+def test_values_of_masked_tokens_are_ignored():
+    values = torch.tensor([[1.0, 1e30, math.nan]], requires_grad=True)
+    mask = torch.tensor([[1, 0, 0]])
+    loss, metrics = value_loss(values, values.detach(), torch.zeros(1, 3), mask, clip_value=0.5, denominator=1.0)
+    loss.backward()
+    assert loss.item() == 0.5 and metrics["value"] == 1.0
+    assert values.grad.tolist() == [[1.0, 0.0, 0.0]]

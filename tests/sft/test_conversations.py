@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.files import write_jsonl, write_parquet
 
+from arpo.data import BadRow, read_rows
 from arpo.errors import UserError
-from arpo.files import BadRow, read_rows
 from arpo.sft.conversations import parse_conversation, read_conversations
 
 ROOT = Path(__file__).resolve().parents[2]

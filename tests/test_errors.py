@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from arpo import losses
 from arpo.config import load_config
-from arpo.errors import UserError
-from arpo.names import check_name, names_of
+from arpo.errors import UserError, check_name, names_of
 from train_rl import RLConfig
 
 DICTS = [
@@ -26,6 +26,11 @@ DICTS = [
 def test_names_read_from_the_source_are_the_keys_of_the_dict(module, dict_name):
     names = names_of(module, dict_name)
     assert names and list(names) == list(getattr(importlib.import_module(f"arpo.{module}"), dict_name))
+
+
+def test_names_are_read_from_a_set_too():
+    assert set(names_of("losses", "NEED_WHOLE_ROWS")) == losses.NEED_WHOLE_ROWS
+    assert losses.TOKEN_LOSSES.keys() | losses.AGGREGATIONS.keys() > losses.NEED_WHOLE_ROWS
 
 
 def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
@@ -52,5 +57,5 @@ def test_names_beside_the_dict_are_known_too():
 
 
 def test_a_dict_that_is_not_there_is_an_error_of_ours():
-    with pytest.raises(LookupError, match=r"losses\.py assigns no dict literal to RULES"):
+    with pytest.raises(LookupError, match=r"losses\.py assigns no dict or set literal to RULES"):
         names_of("losses", "RULES")
