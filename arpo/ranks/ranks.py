@@ -69,6 +69,12 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def from_rank_0(self, value: T) -> T:
+        """Return rank 0's value on every rank; what other ranks pass is ignored. Picklable Python objects."""
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Sums over ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
