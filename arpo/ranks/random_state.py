@@ -12,17 +12,17 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of every global random generator: Python, NumPy, torch, and torch on the current GPU."""
+    """The states of Python's, NumPy's and torch's global generators, and of torch's on the current GPU."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any] | None
-    """NumPy's state; None where it was not taken, and so is not restored."""
+    """NumPy's state; None if it was not taken, and so is not restored."""
     cpu: torch.Tensor
     cuda: torch.Tensor | None
 
     @classmethod
     def current(cls, *, with_numpy: bool = True) -> RandomState:
-        """Taking NumPy's state and setting it again are 0.12 ms, ten times all others on a CPU."""
+        """Return the states as they are now. NumPy's takes 0.12 ms to take and restore, ten times the others' time."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         numpy = np.random.get_state(legacy=False) if with_numpy else None
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)

@@ -1,6 +1,6 @@
 """One engine over two ranks: real vLLM, real gloo; the reference is an engine alone."""
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from helpers.ranks import run_ranks
 from transformers import AutoTokenizer
 
 from arpo.batch import Row, microbatches
+from arpo.checks import out_of_range
 from arpo.engine import Engine
 from arpo.engine.team import Team, TeamToolRunner, check_split, form_team
 from arpo.errors import UserError
@@ -196,8 +197,8 @@ def test_ranks_that_cannot_form_teams_are_refused(tiny_model_dir, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"engine.tensor_parallel=4 does not divide the 2 ranks of a node"):
         form_team(rank_of(4), 4, str(tiny_model_dir))
-    with pytest.raises(ValueError, match=r"engine.tensor_parallel=0 must be at least 1"):
-        EngineConfig(tensor_parallel=0)
+    cfg = make_dataclass("Config", ["engine"])(EngineConfig(tensor_parallel=0))
+    assert out_of_range(cfg) == "engine.tensor_parallel=0 must be at least 1"
 
 
 def test_a_model_that_cannot_be_split_is_refused_with_the_number_that_does_not_fit(tmp_path):

@@ -32,8 +32,8 @@ class LandlockJail(FolderJail):
     tier = "landlock"
 
     def __init__(self, limits: CallLimits, visible: list[str]):
-        """Raises OSError where the kernel has no Landlock, or forbids it."""
-        self.abi = _abi()
+        """Raises OSError if the kernel has no Landlock, or forbids it."""
+        self.abi = _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
         seccomp.program(allow_children=False)  # an unknown machine fails here
         super().__init__(limits)
         self.readable = [*visible, *READABLE_FILES]
@@ -47,7 +47,7 @@ class LandlockJail(FolderJail):
         seccomp.install(seccomp.program(allow_children=False, only_pid=os.getpid()))
 
     def _restrict_files(self, scratch: str) -> None:
-        """Also no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
+        """Allow no other files, no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
         everything = ALL_OF_ABI_1
         for abi, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
             everything |= right if self.abi >= abi else 0
@@ -70,10 +70,6 @@ def _landlock(operation: int, *arguments: object) -> int:
     return kernel.syscall("landlock", *arguments, offset=operation)
 
 
-def _abi() -> int:
-    return _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
-
-
 def _allow(ruleset: int, path: str, rights: int) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -88,7 +84,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Whether any user may enter that folder."""
+    """Return whether any user may enter and list that folder and those above it."""
     while True:
         if os.stat(path).st_mode & 0o005 != 0o005:
             return False

@@ -31,10 +31,10 @@ Instruction = tuple[int, int, int, int]
 
 
 def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
-    """The filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
+    """Return the filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
 
-    `only_pid` is set where the worker has no namespaces to hide the user's other processes and files: the one process,
-    itself, that it may signal.
+    only_pid: the one process, itself, that the worker may signal. It is set if no namespaces hide the user's other
+    processes and files.
     """
     machine = platform.machine()
     if machine not in table.ARCHITECTURES:
