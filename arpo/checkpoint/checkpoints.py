@@ -21,22 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from arpo.checkpoint.manifest import (
-    files_of,
-    find_problem,
-    measure,
-    read_manifest,
-    step_of,
-    sync,
-    write_manifest,
-    write_synced,
-)
+import arpo.checkpoint.manifest as manifest
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import Critic
 from arpo.model.policy import reshard_all
-from arpo.ranks import Ranks
-from arpo.ranks.random_state import RandomState
+from arpo.ranks import RandomState, Ranks
 
 logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
@@ -79,13 +69,13 @@ class Checkpoints:
         self.ranks.barrier()
         with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint"):
             dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
-        names = self.ranks.from_rank_0(files_of(temporary))
-        measured = self.ranks.all_gather_objects(measure(temporary, names[self.my_files]))
+        names = self.ranks.from_rank_0(manifest.files_of(temporary))
+        measured = self.ranks.all_gather_objects(manifest.measure(temporary, names[self.my_files]))
         if self.ranks.is_main:
-            write_manifest(temporary, step, {name: entry for part in measured for name, entry in part.items()})
+            manifest.write(temporary, step, {name: entry for part in measured for name, entry in part.items()})
             temporary.rename(final)
-            sync(self.folder)
-            write_synced(self.folder / "latest.tmp", final.name + "\n")
+            manifest.sync(self.folder)
+            manifest.write_synced(self.folder / "latest.tmp", final.name + "\n")
             (self.folder / "latest.tmp").rename(self.folder / "latest")
             for old in [*self._all()[self.keep :], *self.folder.glob("step_*.broken")]:
                 shutil.rmtree(old)
@@ -114,16 +104,16 @@ class Checkpoints:
         random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[self.ranks.rank])
-        return step_of(folder)
+        return manifest.step_of(folder)
 
     def _newest_intact(self, allow: bool) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
         broken = []
-        for name, files in self.ranks.from_rank_0([(folder.name, read_manifest(folder)) for folder in self._all()]):
+        for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self._all()]):
             folder = self.folder / name
             if not allow:
                 raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
-            problems = self.ranks.all_gather_objects(find_problem(folder, files, self.my_files))
+            problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, self.my_files))
             if any(problems):
                 broken.append((folder, next(filter(None, problems))))
                 continue
@@ -139,7 +129,7 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """Return the folders of finished checkpoints, newest first."""
-        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=step_of, reverse=True)
+        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=manifest.step_of, reverse=True)
 
     def _require_space(self, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +143,7 @@ class Checkpoints:
 
 def verify(folder: Path) -> str | None:
     """Check every file of the manifest by size and checksum, in this process alone. Return what is wrong, or None."""
-    return find_problem(folder, read_manifest(folder))
+    return manifest.find_problem(folder, manifest.read(folder))
 
 
 def _state(

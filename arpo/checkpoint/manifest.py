@@ -34,13 +34,13 @@ def measure(folder: Path, names: Sequence[str]) -> Files:
     return {name: size_and_checksum(folder / name) for name in names}
 
 
-def write_manifest(folder: Path, step: int, files: Files) -> None:
+def write(folder: Path, step: int, files: Files) -> None:
     """Write the manifest, the last file of a checkpoint, and flush the folder to disk."""
     write_synced(folder / MANIFEST, json.dumps({"step": step, "files": files}, indent=1))
     sync(folder)
 
 
-def read_manifest(folder: Path) -> Files | None:
+def read(folder: Path) -> Files | None:
     """Return the manifest's files, or None if there is no readable manifest of a folder of this name."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -9,7 +9,6 @@ the mesh ("fsdp",) or ("ddp", "fsdp"), or a plain tensor. Config and tokenizer l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,9 @@ def import_verl(actor: Path, folder: Path, *, model: str = "") -> None:
         if name != "lm_head.weight" and "rotary_emb." not in name:
             raise UserError(f"{actor}: {name} is not in the model of {source}; pass --model FOLDER of the right one")
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        dtype = source_dtype(source)
-        for name, shape in expected.items():
-            yield name, join([shard[name] for shard in shards], shape, f"{actor}: {name}").to(dtype)
-
-    write_hf(tensors(), folder, source)
+    dtype = source_dtype(source)
+    parts = ((name, [shard[name] for shard in shards]) for name in expected)
+    write_hf(((n, join(part, expected[n], f"{actor}: {n}").to(dtype)) for n, part in parts), folder, source)
 
 
 def rank_files(actor: Path) -> list[Path]:

@@ -66,8 +66,7 @@ class ServerEngine:
             setting=f"eval.server {self.url}",
             key_variable=KEY_VARIABLE,
         )
-        self._specs: dict[str, SamplingSpec] = {}
-        self._futures: dict[str, Future] = {}
+        self._running: dict[str, tuple[SamplingSpec, Future]] = {}
         # (request id, None): it got its turn; (request id, choice): it is finished
         self._news: queue.SimpleQueue[tuple[str, dict | None] | Exception] = queue.SimpleQueue()
         # Waiting for a turn is not part of a request's time, so the turn is taken here and not in the client.
@@ -80,21 +79,18 @@ class ServerEngine:
     @property
     def num_running(self) -> int:
         """Number of unfinished requests."""
-        return len(self._specs)
+        return len(self._running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
         """Send one request as soon as there is room."""
-        assert request_id not in self._specs, f"{request_id} is already in flight"
+        assert request_id not in self._running, f"{request_id} is already in flight"
         assert spec.num_top_logprobs == 0, "a server's logprobs are not asked for"
-        self._specs[request_id] = spec
         payload = completion_request(self.model, token_ids, spec)
-        self._futures[request_id] = asyncio.run_coroutine_threadsafe(self._complete(request_id, payload), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._complete(request_id, payload), self._loop)
+        self._running[request_id] = spec, future
 
     def step(self) -> list[Chunk]:
-        """Wait for news, for MAX_WAIT_S at most. Raises UserError if the server has stopped answering.
-
-        A request that gets its turn has a chunk without tokens; its next one is the whole turn.
-        """
+        """Wait for news, for MAX_WAIT_S at most. Raises UserError if the server has stopped answering."""
         chunks = []
         while True:
             try:
@@ -104,23 +100,23 @@ class ServerEngine:
             if isinstance(news, Exception):
                 raise news
             request_id, choice = news
-            if request_id not in self._specs:
+            if request_id not in self._running:
                 continue  # aborted
             if choice is None:
                 chunks.append(Chunk(request_id))
             else:
-                del self._futures[request_id]
-                chunks.append(completion_chunk(request_id, choice, self._specs.pop(request_id), self.codec))
+                spec, _ = self._running.pop(request_id)
+                chunks.append(completion_chunk(request_id, choice, spec, self.codec))
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget these requests; unknown or finished ones are ignored."""
         for request_id in request_ids:
-            if self._specs.pop(request_id, None):
-                self._futures.pop(request_id).cancel()
+            if running := self._running.pop(request_id, None):
+                running[1].cancel()
 
     def close(self) -> None:
         """Give up what is in flight, and close the connections."""
-        self.abort(list(self._specs))
+        self.abort(list(self._running))
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)

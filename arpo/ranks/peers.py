@@ -175,9 +175,8 @@ def first_words(error: BaseException) -> str:
 
 
 def describe(signs: Mapping[int, dict]) -> str:
-    return ", ".join(
-        f"rank {r} (host {sign['host']}, pid {sign['pid']}, in {sign['where']})" for r, sign in signs.items()
-    )
+    one = "rank {} (host {host}, pid {pid}, in {where})"
+    return ", ".join(one.format(r, **sign) for r, sign in signs.items())
 
 
 def where(frame: FrameType | None) -> str:

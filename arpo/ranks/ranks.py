@@ -1,4 +1,4 @@
-"""Ranks: start and end of the process group, the device mesh, reductions, seeds, timers.
+"""Ranks: start and end of the process group, the device mesh, reductions, seeds and random states, timers.
 
 Works under torchrun and as a plain single process (then world size 1), on CPU (gloo) and GPU (nccl, gloo for CPU data).
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -122,7 +122,8 @@ def init(
     silence_s: a peer without a sign of life for so long is given up (under torchrun, see peers.py).
     shard_size: see `make_mesh`. context_parallel: number of ranks that share their micro-batches.
     """
-    _die_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may die without ending its workers; orphans keep the GPU
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     _log_once_per_node()
     cuda = torch.cuda.is_available()
     if not cuda and torch.cpu._is_amx_tile_supported():
@@ -145,10 +146,9 @@ def init(
             observes = os.environ["LOCAL_RANK"] == "0"
             watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = make_mesh(device.type, world_size, shard_size)
+    mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
     group = make_group(context_parallel) if context_parallel > 1 else None
-    return Ranks(rank, world_size, device, mesh, watch, group, owns_process_group)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group)
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
@@ -183,16 +183,36 @@ def _log_once_per_node() -> None:
         logger.addHandler(handler)
 
 
-def _die_with_parent() -> None:
-    """Have Linux kill this worker when torchrun dies, which does not see to that itself: orphans keep the GPU."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of Python's, NumPy's and torch's global generators, and of torch's on the current GPU."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+    """NumPy's state; None if it was not taken, and so is not restored."""
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def current(cls, *, with_numpy: bool = True) -> RandomState:
+        """Return the states as they are now. NumPy's takes 0.12 ms to take and restore, ten times the others' time."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        numpy = np.random.get_state(legacy=False) if with_numpy else None
+        return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
 
 
 class Timers:

@@ -46,16 +46,15 @@ class FolderJail:
         return scratch
 
     def confine(self, scratch: str) -> None:
-        """Give up everything else (called in the worker, as the last step before the model's code).
-
-        The worker must not outlive its supervisor: nobody else would stop it.
-        """
+        """Give up everything else, and die with the supervisor (called in the worker, right before the model's code)."""
         supervisor = os.getppid()
         if self.worker_uid is not None:
             os.setgroups([])
             os.setresgid(self.worker_uid, self.worker_uid, self.worker_uid)
             os.setresuid(self.worker_uid, self.worker_uid, self.worker_uid)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
+        kernel.prctl(
+            kernel.PR_SET_PDEATHSIG, signal.SIGKILL
+        )  # nobody else would stop it; after setuid, which clears it
         if os.getppid() != supervisor:
             os._exit(1)
         set_rlimits(self.limits, count_processes=False)
@@ -65,10 +64,8 @@ class FolderJail:
         return [worker]
 
     def is_over_quota(self, scratch: str) -> bool:
-        """Return whether the call's files are too many or too large (called in the supervisor, between polls).
-
-        They are counted, as no tmpfs limits them, so a call may overshoot by what it writes between two polls.
-        """
+        """Return whether the call's files are too many or too large (called in the supervisor, between polls). They are
+        counted, as no tmpfs limits them here, so a call may overshoot by what it writes between two polls."""
         num_bytes = num_inodes = 0
         folders = [scratch]
         while folders:

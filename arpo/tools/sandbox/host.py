@@ -16,7 +16,6 @@ import site
 import socket
 import sys
 import time
-import types
 from typing import NoReturn
 
 from . import syscalls as kernel
@@ -32,18 +31,14 @@ PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", 
 takes 250 ms."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "PWD": "/tmp",
+    **dict.fromkeys(("HOME", "TMPDIR", "PWD"), "/tmp"),
     "USER": "nobody",
     "LANG": "C.UTF-8",
     "LC_ALL": "C.UTF-8",
     "TZ": "UTC",
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
     "MPLBACKEND": "Agg",
 }
@@ -104,18 +99,14 @@ def _preload() -> None:
             importlib.import_module(name)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(SEED)
-    if "sympy" in sys.modules:
-        _warm_up(sys.modules["sympy"])
-
-
-def _warm_up(sympy: types.ModuleType) -> None:
-    """Have SymPy load what it loads only at first use (units, tensors, Risch): 0.4 s that each call would pay."""
-    x = sympy.Symbol("x")
-    sympy.diff(x**3, x)
-    sympy.solve(x**2 - 2, x)
-    sympy.integrate(x * sympy.sin(x), x)
-    sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
-    sympy.core.cache.clear_cache()  # modules only: no call is to see results of another
+    if sympy := sys.modules.get("sympy"):
+        # Have it load what it loads only at first use (units, tensors, Risch): 0.4 s that each call would pay.
+        x = sympy.Symbol("x")
+        sympy.diff(x**3, x)
+        sympy.solve(x**2 - 2, x)
+        sympy.integrate(x * sympy.sin(x), x)
+        sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
+        sympy.core.cache.clear_cache()  # modules only: no call is to see results of another
 
 
 def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, trainer: int) -> NoReturn:

@@ -66,13 +66,7 @@ class HostProcess:
         """Whether the jail has a /proc; without it, code may not start processes."""
 
     def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
-        settings = {
-            "tier": tier,
-            "limits": asdict(limits),
-            "trainer_pid": os.getpid(),
-            "prefixes": interpreter.prefixes,
-            "import_paths": interpreter.import_paths,
-        }
+        settings = {"tier": tier, "limits": asdict(limits), "trainer_pid": os.getpid(), **asdict(interpreter)}
         self._control.settimeout(START_TIMEOUT_S)
         try:
             self._control.send(json.dumps(settings).encode())

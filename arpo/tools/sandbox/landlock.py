@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import struct
+from pathlib import Path
 
 from . import seccomp
 from . import syscalls as kernel
@@ -85,9 +86,4 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 def _is_open_to_all(path: str) -> bool:
     """Return whether any user may enter and list that folder and those above it."""
-    while True:
-        if os.stat(path).st_mode & 0o005 != 0o005:
-            return False
-        if path == "/":
-            return True
-        path = os.path.dirname(path)
+    return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in (path, *Path(path).parents))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import resource
@@ -73,10 +74,8 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def usage(pids: list[int], host_bytes: int) -> tuple[int, float, int]:
-    """Return private memory (bytes), CPU time (seconds) and number of tasks, summed over processes.
-
-    host_bytes: private memory of the host, which each process shares copy-on-write, and which is not counted.
-    """
+    """Return private memory (bytes), CPU time (seconds) and number of tasks, summed over processes. host_bytes: private
+    memory of the host, which each process shares copy-on-write, and which is not counted."""
     memory = ticks = tasks = 0
     for pid in pids:
         try:
@@ -94,10 +93,6 @@ def step_back(pids: list[int]) -> None:
     """Lower the priority of all threads of these processes, so that calls that have computed less go first."""
     nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
     for pid in pids:
-        try:
-            threads = os.listdir(f"/proc/{pid}/task")
-        except OSError:  # it ended since it was listed
-            continue
-        for thread in threads:
-            with contextlib.suppress(OSError):  # the same, or it has gone further back by itself
-                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        for task in glob.glob(f"/proc/{pid}/task/*"):
+            with contextlib.suppress(OSError):  # it ended since it was listed, or has gone further back by itself
+                os.setpriority(os.PRIO_PROCESS, int(os.path.basename(task)), nice)

@@ -57,10 +57,7 @@ def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
     datagram = [(AND, 0, 0, SOCK_TYPE_MASK), *_if(JUMP_EQUAL, SOCK_DGRAM, RETURN_ERRNO | errno.EPERM)]
     code += _on_argument(single["socketpair"], 1, datagram)
     # memory of that kind is in nobody's RSS once it is unmapped, and RLIMIT_DATA does not know it
-    shared = [
-        (AND, 0, 0, MAP_SHARED_ANONYMOUS),
-        *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM),
-    ]
+    shared = [(AND, 0, 0, MAP_SHARED_ANONYMOUS), *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM)]
     code += _on_argument(single["mmap"], 3, shared)
     code += _on_argument(single["ioctl"], 1, _if_any(IOCTLS, RETURN_ERRNO | errno.EPERM))
     code += _on_argument(single["personality"], 0, _only(0, PERSONALITY_QUERY))

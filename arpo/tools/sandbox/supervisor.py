@@ -6,6 +6,7 @@ In tier A it is PID 1 of the call's pid namespace: when it exits the kernel kill
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -108,13 +109,19 @@ class Spare:
         conn.sendall(wire.HELLO)
         code = wire.receive_block(conn, wire.MAX_CODE_BYTES)
         started = time.monotonic()
-        is_sent = self._send(code)
+        is_sent = False
+        with contextlib.suppress(OSError):  # the worker is not there any more
+            self.channel.settimeout(IO_TIMEOUT_S)
+            self.channel.sendall(code)
+            self.channel.shutdown(socket.SHUT_WR)
+            is_sent = True
         pidfd = kernel.pidfd_open(self.worker)
         verdict = self._watch(conn, pidfd, started + self.jail.limits.wall_s, host_bytes)
         self.jail.kill(self.worker)
         header = self._bury(pidfd, verdict)
-        error_text = self.stderr.text()
-        set_up_error = self._set_up_error()
+        error_text, set_up_error = self.stderr.text(), b""
+        with contextlib.suppress(OSError):  # nothing was written
+            set_up_error = self.channel.recv(4096, socket.MSG_DONTWAIT)
         if set_up_error:
             header, error_text = {"status": "sandbox_error"}, set_up_error
         elif not is_sent:
@@ -122,22 +129,6 @@ class Spare:
         header["wall_s"] = round(time.monotonic() - started, 4)
         conn.settimeout(IO_TIMEOUT_S)
         wire.send_reply(conn, header, self.stdout.text(), error_text)
-
-    def _send(self, code: bytes) -> bool:
-        self.channel.settimeout(IO_TIMEOUT_S)
-        try:
-            self.channel.sendall(code)
-            self.channel.shutdown(socket.SHUT_WR)
-        except OSError:  # the worker is not there any more
-            return False
-        return True
-
-    def _set_up_error(self) -> bytes:
-        """Return why the worker could not be confined; empty if it got as far as its code, and so closed its end."""
-        try:
-            return self.channel.recv(4096, socket.MSG_DONTWAIT)
-        except OSError:
-            return b""
 
     def _watch(self, conn: socket.socket, pidfd: int, deadline: float, host_bytes: int) -> str | None:
         """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
