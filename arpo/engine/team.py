@@ -107,7 +107,7 @@ class TeamToolRunner(ToolRunner):
             self.num_pending += 1
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """Return (call id, result) of finished calls. Collective, unless none is pending. A tool's bug is raised on all."""
+        """Return (call id, result) of finished calls. Collective, unless none is pending. All raise a tool's bug."""
         if not self.num_pending:
             return []
         if self.is_first:

@@ -46,15 +46,13 @@ class FolderJail:
         return scratch
 
     def confine(self, scratch: str) -> None:
-        """Give up everything else, and die with the supervisor (called in the worker, right before the model's code)."""
+        """Give up everything else, and die with the supervisor (called in the worker, just before the model's code)."""
         supervisor = os.getppid()
         if self.worker_uid is not None:
             os.setgroups([])
             os.setresgid(self.worker_uid, self.worker_uid, self.worker_uid)
             os.setresuid(self.worker_uid, self.worker_uid, self.worker_uid)
-        kernel.prctl(
-            kernel.PR_SET_PDEATHSIG, signal.SIGKILL
-        )  # nobody else would stop it; after setuid, which clears it
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
         if os.getppid() != supervisor:
             os._exit(1)
         set_rlimits(self.limits, count_processes=False)
