@@ -34,7 +34,7 @@ BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 
 
 class Checkpoints:
-    """The checkpoint folder of one run. All methods are collective: every rank calls them, and decides alike."""
+    """The checkpoint folder of one run. All methods are collective: every rank calls them."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2):
         """keep: number of newest checkpoints that stay when another one is saved (>= 2). Raises UserError."""

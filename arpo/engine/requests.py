@@ -12,7 +12,7 @@ class SamplingSpec:
 
     max_tokens: int
     temperature: float = 1.0
-    """0 = greedy. All requests in flight share one value."""
+    """Sampling temperature; 0 = greedy. All requests in flight share one value."""
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     """Texts that end the request. Their tokens are part of the output, with whatever else the last token holds."""
@@ -40,8 +40,8 @@ class Chunk:
     top_logprobs: list[list[float]] = field(default_factory=list)
     """The K largest logprobs at temperature 1, descending; one list per entropy, or empty when not asked for."""
     finish: Literal["stop", "eos", "length"] | None = None
-    """Why the request ended: a stop string, an end token, max_tokens; None = it goes on."""
+    """The reason for the end: a stop string, an end token or max_tokens; None = the request goes on."""
     stop_string: str | None = None
     """The stop string that ended the request, or None."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Number of prompt tokens that came from the prefix cache."""

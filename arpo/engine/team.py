@@ -32,7 +32,7 @@ class Team:
     ranks: Ranks
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """The team's gloo group; None where the size is 1."""
+    """The team's gloo group; None if the size is 1."""
 
     @property
     def index(self) -> int:

@@ -11,7 +11,7 @@ from .interpreter import Interpreter
 from .limits import CallLimits
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
-"""Best first."""
+"""The tiers that isolate, the best first."""
 GRACE_S = 10.0
 """Seconds of a supervisor's silence, at its start or beyond its wall limit, after which the host counts as stuck."""
 NUM_ATTEMPTS = 4

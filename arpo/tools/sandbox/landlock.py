@@ -1,5 +1,5 @@
-"""Tier B: Landlock (Linux 5.13) says which files, the filter forbids the rest, where no namespaces can be had (Docker's
-default profile). One process per call; files may be read only below the interpreter and written only in its folder.
+"""Tier B, for machines that allow no namespaces (Docker's default profile): Landlock (Linux 5.13) restricts files, and
+the filter the rest. One process per call; files are readable only below the interpreter, writable only in its folder.
 """
 
 from __future__ import annotations

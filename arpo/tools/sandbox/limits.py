@@ -31,7 +31,7 @@ class CallLimits:
     """Largest total size of the call's files."""
     scratch_inodes: int = 4096
     kept_output_bytes: int = 64 << 10
-    """Bytes kept of each output stream; the rest is cut out of the middle."""
+    """Number of bytes kept of each output stream; the rest is cut out of the middle."""
     max_output_bytes: int = 8 << 20
     """Number of bytes on both streams together above which the call ends."""
 

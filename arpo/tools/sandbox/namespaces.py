@@ -1,4 +1,4 @@
-"""Tier A: the host in namespaces of its own, and each call in further ones. Nothing of the machine is in sight but
+"""Tier A: the host in namespaces of its own, and each call in further ones. Nothing of the machine is visible but
 the system's libraries and the interpreter, read-only; no network, not even loopback.
 
 Needs user namespaces (or root), mount_setattr (Linux 5.12), and for child processes a /proc that may be mounted again.
@@ -71,7 +71,7 @@ class NamespaceJail:
         self._filter = seccomp.program(allow_children=self.has_proc)
 
     def fork(self) -> int:
-        """The child is PID 1 of a pid namespace of its own: the kernel kills the rest of it when it ends."""
+        """Fork a child that is PID 1 of a pid namespace of its own: when it ends, the kernel kills the rest of it."""
         kernel.unshare(kernel.CLONE_NEWPID)
         pid = None
         try:

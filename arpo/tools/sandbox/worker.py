@@ -1,4 +1,4 @@
-"""W: the process that runs the model's code. After `confine` it is the attacker's."""
+"""W, the process that runs the model's code. After `confine` it must be regarded as the attacker's."""
 
 from __future__ import annotations
 
