@@ -44,7 +44,7 @@ ENVIRONMENT = {
 }
 """The whole environment that the host, and so the model's code, gets."""
 NUM_SPARES = 4
-"""Number of supervisors that have their jail and worker ready before a call comes, as that takes longer than most calls."""
+"""Number of supervisors whose jail and worker are ready before a call comes, as that takes longer than most calls."""
 RETRY_FORK_S = 0.1
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 
