@@ -152,7 +152,7 @@ def main(cfg: RLConfig) -> None:
     tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
     run_dir = Path(cfg.run.dir) / cfg.run.name
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
+    checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
     ranks.seed_everything(cfg.run.seed + dist.rank)

@@ -75,7 +75,7 @@ def main(cfg: SFTConfig) -> None:
     check_model_folder(cfg.model.path)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     run_dir = Path(cfg.run.dir) / cfg.run.name
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.run.keep_checkpoints)
+    checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)
     train_rows = tokenise(cfg.data.train, cfg.data, codec, run_dir / "tokens" / "train", dist)
     valid_rows = []
     if cfg.data.valid:

@@ -219,7 +219,7 @@ def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path):
     micro = collate(some_rows(2, 20, 40), range(2)).to(ranks.device)
     policy = load()
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-3))
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, ranks)
 
     def step(policy, optimizer) -> dict[str, torch.Tensor]:
         scores(policy, micro)

@@ -1,9 +1,7 @@
-"""Checkpoints of this code and of the released one as Hugging Face folders, in a single process.
+"""Make Hugging Face folders of checkpoints of this code or of the released code, in a single process.
 
-    python -m arpo.checkpoint export RUN/checkpoints/step_000100 OUT [--adapter] [--model FOLDER]
-    python -m arpo.checkpoint import RUN/global_step_100/actor OUT [--model FOLDER]
-
-Both work in a single process, on any machine.
+python -m arpo.checkpoint export RUN/checkpoints/step_000100 OUT [--adapter] [--model FOLDER]
+python -m arpo.checkpoint import RUN/global_step_100/actor OUT [--model FOLDER]
 """
 
 from __future__ import annotations

@@ -16,27 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from arpo.checkpoint.manifest import (
-    files_of,
-    find_problem,
-    measure,
-    read_manifest,
-    step_of,
-    sync,
-    write_manifest,
-    write_synced,
-)
+import arpo.checkpoint.manifest as manifest
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import Critic
 from arpo.model.policy import reshard_all
-from arpo.ranks.random_state import RandomState
+from arpo.ranks import RandomState, Ranks
 
 logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
@@ -44,13 +34,14 @@ BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 
 
 class Checkpoints:
-    """The checkpoint folder of one run. All methods are collective: every rank calls them, and decides alike."""
+    """The checkpoint folder of one run. All methods are collective: every rank calls them."""
 
-    def __init__(self, folder: Path, *, keep: int = 2):
-        """keep: how many of the newest stay; below 2 there would be no fallback for a broken one."""
+    def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2):
+        """keep: number of newest checkpoints that stay when another one is saved (>= 2). Raises UserError."""
         if keep < 2:
             raise UserError(f"run.keep_checkpoints={keep} must be at least 2, so that a broken one has a fallback")
-        self.folder, self.keep = folder, keep
+        self.folder, self.ranks, self.keep = folder, ranks, keep
+        self.my_files = slice(ranks.rank, None, ranks.world_size)  # this rank's share of a folder's sorted files
 
     def save(
         self,
@@ -60,36 +51,35 @@ class Checkpoints:
         critic: Critic | None = None,
         critic_optimizer: torch.optim.Optimizer | None = None,
     ) -> Path:
-        """Models, optimizers, step and every rank's random state; returns the final folder.
+        """Write models, optimizers, step and every rank's random state. Return the checkpoint's folder.
 
-        Raises UserError where the disk is too full or cannot be written; the checkpoints before stay as they are.
+        Raises UserError where the disk is full or cannot be written; older checkpoints then stay as they are.
         """
         final = self.folder / f"step_{step:06d}"
         temporary = final.with_suffix(".tmp")
-        parameters = [
-            p for model in (policy, critic) if model is not None for p in model.parameters() if p.requires_grad
-        ]
-        self._require_space(BYTES_PER_PARAMETER * sum(p.numel() for p in parameters))
-        random_states = _gather(_random_state())
-        if dist.get_rank() == 0:
+        models = [policy] if critic is None else [policy, critic]
+        num_trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
+        self._require_space(BYTES_PER_PARAMETER * num_trained)
+        random_states = self.ranks.all_gather_objects(_random_state())
+        if self.ranks.is_main:
             for stale in self.folder.glob("step_*.tmp"):
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
             torch.save(random_states, temporary / RANDOM_STATES)
-        dist.barrier()
+        self.ranks.barrier()
         with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint"):
             dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
-        names = _from_rank_0(files_of(temporary))
-        measured = _gather(measure(temporary, names[_my_share()]))
-        if dist.get_rank() == 0:
-            write_manifest(temporary, step, {name: entry for part in measured for name, entry in part.items()})
+        names = self.ranks.from_rank_0(manifest.files_of(temporary))
+        measured = self.ranks.all_gather_objects(manifest.measure(temporary, names[self.my_files]))
+        if self.ranks.is_main:
+            manifest.write(temporary, step, {name: entry for part in measured for name, entry in part.items()})
             temporary.rename(final)
-            sync(self.folder)
-            write_synced(self.folder / "latest.tmp", final.name + "\n")
+            manifest.sync(self.folder)
+            manifest.write_synced(self.folder / "latest.tmp", final.name + "\n")
             (self.folder / "latest.tmp").rename(self.folder / "latest")
             for old in [*self._all()[self.keep :], *self.folder.glob("step_*.broken")]:
                 shutil.rmtree(old)
-        dist.barrier()
+        self.ranks.barrier()
         return final
 
     def resume(
@@ -101,10 +91,10 @@ class Checkpoints:
         *,
         allow: bool = True,
     ) -> int:
-        """Load the newest intact checkpoint; returns its step, 0 where there is none. Works across world sizes.
+        """Load the newest intact checkpoint and return its step, or 0 if there is none. The world size may change.
 
         The optimizer's settings (weight decay, betas) stay those of the config. Raises UserError when there are
-        checkpoints but `allow` is False, none of them is intact, or it belongs to another model.
+        checkpoints, but `allow` is False, none of them is intact, or the newest intact one is of another model.
         """
         folder = self._newest_intact(allow)
         if folder is None:
@@ -112,24 +102,25 @@ class Checkpoints:
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
             dcp.load(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=folder)  # in place
         random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
-        if dist.get_rank() < len(random_states):  # a rank that the saving run did not have keeps its seed
-            _restore_random_state(random_states[dist.get_rank()])
-        return step_of(folder)
+        if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
+            _restore_random_state(random_states[self.ranks.rank])
+        return manifest.step_of(folder)
 
     def _newest_intact(self, allow: bool) -> Path | None:
-        """Rank 0 looks, all ranks check their share of the files; newer ones that are broken are set aside."""
+        """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
         broken = []
-        for name, files in _from_rank_0([(folder.name, read_manifest(folder)) for folder in self._all()]):
+        for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self._all()]):
             folder = self.folder / name
             if not allow:
                 raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
-            if problem := next(filter(None, _gather(find_problem(folder, files, _my_share()))), None):
-                broken.append((folder, problem))
+            problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, self.my_files))
+            if any(problems):
+                broken.append((folder, next(filter(None, problems))))
                 continue
-            if dist.get_rank() == 0:
-                for newer, why in broken:
-                    logger.warning("%s is skipped: %s", newer, why)
-                    _replace_folder(newer, newer.with_suffix(".broken"))
+            for newer, why in broken if self.ranks.is_main else ():
+                logger.warning("%s is skipped: %s", newer, why)
+                shutil.rmtree(newer.with_suffix(".broken"), ignore_errors=True)
+                newer.rename(newer.with_suffix(".broken"))
             return folder
         if broken:  # not from step 0 again, in silence
             folder, problem = broken[0]
@@ -137,12 +128,12 @@ class Checkpoints:
         return None
 
     def _all(self) -> list[Path]:
-        """Final folders, newest first."""
-        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=step_of, reverse=True)
+        """Return the folders of finished checkpoints, newest first."""
+        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=manifest.step_of, reverse=True)
 
     def _require_space(self, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        free = _from_rank_0(shutil.disk_usage(self.folder).free)
+        free = self.ranks.from_rank_0(shutil.disk_usage(self.folder).free)
         if free < num_bytes:
             raise UserError(
                 f"{self.folder}: a checkpoint needs {num_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
@@ -151,16 +142,8 @@ class Checkpoints:
 
 
 def verify(folder: Path) -> str | None:
-    """Check every file of the manifest by size and checksum. Return None if all is well, else what is wrong.
-
-    Not collective: one process reads everything."""
-    return find_problem(folder, read_manifest(folder))
-
-
-def _replace_folder(new: Path, old: Path) -> None:
-    if old.exists():
-        shutil.rmtree(old)
-    new.rename(old)
+    """Check every file of the manifest by size and checksum, in this process alone. Return what is wrong, or None."""
+    return manifest.find_problem(folder, manifest.read(folder))
 
 
 def _state(
@@ -169,7 +152,7 @@ def _state(
     critic: Critic | None,
     critic_optimizer: torch.optim.Optimizer | None,
 ) -> dict:
-    """The live tensors (shards): names -> parameters (of the policy: HF names), and -> AdamW's moments and counts."""
+    """Return the live tensors (shards): parameters by name (the policy's: HF names), AdamW's moments and counts."""
     state = {
         "model": {name: p.detach() for name, p in policy.trained_parameters().items()},
         "optimizer": _optimizer_state(policy, optimizer),
@@ -207,27 +190,10 @@ def _restore_random_state(state: dict) -> None:
 
 @contextlib.contextmanager
 def errors_of_all_ranks(what: str) -> Iterator[None]:
-    """DCP raises the failures of all ranks on all ranks; the first one says enough."""
+    """Turn DCP's error, which lists the failures of all ranks on all ranks, into a UserError with the first one."""
     try:
         yield
     except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        rank = min(error.failures)
+        reason = error.failures[rank][0]
         raise UserError(f"{what} (rank {rank}: {' '.join(str(reason).split())[:300]})") from error
-
-
-def _my_share() -> slice:
-    """Which files this rank reads."""
-    return slice(dist.get_rank(), None, dist.get_world_size())
-
-
-def _gather(value):
-    """Every rank's value, by rank, on every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_rank_0(value):
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]

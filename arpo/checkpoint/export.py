@@ -1,4 +1,4 @@
-"""Hugging Face folders, which transformers and vLLM load, and peft adapters: of a live policy, or of a checkpoint."""
+"""Export of a live policy or a checkpoint to a Hugging Face folder, or to LoRA adapters in peft's format."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MAX_FILE_BYTES = 4 << 30
 
 
 def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = None) -> None:
-    """Safetensors, config, generation config, tokenizer; adapters merged. Collective; rank 0 holds one file at a time.
+    """Write safetensors (adapters merged), configs and tokenizer. Collective; rank 0 holds one file at a time.
 
-    All but the weights comes from `source`, the dtype too; `link` becomes a symbolic link to the folder, so that the
-    newest export of a run has a stable name.
+    All but the weights comes from the model folder `source`, and so does the dtype. `link` becomes a symbolic link to
+    the folder, so that a run's newest export has a stable name.
     """
     device = next(policy.parameters()).device
     tensors = full_tensors(policy.hf_parameters(), dtype=source_dtype(source), device=device)
@@ -50,8 +50,8 @@ def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = 
 def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:
     """Make a Hugging Face folder of a checkpoint of any number of ranks, in one process without a process group.
 
-    model: the folder that the run started from, if it is no longer where the run's config.yaml says. adapter: only the
-    LoRA adapters, in peft's format. Raises UserError.
+    model: the folder that the run started from, if it has moved since. adapter: write only the LoRA adapters, in peft's
+    format. Raises UserError.
     """
     if problem := verify(checkpoint):
         raise UserError(f"{checkpoint}: {problem}; choose another checkpoint")
@@ -60,17 +60,16 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapte
     cfg = model_of_run(checkpoint, model)
     if adapter and not cfg.lora_rank:
         raise UserError(f"{checkpoint}: its run trained all weights (model.lora_rank=0); leave --adapter out")
-    hf = load_checkpoint(checkpoint, cfg, base=not adapter)
+    hf, trained = load_checkpoint(checkpoint, cfg, base=not adapter)
     if adapter:
-        adapters = {name: p.detach() for name, p in hf.named_parameters() if p.requires_grad}
-        lora.write_adapter(adapters, folder, base=cfg.path, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
+        lora.write_adapter(trained, folder, base=cfg.path, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
     else:
         dtype = source_dtype(cfg.path)
         write_hf(((name, p.detach().to(dtype)) for name, p in lora.merged_parameters(hf)), folder, cfg.path)
 
 
-def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> nn.Module:
-    """The whole model on the CPU. base: with LoRA, also what the run did not train."""
+def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return the model on the CPU, and its trained parameters. base: of a LoRA run, read the other weights too."""
     hf = build_on_meta(cfg.path, "sdpa")
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
@@ -83,11 +82,11 @@ def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> nn.Mod
     with errors_of_all_ranks(what), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
         dcp.load({"model": trained}, checkpoint_id=checkpoint, no_dist=True)  # in place
-    return hf
+    return hf, trained
 
 
 def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
-    """The model section of the run's config, RUN/config.yaml; `model`, where given, is its path."""
+    """Return the model section of RUN/config.yaml, with `model`, if given, as its path. Raises UserError."""
     import yaml
 
     file = checkpoint.resolve().parent.parent / "config.yaml"
@@ -97,12 +96,12 @@ def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
         cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
         return replace(cfg, path=model or cfg.path)
     if not model:
-        raise UserError(f"{file}: not there, so nobody knows the run's model; pass --model FOLDER")
+        raise UserError(f"{file} is missing, which names the run's model; pass --model FOLDER")
     return ModelConfig(path=model)
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
-    """(name, whole tensor) -> a folder that replaces `folder`; what is no weight is that of `source`."""
+    """Write whole tensors by name, and all else from `source`, to a folder that then replaces `folder`."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     temporary = folder.with_name(folder.name + ".tmp")
@@ -124,10 +123,8 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
     temporary.rename(folder)
 
 
-def write_safetensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES
-) -> None:
-    """model.safetensors, or several files of at most that size with their index; one is held in memory at a time."""
+def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write model.safetensors, or files of at most MAX_FILE_BYTES and their index; holds one in memory at a time."""
     from safetensors.torch import save_file
 
     parts: list[list[str]] = []
@@ -140,21 +137,20 @@ def write_safetensors(
         part.clear()
 
     for name, tensor in tensors:
-        if part and num_bytes + tensor.nbytes > max_file_bytes:
+        if part and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
             flush()
             num_bytes = 0
         part[name] = tensor.to("cpu", copy=True)  # out of the buffer that several tensors came in
         num_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
-    if len(parts) == 1:
-        (folder / "0.safetensors").rename(folder / "model.safetensors")
-        return
     weight_map = {}
     for number, names in enumerate(parts):
-        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
+    if len(parts) == 1:
+        return
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint folder lists every file with its size and checksum, so that damage is noticed.
 
-manifest.json: {"step": 100, "files": {"__0_0.distcp": [1048576, 3735928559], ...}}, [bytes, CRC-32]. It is written
-last; a folder without it was never finished.
+manifest.json: {"step": 100, "files": {"__0_0.distcp": [bytes, CRC-32], ...}}. It is written last; a folder without it
+was never finished.
 """
 
 from __future__ import annotations
@@ -17,39 +17,37 @@ Files = dict[str, list[int]]
 
 
 def step_of(folder: Path) -> int:
-    """step_000100 -> 100; -1 for a name that is none of ours."""
+    """Return the step of a checkpoint's folder: step_000100 -> 100; -1 for any other name."""
     number = folder.name.removeprefix("step_")
     return int(number) if number.isdecimal() else -1
 
 
 def files_of(folder: Path) -> list[str]:
-    """Names of all files below, sorted."""
+    """Return the sorted names of all files below the folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def measure(folder: Path, names: Sequence[str]) -> Files:
-    """Flush these files to disk, and return their sizes and checksums."""
+    """Flush these files to disk, and return their sizes and checksums by name."""
     for name in names:
         sync(folder / name)
     return {name: size_and_checksum(folder / name) for name in names}
 
 
-def write_manifest(folder: Path, step: int, files: Files) -> None:
-    """The last file of a checkpoint."""
+def write(folder: Path, step: int, files: Files) -> None:
+    """Write the manifest, the last file of a checkpoint, and flush the folder to disk."""
     write_synced(folder / MANIFEST, json.dumps({"step": step, "files": files}, indent=1))
     sync(folder)
 
 
-def read_manifest(folder: Path) -> Files | None:
-    """The files that must be there; None where there is no manifest, or none of a folder of this name."""
+def read(folder: Path) -> Files | None:
+    """Return the manifest's files, or None if there is no readable manifest of a folder of this name."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        is_ours = manifest["step"] == step_of(folder) and isinstance(manifest["files"], dict)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(manifest, dict) or manifest.get("step") != step_of(folder):
-        return None
-    files = manifest.get("files")
-    return files if isinstance(files, dict) and files else None
+    return manifest["files"] or None if is_ours else None
 
 
 def find_problem(folder: Path, files: Files | None, part: slice = slice(None)) -> str | None:
@@ -82,7 +80,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
+    """Flush a file, or the list of a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

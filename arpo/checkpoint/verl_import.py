@@ -1,4 +1,4 @@
-"""Checkpoints of the released code (verl, FSDP) into Hugging Face folders, from which every script here starts.
+"""Import of the released code's checkpoints (verl, FSDP) to Hugging Face folders, from which every script starts.
 
     python -m arpo.checkpoint import RUN/global_step_100/actor OUT [--model FOLDER]
 
@@ -9,7 +9,6 @@ the mesh ("fsdp",) or ("ddp", "fsdp"), or a plain tensor. Config and tokenizer l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ SAFE_CLASSES = [DTensor, DTensorSpec, TensorMeta, DeviceMesh, Shard, Replicate, 
 
 
 def import_verl(actor: Path, folder: Path, *, model: str = "") -> None:
-    """Write `folder`. Raises UserError: ranks missing or mixed, shapes or names that are not the model's, a pickle that
-    holds more than tensors."""
+    """Write the checkpoint's weights to `folder`. Raises UserError for missing or mixed ranks, shapes or names that are
+    not the model's, or a pickle that holds more than tensors."""
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another folder")
     files = rank_files(actor)
@@ -44,16 +43,13 @@ def import_verl(actor: Path, folder: Path, *, model: str = "") -> None:
         if name != "lm_head.weight" and "rotary_emb." not in name:
             raise UserError(f"{actor}: {name} is not in the model of {source}; pass --model FOLDER of the right one")
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        dtype = source_dtype(source)
-        for name, shape in expected.items():
-            yield name, join([shard[name] for shard in shards], shape, f"{actor}: {name}").to(dtype)
-
-    write_hf(tensors(), folder, source)
+    dtype = source_dtype(source)
+    parts = ((name, [shard[name] for shard in shards]) for name in expected)
+    write_hf(((n, join(part, expected[n], f"{actor}: {n}").to(dtype)) for n, part in parts), folder, source)
 
 
 def rank_files(actor: Path) -> list[Path]:
-    """Return the files of all ranks, by rank. Raises UserError where some are missing or world sizes are mixed."""
+    """Return the files of all ranks, by rank. Raises UserError if some are missing, or world sizes are mixed."""
     found = {match: path for path in actor.glob("model_world_size_*.pt") if (match := FILE.fullmatch(path.name))}
     if not found:
         raise UserError(f"{actor}: no model_world_size_W_rank_R.pt; give the folder RUN/global_step_N/actor")
@@ -70,7 +66,7 @@ def rank_files(actor: Path) -> list[Path]:
 
 
 def load_rank(file: Path) -> dict[str, Any]:
-    """Names -> tensors or DTensors, mapped from the file. Unpickles nothing but tensors and their sharding."""
+    """Return tensors or DTensors by name, mapped from the file. Unpickles nothing but tensors and their sharding."""
     try:
         with torch.serialization.safe_globals(SAFE_CLASSES):
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -82,7 +78,7 @@ def load_rank(file: Path) -> dict[str, Any]:
 
 
 def join(shards: list[Any], shape: tuple[int, ...], what: str) -> torch.Tensor:
-    """The whole tensor. Plain tensors are either whole on every rank, or cut along dimension 0."""
+    """Return the whole tensor. Plain shards are either whole on every rank, or cut along dimension 0."""
     if all(isinstance(shard, DTensor) for shard in shards):
         whole = join_dtensors(shards, what)
     elif tuple(shards[0].shape) == shape:
@@ -95,7 +91,7 @@ def join(shards: list[Any], shape: tuple[int, ...], what: str) -> torch.Tensor:
 
 
 def join_dtensors(shards: list[DTensor], what: str) -> torch.Tensor:
-    """Along the one sharded dimension of the mesh, from the first of its copies. Shards are by rank."""
+    """Concatenate shards, given by rank, along the mesh's one sharded dimension. Of copies the first is taken."""
     sharded = [dim for dim, placement in enumerate(shards[0].placements) if isinstance(placement, Shard)]
     if len(sharded) > 1 or any(isinstance(placement, Partial) for placement in shards[0].placements):
         raise UserError(f"{what} is cut by {shards[0].placements}; only FSDP and DDP x FSDP are supported")

@@ -17,9 +17,9 @@ from arpo.errors import UserError
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Hold back whatever the block writes to the file descriptors 1 and 2, C++ libraries included.
+    """Hold back what the block writes to the file descriptors 1 and 2, from C++ too.
 
-    When the block raises anything but a UserError, what was held back is shown: it may explain the crash.
+    If the block raises anything but a UserError, that output is shown: it may explain the crash.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -30,10 +30,8 @@ def silence() -> Iterator[None]:
         crashed = False
         try:
             yield
-        except UserError:
-            raise
-        except BaseException:
-            crashed = True
+        except BaseException as error:
+            crashed = not isinstance(error, UserError)
             raise
         finally:
             sys.stdout.flush()
@@ -47,7 +45,7 @@ def silence() -> Iterator[None]:
 
 
 def prepare_for_vllm(*, shared: bool = False) -> None:
-    """Set what must hold before vllm is imported. `shared`: the engine is one of several that are tensor parallel."""
+    """Set what must be set before vllm is imported. shared: the engine is one of a tensor parallel team's."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,4 +1,4 @@
-"""What the rollout asks of an engine, whichever it is, and what it gets back piece by piece."""
+"""The rollout's requests to an engine of any kind, and the chunks that it gets back."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How to sample one request."""
+    """Settings by which one request is sampled."""
 
     max_tokens: int
     temperature: float = 1.0
-    """0 = greedy. All requests in flight share one value."""
+    """Sampling temperature; 0 = greedy. All requests in flight share one value."""
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    """Texts that end the request; the tokens of the text are part of the output (and the rest of its last token)."""
+    """Texts that end the request. Their tokens are part of the output, with whatever else the last token holds."""
     seed: int | None = None
-    """Own random stream: the same tokens whatever else is in the batch (up to float noise)."""
+    """Seed of the request's own random stream: the same tokens whatever else is in the batch (up to float noise)."""
     num_entropy_tokens: int = 0
-    """Entropies are wanted for the first k tokens; 0 = none, -1 = all."""
+    """Number of first tokens whose entropies are wanted; 0 = none, -1 = all."""
     num_top_logprobs: int = 0
-    """Also the K largest logprobs of those tokens."""
+    """Number K of largest logprobs that are wanted for each of those tokens."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step produced for one request."""
+    """The output of one step for one request."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
-    """The new tokens; none where a request has only got its turn."""
+    """The new tokens; none if the request has only got its turn."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each of those tokens under the policy at the request's temperature (at 1 where that is 0),
     before top_p."""
@@ -40,8 +40,8 @@ class Chunk:
     top_logprobs: list[list[float]] = field(default_factory=list)
     """The K largest logprobs at temperature 1, descending; one list per entropy, or empty when not asked for."""
     finish: Literal["stop", "eos", "length"] | None = None
-    """Why the request ended: a stop string, an end token, max_tokens; None = it goes on."""
+    """The reason for the end: a stop string, an end token or max_tokens; None = the request goes on."""
     stop_string: str | None = None
-    """The stop string that ended the request; None where something else did."""
+    """The stop string that ended the request, or None."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Number of prompt tokens that came from the prefix cache."""

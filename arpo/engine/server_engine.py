@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server as the sampler: the interface that the rollout needs of arpo.engine.Engine, over HTTP.
+"""An OpenAI-compatible server as the sampler: the part of arpo.engine.Engine that the rollout needs, over HTTP.
 
     submit -> POST /v1/completions, the prompt as token ids -> the whole turn as one chunk
 
-vLLM's server says what it sampled (`return_token_ids`) and which stop string it met. Of a server that does not, the
-text is tokenised again, and the stop string, which it cuts off, is that of the tool tag left open. Seeds are sent with
-each request; logprobs are not asked for (NaN), entropies neither, so there is no branching.
+vLLM's server returns token ids (`return_token_ids`) and the stop string it met. For another server the text is
+tokenised again, and the stop string, which such a server cuts off, is the one that closes the tool tag left open. Seeds
+are sent with each request. Logprobs (NaN) and entropies are not asked for, so there is no branching.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 from arpo.engine.requests import Chunk, SamplingSpec
@@ -33,24 +33,11 @@ KEY_VARIABLE = "POLICY_API_KEY"
 PROBE_S = 30.0
 TURN_DEADLINE_S = 1800.0
 MAX_WAIT_S = 0.05
-"""`step` returns after this long without any news, so that the rollout can look after its tools."""
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A request got its turn: the chunk that says so has no tokens."""
-
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _Done:
-    request_id: str
-    choice: dict
+"""`step` returns after this many seconds without news, so that the rollout can look after its tools."""
 
 
 class ServerEngine:
-    """One server, one process. `submit`, `step`, `num_running`, `abort` are as in arpo.engine.Engine."""
+    """A server's client with the methods `submit`, `step`, `num_running` and `abort` of arpo.engine.Engine."""
 
     def __init__(
         self,
@@ -62,10 +49,10 @@ class ServerEngine:
         max_concurrent: int,
         deadline_s: float = TURN_DEADLINE_S,
     ):
-        """`url`: http://host:8000 or what a client calls the base URL (.../v1); `model` "" = the only one there.
+        """url: http://host:8000, or the base URL (.../v1). model: "" = the only one that is served.
 
-        Raises UserError, one line, where the server does not answer, has no such model, or one with less room than
-        `max_model_len` tokens.
+        Raises UserError if the server does not answer, or does not serve this model with room for `max_model_len`
+        tokens.
         """
         check_url(url, "eval.server")
         self.url = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
@@ -79,9 +66,9 @@ class ServerEngine:
             setting=f"eval.server {self.url}",
             key_variable=KEY_VARIABLE,
         )
-        self._specs: dict[str, SamplingSpec] = {}
-        self._tasks: dict[str, asyncio.Task] = {}
-        self._news: queue.SimpleQueue[_Sent | _Done | BaseException] = queue.SimpleQueue()
+        self._running: dict[str, tuple[SamplingSpec, Future]] = {}
+        # (request id, None): it got its turn; (request id, choice): it is finished
+        self._news: queue.SimpleQueue[tuple[str, dict | None] | Exception] = queue.SimpleQueue()
         # Waiting for a turn is not part of a request's time, so the turn is taken here and not in the client.
         self._slots = asyncio.Semaphore(max_concurrent)
         self._loop = asyncio.new_event_loop()
@@ -91,69 +78,59 @@ class ServerEngine:
 
     @property
     def num_running(self) -> int:
-        """Unfinished requests."""
-        return len(self._specs)
+        """Number of unfinished requests."""
+        return len(self._running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
         """Send one request as soon as there is room."""
-        assert request_id not in self._specs, f"{request_id} is already in flight"
+        assert request_id not in self._running, f"{request_id} is already in flight"
         assert spec.num_top_logprobs == 0, "a server's logprobs are not asked for"
-        self._specs[request_id] = spec
         payload = completion_request(self.model, token_ids, spec)
-        asyncio.run_coroutine_threadsafe(self._begin(request_id, payload), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._complete(request_id, payload), self._loop)
+        self._running[request_id] = spec, future
 
     def step(self) -> list[Chunk]:
-        """Wait for news, a moment at most. Raises UserError where the server has stopped answering."""
+        """Wait for news, for MAX_WAIT_S at most. Raises UserError if the server has stopped answering."""
         chunks = []
         while True:
             try:
                 news = self._news.get(timeout=0 if chunks else MAX_WAIT_S)
             except queue.Empty:
                 return chunks
-            if isinstance(news, BaseException):
+            if isinstance(news, Exception):
                 raise news
-            if news.request_id not in self._specs:
+            request_id, choice = news
+            if request_id not in self._running:
                 continue  # aborted
-            if isinstance(news, _Sent):
-                chunks.append(Chunk(news.request_id))
+            if choice is None:
+                chunks.append(Chunk(request_id))
             else:
-                spec = self._specs.pop(news.request_id)
-                chunks.append(completion_chunk(news.request_id, news.choice, spec, self.codec))
+                spec, _ = self._running.pop(request_id)
+                chunks.append(completion_chunk(request_id, choice, spec, self.codec))
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget these requests; unknown or finished ones are ignored."""
         for request_id in request_ids:
-            if self._specs.pop(request_id, None):
-                self._loop.call_soon_threadsafe(self._cancel, request_id)
+            if running := self._running.pop(request_id, None):
+                running[1].cancel()
 
     def close(self) -> None:
         """Give up what is in flight, and close the connections."""
-        self._specs.clear()
+        self.abort(list(self._running))
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)
         self._loop.close()
 
-    async def _begin(self, request_id: str, payload: dict) -> None:
-        task = self._tasks[request_id] = asyncio.create_task(self._complete(request_id, payload))
-        task.add_done_callback(lambda _: self._tasks.pop(request_id))
-
     async def _end(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
         await self._client.aclose()
-
-    def _cancel(self, request_id: str) -> None:
-        if task := self._tasks.get(request_id):
-            task.cancel()
 
     async def _complete(self, request_id: str, payload: dict) -> None:
         try:
             async with self._slots:
-                self._news.put(_Sent(request_id))
-                self._news.put(_Done(request_id, await self._client.post(payload, _choice)))
+                self._news.put((request_id, None))
+                self._news.put((request_id, await self._client.post(payload, _choice)))
         except OSError as error:
             fix = "what is finished is saved; start the server again, and repeat the command"
             self._news.put(UserError(f"{error} ({self.url}); {fix}"))
@@ -161,7 +138,7 @@ class ServerEngine:
             self._news.put(error)
 
     def _probe(self) -> None:
-        """One token, so that what is wrong is known before anything is generated."""
+        """Sample one token, so that what is wrong is known before anything else is generated."""
         spec = SamplingSpec(max_tokens=1, temperature=0.0)
         payload = completion_request(self.model, self.codec.encode("1"), spec)
         asking = asyncio.run_coroutine_threadsafe(self._client.post(payload, _choice), self._loop)
@@ -170,13 +147,13 @@ class ServerEngine:
         except (OSError, TimeoutError) as error:
             asking.cancel()
             reason = str(error) or f"no answer within {PROBE_S:g} s"
-            raise UserError(f"eval.server: {self.url}/completions is of no use: {reason}") from None
+            raise UserError(f"eval.server: {self.url}/completions cannot be used: {reason}") from None
         if "token_ids" not in choice:
             logger.warning("%s does not return token ids; what it samples is tokenised again", self.url)
 
 
 def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> dict[str, Any]:
-    """The body of POST /v1/completions; its last three fields are vLLM's."""
+    """Return the body of POST /v1/completions. Its last three fields are vLLM's own."""
     request = {
         "model": model,
         "prompt": list(token_ids),
@@ -193,14 +170,13 @@ def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> 
 
 
 def completion_chunk(request_id: str, choice: dict, spec: SamplingSpec, codec: Codec) -> Chunk:
-    """A whole turn from the server's choice (checked by `_choice`)."""
+    """Make a chunk, the whole turn, of the server's choice (which `_choice` has checked)."""
     text, token_ids = choice["text"], choice.get("token_ids")
     finish, stop_string = choice["finish_reason"], None
     if finish == "stop":
-        reason = choice.get("stop_reason")
-        stop_string = reason if isinstance(reason, str) else None
-        if "stop_reason" not in choice:
-            stop_string = left_open(text, spec.stop)
+        stop_string = choice["stop_reason"] if "stop_reason" in choice else left_open(text, spec.stop)
+        if not isinstance(stop_string, str):  # vLLM's reason may be the id of an end token
+            stop_string = None
         finish = "stop" if stop_string else "eos"
     if token_ids is None:
         if stop_string and not text.endswith(stop_string):
@@ -212,7 +188,7 @@ def completion_chunk(request_id: str, choice: dict, spec: SamplingSpec, codec: C
 
 
 def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:
-    """The stop string that ends a text, or that was cut off it: it would close the tag opened last.
+    """Return the stop string that ends a text or was cut off it: it closes the tag opened last. None if there is none.
 
     >>> left_open("<search> a </search> <python> 1 + 1", ("</python>", "</search>"))
     '</python>'
@@ -224,7 +200,7 @@ def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:
 
 
 def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> str:
-    """The model's name there. Raises UserError where it is not served, or has too little room."""
+    """Return the served model's name. Raises UserError if `model` is not served, or has too little room."""
     rows = answer.get("data") if isinstance(answer, dict) else None
     served = {row["id"]: row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)}
     if not served:
@@ -244,7 +220,7 @@ def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> str:
 
 
 def _choice(answer: Any) -> dict:
-    """The one choice of a completion; ValueError where the answer is none."""
+    """Return the one choice of a completion. Raises ValueError for an answer that is not a completion."""
     try:
         choice = answer["choices"][0]
         text, finish, token_ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
@@ -260,7 +236,7 @@ def _choice(answer: Any) -> dict:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to wherever it points."""
+    """Follows no redirect: it would carry the key to wherever it points."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

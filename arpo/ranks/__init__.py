@@ -1,5 +1,5 @@
 """Process group, mesh, timers; signs of life between ranks."""
 
-from arpo.ranks.ranks import Ranks, Timers, init, seed_everything
+from arpo.ranks.ranks import RandomState, Ranks, Timers, init, seed_everything
 
-__all__ = ["Ranks", "Timers", "init", "seed_everything"]
+__all__ = ["RandomState", "Ranks", "Timers", "init", "seed_everything"]

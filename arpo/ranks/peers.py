@@ -1,18 +1,19 @@
 """Signs of life between ranks: a peer that is gone ends the run in time, and one line says which it was.
 
-Every rank's process writes a sign (a count, its host, where its main thread stands) into torchrun's store once a
-second, from a thread of its own, so that a long rollout is no silence. The first rank of each node reads them all.
+Every rank writes a sign (a count, its host, the line at which its main thread is) into torchrun's store once a second,
+from a thread of its own, so that it gives signs during a long rollout too. The first rank of each node reads them all.
 
-* a process without a sign for `silence_s` (killed, frozen, its node or network down) ends the run: nobody waits for it
-  until a collective times out, which must take longer than the slowest rollout;
-* a collective that fails, because a connection broke or one rank did not come, ends the run at once. Then the signs
-  tell who is missing, or, where all are alive, where each of them stands.
+* A process without a sign for `silence_s` (killed, frozen, its node or network down) ends the run. A collective would
+  wait much longer for it, because its time limit must exceed the slowest rollout.
+* A collective that fails, because a connection broke or one rank did not come, ends the run at once. Then the signs
+  tell who is missing, or, if all are alive, at which line each of them is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,7 +21,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
@@ -29,29 +29,16 @@ import torch.distributed as dist
 
 BEAT_S = 1.0
 DIAGNOSIS_BEATS = 4
-"""Without a new sign for so many beats after a connection broke, a rank counts as the one that is missing."""
+"""Number of beats to wait after a connection broke; a rank without a new sign by then is the one that is missing."""
 PACKAGE = str(Path(__file__).parents[1])
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How long ranks wait for each other. The message that ends a run names both settings."""
-
-    silence_s: float
-    """run.silence_timeout_s"""
-    wait_minutes: float
-    """run.peer_timeout_minutes"""
-
-    def __str__(self) -> str:
-        return f"run.silence_timeout_s={self.silence_s:g}, run.peer_timeout_minutes={self.wait_minutes:g}"
-
-
 def join(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> dist.Store:
-    """A part of `store` that nobody has written to, the same on every rank. Collective. Raises dist.DistError.
+    """Return a part of `store` that nobody has written to, the same on every rank. Collective. Raises dist.DistError.
 
-    torchrun keeps its store when it restarts the ranks (seen in torch 2.13). One that is back before the others would
-    find their old addresses there, and fail to connect. So rank 0 invents a name, and gives it to each rank that says
-    hello, under a word that this rank has just made up: an old answer cannot be mistaken for a new one.
+    torchrun keeps its store when it restarts the ranks (seen in torch 2.13). A rank that is back before the others
+    would find their old addresses there, and fail to connect. So rank 0 makes up a name for the new part, and hands it
+    to each rank under a word that this rank has just made up: an old answer cannot be mistaken for a new one.
     """
     word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     store.set(f"arpo/hello/{rank}", word)
@@ -73,15 +60,15 @@ def join(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> 
 
 
 class Watch:
-    """This rank's signs, and what it makes of the others'. Runs from construction to `stop`."""
+    """Gives this rank's signs, and ends its process when another rank is gone. Runs from construction to `stop`."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, limits: Limits, *, observes: bool):
-        """`store`: from `join`, a connection of the watch's own. observes: end the process when another is silent."""
-        self.store, self.rank, self.world_size, self.limits = store, rank, world_size, limits
-        self.observes = observes
-        self.num_signs = 0
-        self.num_rounds = 0
+    def __init__(self, store: dist.Store, rank: int, world_size: int, silence_s: float, limits: str, *, observes: bool):
+        """store: a connection of the watch's own, from `join`. observes: read the other ranks' signs."""
+        self.store, self.rank, self.world_size, self.observes = store, rank, world_size, observes
+        self.silence_s, self.limits = silence_s, limits
+        self.num_signs = self.num_rounds = 0
         self.failed_at = ""
+        self.lost_store = f"the store on the first node ({os.environ['MASTER_ADDR']})"
         self.stopped = threading.Event()
         self.give_sign()
         sys.excepthook = self.explain
@@ -90,7 +77,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """End the watch. All ranks do so at about the same time: one that went on watching would miss the others."""
+        """End the watch. All ranks do so at about the same time: a rank that went on would miss the others' signs."""
         self.stopped.set()
         for thread in self.threads:
             thread.join()
@@ -120,31 +107,30 @@ class Watch:
                 for r, sign in signs.items():
                     num_beats_silent[r] = num_beats_silent[r] + 1 if sign == last.get(r) else 0
                 last = signs
-                silent = {r: last[r] for r, n in num_beats_silent.items() if n * BEAT_S > self.limits.silence_s}
+                silent = {r: last[r] for r, n in num_beats_silent.items() if n * BEAT_S > self.silence_s}
                 if silent:
-                    self.end(f"{describe(silent)}: no sign of life for {self.limits.silence_s:g} s")
+                    self.end(f"{describe(silent)}: no sign of life for {self.silence_s:g} s")
         except dist.DistError as error:
             if not self.stopped.is_set():
-                self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) is gone ({first_words(error)})")
+                self.end(f"{self.lost_store} is gone ({first_words(error)})")
 
     def guard(self) -> None:
-        """`run` itself hangs where the way to the store is cut: nothing comes back, and no connection breaks."""
+        """End the process if `run` hangs: when the way to the store is cut nothing comes back, and nothing breaks."""
         num_rounds, num_beats_stuck = 0, 0
         while not self.stopped.wait(BEAT_S):
             num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
             num_rounds = self.num_rounds
-            if num_beats_stuck * BEAT_S > self.limits.silence_s:
-                silence = f"has not answered for {self.limits.silence_s:g} s"
-                self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) {silence}", alone=True)
+            if num_beats_stuck * BEAT_S > self.silence_s:
+                self.end(f"{self.lost_store} has not answered for {self.silence_s:g} s", alone=True)
 
     def missing(self) -> dict[int, dict]:
-        """The last signs of ranks that give no new one."""
+        """Return the last signs of the ranks that give no new one."""
         before = self.signs()
         time.sleep(DIAGNOSIS_BEATS * BEAT_S)
         return {r: sign for r, sign in self.signs().items() if sign["count"] == before[r]["count"] and r != self.rank}
 
     def explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """The excepthook: what broken connections and time limits raise becomes the one line."""
+        """Print one line for the error of a broken connection or a time limit. This is the process's excepthook."""
         if not is_lost_connection(error):
             sys.__excepthook__(kind, error, traceback)
             return
@@ -158,10 +144,10 @@ class Watch:
             stands = "; ".join(describe({r: sign}) for r, sign in self.signs().items())
             self.end(f"the ranks did not meet ({first_words(error)}), though all are alive: {stands}")
         except dist.DistError as lost:
-            self.end(f"the store on the first node ({os.environ['MASTER_ADDR']}) is gone ({first_words(lost)})")
+            self.end(f"{self.lost_store} is gone ({first_words(lost)})")
 
     def end(self, what: str, *, alone: bool = False) -> None:
-        """Print the line, and leave without asking a thread that may hang in a collective. alone: without the store."""
+        """Print the line and exit at once: a thread may hang in a collective. alone: the store cannot be asked."""
         try:
             told = not alone and self.store.add("told", 1) > 1  # one line, not one from each survivor
         except dist.DistError:
@@ -178,27 +164,23 @@ class Watch:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error is one of gloo, NCCL or the store about a peer. gloo's have no type of their own."""
+    """Return whether the error is about a peer: of the store, NCCL or gloo, whose errors have no type of their own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def first_words(error: BaseException) -> str:
-    """gloo: "[/path/pair.cc:537] Read error [10.0.0.2]:59008: Connection reset by peer. This is typically ..." ->
-    "Read error [10.0.0.2]:59008: Connection reset by peer"."""
-    text = " ".join(str(error).split())
-    if text.startswith("[/"):
-        text = text.partition("] ")[2]
-    return text.partition(". ")[0][:200]
+    """Return the first sentence of the message. "[/path/pair.cc:537] Read error [10.0.0.2]:59008: Connection reset by
+    peer. This is typically ..." -> "Read error [10.0.0.2]:59008: Connection reset by peer"."""
+    return re.sub(r"^\[/.*?\] ", "", " ".join(str(error).split())).partition(". ")[0][:200]
 
 
 def describe(signs: Mapping[int, dict]) -> str:
-    return ", ".join(
-        f"rank {r} (host {sign['host']}, pid {sign['pid']}, in {sign['where']})" for r, sign in signs.items()
-    )
+    one = "rank {} (host {host}, pid {pid}, in {where})"
+    return ", ".join(one.format(r, **sign) for r, sign in signs.items())
 
 
 def where(frame: FrameType | None) -> str:
-    """The innermost line of ours, from `frame` outwards: "rollout.py:120 step"."""
+    """Return the innermost line of our own code, from `frame` outwards: "rollout.py:120 step"."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     while frame is not None:
         file = frame.f_code.co_filename

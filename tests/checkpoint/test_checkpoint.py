@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import build_tiny_model
-from helpers.ranks import mesh_of_one, run_ranks, start_ranks
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks, start_ranks
 from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate
@@ -71,7 +71,7 @@ def train(ranks, model: str, folder: str, last_step: int, save_at: tuple[int, ..
     """From wherever the folder is to `last_step`; this rank's digest after every step, and where it began."""
     seed(ranks)
     policy, optimizer = load(ranks.mesh, model)
-    checkpoints = Checkpoints(Path(folder), keep=3)
+    checkpoints = Checkpoints(Path(folder), ranks, keep=3)
     begin = checkpoints.resume(policy, optimizer)
     digests = {begin: digest(policy, optimizer)}
     for step in range(begin + 1, last_step + 1):
@@ -110,13 +110,13 @@ def test_new_processes_continue_bit_for_bit(tiny_model_dir, saved, undisturbed, 
 def test_a_run_that_was_never_saved_starts_at_step_0(tiny_model_dir, tmp_path):
     (tmp_path / "step_000007.tmp").mkdir()  # a kill during the first save
     with mesh_of_one() as mesh:
-        assert Checkpoints(tmp_path / "absent").resume(*load(mesh, tiny_model_dir)) == 0
-        assert Checkpoints(tmp_path).resume(*load(mesh, tiny_model_dir)) == 0
+        assert Checkpoints(tmp_path / "absent", ranks_of(mesh)).resume(*load(mesh, tiny_model_dir)) == 0
+        assert Checkpoints(tmp_path, ranks_of(mesh)).resume(*load(mesh, tiny_model_dir)) == 0
 
 
 def whole_state(ranks, model: str, folder: str) -> tuple[int, dict[str, bytes]]:
     policy, optimizer = load(ranks.mesh, model)
-    step = Checkpoints(Path(folder)).resume(policy, optimizer)
+    step = Checkpoints(Path(folder), ranks).resume(policy, optimizer)
     whole = {name: p.detach() for name, p in policy.hf_parameters()}
     for name, p in policy.hf_parameters():
         whole |= {f"{name} {key}": value for key, value in optimizer.state[p].items()}
@@ -133,7 +133,7 @@ def test_the_optimizers_settings_are_those_of_the_config_not_of_the_checkpoint(t
     with mesh_of_one() as mesh:
         policy, _ = load(mesh, tiny_model_dir)
         optimizer = build_optimizer(policy, OptimConfig(weight_decay=0.3))
-        Checkpoints(saved).resume(policy, optimizer)
+        Checkpoints(saved, ranks_of(mesh)).resume(policy, optimizer)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_model_is_one_line(saved, tmp_path):
         mesh_of_one() as mesh,
         pytest.raises(UserError, match=r"step_000003: cannot be loaded; are model\.path") as error,
     ):
-        Checkpoints(saved).resume(*load(mesh, other))
+        Checkpoints(saved, ranks_of(mesh)).resume(*load(mesh, other))
     assert "\n" not in str(error.value)
 
 
@@ -151,8 +151,8 @@ def test_resume_false_refuses_to_touch_an_existing_run(tiny_model_dir, saved, tm
     with mesh_of_one() as mesh:
         policy, optimizer = load(mesh, tiny_model_dir)
         with pytest.raises(UserError, match=r"run\.resume is False"):
-            Checkpoints(saved).resume(policy, optimizer, allow=False)
-        assert Checkpoints(tmp_path).resume(policy, optimizer, allow=False) == 0
+            Checkpoints(saved, ranks_of(mesh)).resume(policy, optimizer, allow=False)
+        assert Checkpoints(tmp_path, ranks_of(mesh)).resume(policy, optimizer, allow=False) == 0
 
 
 # ------------------------------------------------------------------------------------------------------ broken folders
@@ -198,7 +198,7 @@ def resume_each(ranks, model: str, folders: list[str]) -> list[tuple[int | str, 
         records.clear()
         step: int | str
         try:
-            step = Checkpoints(Path(folder)).resume(policy, optimizer)
+            step = Checkpoints(Path(folder), ranks).resume(policy, optimizer)
         except UserError as error:
             step = str(error)
         results.append((step, digest(policy, optimizer), list(records)))
@@ -259,7 +259,7 @@ def test_a_wrong_pointer_misleads_nobody(damaged, undisturbed):
 def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tmp_path):
     with mesh_of_one() as mesh:
         policy, optimizer = load(mesh, tiny_model_dir)
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = Checkpoints(tmp_path, ranks_of(mesh), keep=2)
         (tmp_path / "step_000001.tmp").mkdir(parents=True)
         (tmp_path / "step_000001.tmp" / "half").write_text("")
         (tmp_path / "step_000002.broken").mkdir()
@@ -271,21 +271,21 @@ def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tm
 
 
 def test_fewer_than_two_checkpoints_are_refused(tmp_path):
-    with pytest.raises(UserError, match="keep_checkpoints=1"):
-        Checkpoints(tmp_path, keep=1)
+    with mesh_of_one() as mesh, pytest.raises(UserError, match="keep_checkpoints=1"):
+        Checkpoints(tmp_path, ranks_of(mesh), keep=1)
 
 
 def test_too_little_space_is_one_line_before_anything_is_written(tiny_model_dir, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 1000))
     with mesh_of_one() as mesh, pytest.raises(UserError, match=r"a checkpoint needs 0\.0 GiB.*make space"):
-        Checkpoints(tmp_path).save(1, *load(mesh, tiny_model_dir))
+        Checkpoints(tmp_path, ranks_of(mesh)).save(1, *load(mesh, tiny_model_dir))
     assert list(tmp_path.iterdir()) == []
 
 
 def save_with_a_limit_on_rank_1(ranks, model: str, folder: str) -> str:
     policy, optimizer = load(ranks.mesh, model)
-    checkpoints = Checkpoints(Path(folder))
+    checkpoints = Checkpoints(Path(folder), ranks)
     checkpoints.resume(policy, optimizer)
     if ranks.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -314,7 +314,7 @@ def save_and_die(ranks, model: str, folder: str, victim: int, event: int) -> int
     Returns the number of file operations, if it survives them.
     """
     policy, optimizer = load(ranks.mesh, model)
-    checkpoints = Checkpoints(Path(folder), keep=2)  # so that this save also prunes steps 1 and 2
+    checkpoints = Checkpoints(Path(folder), ranks, keep=2)  # so that this save also prunes steps 1 and 2
     assert checkpoints.resume(policy, optimizer) == 3
     train_step(policy, optimizer)
     count = 0
@@ -383,7 +383,7 @@ def test_kills_at_random_moments_of_a_save_lose_at_most_that_save(tiny_model_dir
 
 def save_until_killed(ranks, model: str, folder: str, victim: int, delay_s: float) -> None:
     policy, optimizer = load(ranks.mesh, model)
-    checkpoints = Checkpoints(Path(folder), keep=2)
+    checkpoints = Checkpoints(Path(folder), ranks, keep=2)
     checkpoints.resume(policy, optimizer)
     train_step(policy, optimizer)
     if ranks.rank == victim:
@@ -404,7 +404,7 @@ def hf_logits(folder: Path) -> torch.Tensor:
 
 def export_after_resume(ranks, model: str, folder: str, out: str) -> None:
     policy, optimizer = load(ranks.mesh, model)
-    Checkpoints(Path(folder)).resume(policy, optimizer)
+    Checkpoints(Path(folder), ranks).resume(policy, optimizer)
     for _ in range(2):  # the second replaces the first, as a run's next export replaces what the link points to
         export_hf(policy, Path(out) / "hf", source=model, link=Path(out) / "newest")
 
@@ -421,7 +421,7 @@ def test_the_export_of_two_ranks_has_the_trained_weights(tiny_model_dir, saved, 
 
     with mesh_of_one() as mesh:
         policy, optimizer = load(mesh, tiny_model_dir)
-        Checkpoints(saved).resume(policy, optimizer)
+        Checkpoints(saved, ranks_of(mesh)).resume(policy, optimizer)
         expected = {name: p.full_tensor() for name, p in policy.hf_parameters()}
     weights = load_file(exported / "hf" / "model.safetensors")
     assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in weights)

@@ -407,8 +407,8 @@ def edit_weights(folder: Path, edit) -> None:
 FIXES = {
     "unknown_architecture": "Transformers does not recognize this architecture",
     "truncated_weights": "not a valid safetensors file",
-    "missing_parameter": "model.layers.1.mlp.up_proj.weight is missing",
-    "wrong_shape": r"model.norm.weight has shape \(5,\), the config says \(64,\)",
+    "missing_parameter": "1 weights are missing, model.layers.1.mlp.up_proj.weight first",
+    "wrong_shape": r"model.norm.weight has shape \(5,\), config.json says \(64,\)",
     "kv_cache_too_small": "engine.kv_cache_gib",
 }
 

@@ -5,6 +5,7 @@ The scripted one is helpers.scripted_server's. The real one must sample what our
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -147,7 +148,7 @@ ONE = {"data": [{"id": "a"}]}
         ([says({"data": []})], "lists no model"),
         ([says([1])], "lists no model"),
         ([says(TWO)], "serves a, b; choose one"),
-        ([says(ONE), says({"error": "token ids?"}, 400)], "of no use: .*HTTP 400 .*token ids"),
+        ([says(ONE), says({"error": "token ids?"}, 400)], "cannot be used: .*HTTP 400 .*token ids"),
         ([says(ONE), says({"choices": []})], "no choices"),
         ([says(ONE), says({"choices": [{"text": "x", "finish_reason": "error"}]})], "ended with 'error'"),
         ([says(ONE), says({"choices": [{"text": "x", "finish_reason": "stop", "token_ids": "1"}]})], "list of numbers"),
@@ -294,4 +295,4 @@ def test_closing_ends_what_is_in_flight():
         while not running.num_running:
             assert all(chunk.finish is None for chunk in engine.step())
         engine.close()
-        assert engine.num_running == 0 and not engine._thread.is_alive() and not engine._tasks
+        assert engine.num_running == 0 and not engine._thread.is_alive() and not asyncio.all_tasks(engine._loop)

@@ -5,7 +5,7 @@ done nothing but import: no state goes from one to the next. The server belongs 
 
     run_ranks(2, body, *args)                        body(ranks, *args) on two gloo ranks; the values by rank
     run_script("train_rl.py", *flags, ranks=2)       a script as torchrun starts it; output and exit code
-    mesh_of_one()                                    no process: a mesh of this one alone
+    mesh_of_one()                                    no process: a mesh of this one alone; ranks_of(mesh): its Ranks
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 from helpers.processes import free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from arpo.ranks import init
+from arpo.ranks import Ranks, init
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
@@ -66,6 +66,11 @@ def mesh_of_one() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     finally:
         dist.destroy_process_group()
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The Ranks of `mesh_of_one`."""
+    return Ranks(rank=0, world_size=1, device=torch.device("cpu"), mesh=mesh)
 
 
 # ---- a function on every rank

@@ -160,7 +160,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
     policy = load_policy(model_of(folder), ranks.mesh, device=CPU)
     critic = load_critic(model_of(folder), ranks.mesh, device=CPU)
     optimizer, critic_optimizer = build_optimizer(policy, OPTIM), build_optimizer(critic, OPTIM)
-    checkpoints = Checkpoints(Path(run))
+    checkpoints = Checkpoints(Path(run), ranks)
     digests = {}
     for step in range(checkpoints.resume(policy, optimizer, critic, critic_optimizer) + 1, last_step + 1):
         micros = microbatches(make_rows(), ranks.rank, ranks.world_size, 30)

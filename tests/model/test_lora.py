@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import cfg_of, load_hf, random_rows, row_by_row, some_loss
-from helpers.ranks import mesh_of_one, run_ranks
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks
 from safetensors.torch import load_file
 
 from arpo.batch import collate
@@ -143,7 +143,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: int) -> dict[st
     cfg = lora_cfg(folder)
     policy = load(ranks.mesh, cfg)
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2))
-    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    checkpoints = Checkpoints(Path(run) / "checkpoints", ranks)
     for number in range(checkpoints.resume(policy, optimizer) + 1, last_step + 1):
         step(policy, optimizer)
         if number == save_at:
@@ -181,7 +181,7 @@ def test_a_checkpoint_holds_adapters_only(run):
 def test_a_checkpoint_of_adapters_is_not_resumed_without_them(tiny_model_dir, run):
     with mesh_of_one() as mesh, pytest.raises(UserError, match=r"model\.lora_rank") as error:
         policy = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)
-        Checkpoints(run[0] / "checkpoints").resume(policy, build_optimizer(policy, OptimConfig()))
+        Checkpoints(run[0] / "checkpoints", ranks_of(mesh)).resume(policy, build_optimizer(policy, OptimConfig()))
     assert "\n" not in str(error.value)
 
 

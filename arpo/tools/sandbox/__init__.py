@@ -5,9 +5,9 @@
         |                                               supervisor.py, S: enforces the limits, replies
         +<============= one socket per call =============>   worker.py, W: the model's code; fds 0, 1, 2 only
 
-Tiers, probed at start: namespaces.py (user, mount, pid, net, ipc namespaces), landlock.py (Landlock, where a container
-forbids namespaces), each with seccomp.py; else nothing runs, unless the user accepts rlimits alone (folder.py). jail.py
-says what they have in common.
+Tiers, tried at start: namespaces.py (user, mount, pid, net, ipc namespaces), landlock.py (Landlock, if a container
+forbids namespaces), each with seccomp.py; else nothing runs, unless the user accepts rlimits alone (folder.py, which
+documents the methods of all three).
 
 The host imports this package as `sandbox`, without `arpo`: keep it to the standard library and relative imports.
 """

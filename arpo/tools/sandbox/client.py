@@ -1,4 +1,4 @@
-"""The trainer's side: a host in the best tier there is, the proof that its jail holds, and its replacement if lost."""
+"""The trainer's side: it starts a host in the best tier there is, tests its jail, and replaces it if it is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .interpreter import Interpreter
 from .limits import CallLimits
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
-"""Best first."""
+"""The tiers that isolate, the best first."""
 GRACE_S = 10.0
-"""A supervisor that is silent for so long, at its start or beyond its wall limit, means that the host is stuck."""
+"""Seconds of a supervisor's silence, at its start or beyond its wall limit, after which the host counts as stuck."""
 NUM_ATTEMPTS = 4
-"""Code in the jail has no effect outside of it, so a call may be repeated."""
+"""Number of times that a call is tried; it may be repeated, since code in the jail has no effect outside of it."""
 logger = logging.getLogger(__name__)
 
 
@@ -35,23 +35,19 @@ class Sandbox:
         self.limits, self.interpreter, self.grace_s, self.num_restarts = limits, interpreter, grace_s, 0
         self._lock = threading.Lock()
         self._closed = False
-        tiers = (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING
-        self.tier, self._host = self._start_first(tiers)
-
-    def _start_first(self, tiers: tuple[Tier, ...]) -> tuple[Tier, HostProcess]:
         reasons: list[str] = []
-        for tier in tiers:
+        for candidate in (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING:
             try:
-                host = self._start(tier)
+                self._host, self.tier = self._start(candidate), candidate
+                break
             except SandboxUnavailable as error:
-                reasons.append(f"{tier}: {error}")
-            else:
-                _announce(tier, host, reasons)
-                return tier, host
-        raise SandboxUnavailable("; ".join(reasons))
+                reasons.append(f"{candidate}: {error}")
+        else:
+            raise SandboxUnavailable("; ".join(reasons))
+        self._announce(reasons)
 
     def _start(self, tier: Tier) -> HostProcess:
-        """A host whose jail has been tried. A jail that leaks is worse than none: everybody would trust it."""
+        """Start a host and test its jail. A jail that leaks is worse than none: everybody would trust it."""
         host = HostProcess(tier, self.limits, self.interpreter)
         if tier == "none":
             return host
@@ -67,7 +63,8 @@ class Sandbox:
         return host
 
     def run(self, code: str) -> wire.Reply:
-        """Run code; blocks. Never raises: `sandbox_error` is a call that failed repeatedly, and not by its code."""
+        """Run code, and wait for its end. Never raises: a call that fails repeatedly, and not because of its code, has
+        the status sandbox_error."""
         error: Exception | None = None
         for _ in range(NUM_ATTEMPTS):
             host = self._host
@@ -101,7 +98,7 @@ class Sandbox:
 
     @property
     def folder(self) -> str | None:
-        """The folder that holds the calls' files on this machine; None where calls have a file system of their own."""
+        """The folder that holds the calls' files on this machine; None if calls have a file system of their own."""
         return self._host.base
 
     def close(self) -> None:
@@ -110,15 +107,14 @@ class Sandbox:
         with self._lock:
             self._host.kill()
 
-
-def _announce(tier: Tier, host: HostProcess, refused: list[str]) -> None:
-    """One line per start; a warning for anything less than all."""
-    reasons = f" ({'; '.join(refused)})" if refused else ""
-    if tier == "none":
-        logger.warning("python tool: NO isolation, model-written code runs as this user%s", reasons)
-    elif tier == "landlock":
-        logger.warning("python tool: sandboxed by Landlock and seccomp, without namespaces%s", reasons)
-    elif not host.has_proc:
-        logger.warning("python tool: sandboxed by namespaces and seccomp; without /proc, code may not start processes")
-    else:
-        logger.info("python tool: sandboxed by namespaces and seccomp")
+    def _announce(self, refused: list[str]) -> None:
+        """Log the tier in one line; a warning if it is less than the best."""
+        lacks = {
+            "none": "NO isolation, model-written code runs as this user",
+            "landlock": "sandboxed by Landlock and seccomp, without namespaces",
+            "namespaces": "sandboxed by namespaces and seccomp; without /proc, code may not start processes",
+        }[self.tier]
+        if self.tier != "namespaces" or not self._host.has_proc:
+            logger.warning("python tool: %s%s", lacks, f" ({'; '.join(refused)})" if refused else "")
+        else:
+            logger.info("python tool: sandboxed by namespaces and seccomp")

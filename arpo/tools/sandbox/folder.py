@@ -1,4 +1,4 @@
-"""Tier C, only where the user accepts it: rlimits and a folder to work in. No isolation; Landlock builds on it."""
+"""Tier C, only if the user accepts it: rlimits and a folder to work in. No isolation; Landlock builds on it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .limits import CallLimits, set_rlimits
 
 
 class FolderJail:
-    """The methods are those of jail.py."""
+    """A jail's methods for host, supervisor and worker; NamespaceJail has the same."""
 
     tier = "none"
     has_proc = True
+    """Whether /proc shows the processes of a call. Without it nobody can sum up their memory: there may be only one."""
 
     def __init__(self, limits: CallLimits):
+        """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""
         self.limits = limits
         # not in /dev/shm: Docker gives it 64 MB, and the trainer's NCCL and data loaders live there
         self.base = tempfile.mkdtemp(prefix="arpo-python-")
@@ -27,6 +29,7 @@ class FolderJail:
         self.worker_uid: int | None = None
 
     def fork(self) -> int:
+        """Fork a supervisor (called in the zygote). Whatever it leaves behind must not outlive it."""
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -36,13 +39,14 @@ class FolderJail:
         return pid
 
     def open_scratch(self) -> str:
+        """Make the folder that the call may write to (called in the supervisor)."""
         scratch = tempfile.mkdtemp(prefix="call-", dir=self.base)
         if self.worker_uid is not None:
             os.chown(scratch, self.worker_uid, self.worker_uid)
         return scratch
 
     def confine(self, scratch: str) -> None:
-        """The worker must not outlive its supervisor: nobody else would stop it."""
+        """Give up everything else, and die with the supervisor (called in the worker, just before the model's code)."""
         supervisor = os.getppid()
         if self.worker_uid is not None:
             os.setgroups([])
@@ -54,10 +58,12 @@ class FolderJail:
         set_rlimits(self.limits, count_processes=False)
 
     def processes(self, worker: int) -> list[int]:
+        """Return the processes of the call whose use is summed up (called in the supervisor)."""
         return [worker]
 
     def is_over_quota(self, scratch: str) -> bool:
-        """Counted, since there is no tmpfs of a size here; so a call may overshoot by what it writes between polls."""
+        """Return whether the call's files are too many or too large (called in the supervisor, between polls). They are
+        counted, as no tmpfs limits them here, so a call may overshoot by what it writes between two polls."""
         num_bytes = num_inodes = 0
         folders = [scratch]
         while folders:
@@ -76,18 +82,21 @@ class FolderJail:
         return False
 
     def kill(self, worker: int) -> None:
+        """End all processes of the call (called in the supervisor)."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
 
     def close_scratch(self, scratch: str) -> None:
+        """Remove the folder (called in the supervisor, after `kill`)."""
         remove_tree(scratch)
 
     def close(self) -> None:
+        """Clean up when the trainer is gone (called in the zygote)."""
         remove_tree(self.base)
 
 
 def remove_tree(folder: str, patience_s: float = 2.0) -> None:
-    """Remove a folder that model code wrote to: closed folders in it, and perhaps a process that dies just now."""
+    """Remove a folder that model code wrote to: it may have closed folders in it, and a process may still be dying."""
     deadline = time.monotonic() + patience_s
     while os.path.lexists(folder):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """The host: jails itself once, loads numpy and sympy, then keeps a few supervisors forked and does nothing else.
 
-Command: `python -s -S -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). Its settings are the first message there.
+Command: `python -s -S -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). The first message there has its settings.
 """
 
 from __future__ import annotations
@@ -16,46 +16,41 @@ import site
 import socket
 import sys
 import time
-import types
 from typing import NoReturn
 
 from . import syscalls as kernel
 from .folder import FolderJail
-from .jail import Jail
 from .landlock import LandlockJail
 from .limits import CallLimits, private_bytes
 from .namespaces import NamespaceJail
-from .supervisor import prepare_worker, serve_call
+from .supervisor import prepare_worker
 from .worker import SEED
 
 PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
-"""A call pays for the fork of what is loaded: pandas or scipy would double its 6 ms; importing sympy takes 250 ms."""
+"""Modules that the host loads. Each call pays for forking them: pandas or scipy would double its 6 ms. Importing sympy
+takes 250 ms."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "PWD": "/tmp",
+    **dict.fromkeys(("HOME", "TMPDIR", "PWD"), "/tmp"),
     "USER": "nobody",
     "LANG": "C.UTF-8",
     "LC_ALL": "C.UTF-8",
     "TZ": "UTC",
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
     "MPLBACKEND": "Agg",
 }
 """The whole environment that the host, and so the model's code, gets."""
 NUM_SPARES = 4
-"""Supervisors that have their jail and worker ready before a call comes: setting up takes longer than most calls."""
+"""Number of supervisors whose jail and worker are ready before a call comes, as that takes longer than most calls."""
 RETRY_FORK_S = 0.1
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 
 
 def main(control_fd: int) -> NoReturn:
-    """Serve until the trainer is gone. A machine that cannot carry the wanted tier is reported, not worked around."""
+    """Serve until the trainer is gone. If the machine does not allow the wanted tier, report that and end."""
     control = socket.socket(fileno=control_fd)
     settings = json.loads(control.recv(1 << 16))
     trainer = kernel.pidfd_open(settings["trainer_pid"])
@@ -68,7 +63,7 @@ def main(control_fd: int) -> NoReturn:
     visible = visible_paths(settings["import_paths"] + settings["prefixes"])
     try:
         if settings["tier"] == "namespaces":
-            jail: Jail = NamespaceJail(limits, visible, control)
+            jail: FolderJail | NamespaceJail = NamespaceJail(limits, visible, control)
         elif settings["tier"] == "landlock":
             jail = LandlockJail(limits, visible)
         else:
@@ -76,18 +71,17 @@ def main(control_fd: int) -> NoReturn:
     except (OSError, ValueError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())
         os._exit(3)
-    missing = _preload()
+    _preload()
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page
     gc.disable()
-    ready = {"has_proc": jail.has_proc, "missing": missing, "base": getattr(jail, "base", None)}
-    control.send(json.dumps(ready).encode())
+    control.send(json.dumps({"has_proc": jail.has_proc, "base": getattr(jail, "base", None)}).encode())
     os.dup2(0, 2)  # until now stderr was a file of the client's, for the case that we could not even report
-    _keep_spares(jail, limits, control, trainer)
+    _keep_spares(jail, control, trainer)
 
 
 def visible_paths(paths: list[str]) -> list[str]:
-    """The system's folders and those of `paths` that are not below them, each as named and as resolved."""
+    """Return the system's folders, and those of `paths` that are not below them, each as named and as resolved."""
     visible = [folder for folder in SYSTEM_FOLDERS if os.path.lexists(folder)]
     prefixes = [sys.base_prefix, sys.base_exec_prefix, *paths]
     for path in sorted({os.path.abspath(p) for p in prefixes} | {os.path.realpath(p) for p in prefixes}):
@@ -97,34 +91,26 @@ def visible_paths(paths: list[str]) -> list[str]:
     return visible
 
 
-def _preload() -> list[str]:
+def _preload() -> None:
     site.setquit()  # exit() and help(), which -S leaves out
     site.sethelper()
-    missing = []
     for name in PRELOADED:
-        try:
+        with contextlib.suppress(ImportError):  # numpy and sympy need not be installed
             importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(SEED)
-    if "sympy" in sys.modules:
-        _warm_up(sys.modules["sympy"])
-    return missing
+    if sympy := sys.modules.get("sympy"):
+        # Have it load what it loads only at first use (units, tensors, Risch): 0.4 s that each call would pay.
+        x = sympy.Symbol("x")
+        sympy.diff(x**3, x)
+        sympy.solve(x**2 - 2, x)
+        sympy.integrate(x * sympy.sin(x), x)
+        sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
+        sympy.core.cache.clear_cache()  # modules only: no call is to see results of another
 
 
-def _warm_up(sympy: types.ModuleType) -> None:
-    """Have SymPy load what it loads only at first use (units, tensors, Risch): 0.4 s that each call would pay."""
-    x = sympy.Symbol("x")
-    sympy.diff(x**3, x)
-    sympy.solve(x**2 - 2, x)
-    sympy.integrate(x * sympy.sin(x), x)
-    sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
-    sympy.core.cache.clear_cache()  # modules only: no call is to see results of another
-
-
-def _keep_spares(jail: Jail, limits: CallLimits, control: socket.socket, trainer: int) -> NoReturn:
-    """The zygote. It reads nothing but a byte per spare that has got its call: nothing a call does can confuse it."""
+def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, trainer: int) -> NoReturn:
+    """Run the zygote. It reads only one byte per spare that has got its call, so no call can confuse it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     host_bytes = private_bytes()
     taken, taken_write = os.pipe2(os.O_CLOEXEC)
@@ -140,7 +126,7 @@ def _keep_spares(jail: Jail, limits: CallLimits, control: socket.socket, trainer
             except OSError:  # no process to be had: callers wait, and so do we
                 break
             if pid == 0:
-                _supervise(jail, limits, control, taken_write, host_bytes)
+                _supervise(jail, control, taken_write, host_bytes)
             num_spares += 1
         ready = {fd for fd, _ in poller.poll(None if num_spares == NUM_SPARES else 1e3 * RETRY_FORK_S)}
         if ready - {taken}:
@@ -155,19 +141,22 @@ def _keep_spares(jail: Jail, limits: CallLimits, control: socket.socket, trainer
     os._exit(0)
 
 
-def _supervise(jail: Jail, limits: CallLimits, control: socket.socket, taken: int, host_bytes: int) -> NoReturn:
+def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: int, host_bytes: int) -> NoReturn:
     try:
-        spare = prepare_worker(jail, limits)
+        spare = prepare_worker(jail)
     except BaseException:  # no room, say: give up, and be replaced, but not in a hurry
         time.sleep(RETRY_FORK_S)
         os.write(taken, b"1")
         os._exit(1)
     exit_code = 0
     try:
-        conn = _wait_for_call(control, taken)
-        if conn is not None:
-            with conn:
-                serve_call(jail, limits, spare, conn, host_bytes)
+        _, fds, _, _ = socket.recv_fds(control, 16, 1)  # the kernel wakes one of the spares that wait
+        control.close()
+        if fds:  # else the trainer is gone
+            os.write(taken, b"1")
+            os.close(taken)
+            with socket.socket(fileno=fds[0]) as conn:
+                spare.serve(conn, host_bytes)
     except BaseException:  # the caller sees the end of its connection, and tries again
         exit_code = 1
     with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
@@ -175,14 +164,3 @@ def _supervise(jail: Jail, limits: CallLimits, control: socket.socket, taken: in
             jail.kill(spare.worker)
     jail.close_scratch(spare.scratch)
     os._exit(exit_code)
-
-
-def _wait_for_call(control: socket.socket, taken: int) -> socket.socket | None:
-    """The connection of one call. Of the spares that wait the kernel wakes one. None when the trainer is gone."""
-    _, fds, _, _ = socket.recv_fds(control, 16, 1)
-    control.close()
-    if not fds:
-        return None
-    os.write(taken, b"1")
-    os.close(taken)
-    return socket.socket(fileno=fds[0])

@@ -23,20 +23,20 @@ Tier = Literal["namespaces", "landlock", "none"]
 BOOT = (
     "import sys; sys.path[0] = sys.argv[1]; import sandbox.host; del sys.path[0]; sandbox.host.main(int(sys.argv[2]))"
 )
-"""The first entry of sys.path is the current folder; -P, which leaves it out, is younger than Python 3.9."""
+"""The host's first code. It replaces the first entry of sys.path, the current folder: Python 3.9 has no -P."""
 START_TIMEOUT_S = 120.0
-"""numpy and sympy from a cold network file system."""
+"""Seconds for a start, in which numpy and sympy may come from a cold network file system."""
 
 
 class SandboxUnavailable(Exception):
-    """No host can be had; the message says why."""
+    """Raised, with the reason, if no host can be started."""
 
 
 class HostProcess:
     """One jailed host, spawned fresh: a fork would take the trainer's memory, threads and files into the jail."""
 
     def __init__(self, tier: Tier, limits: CallLimits, interpreter: Interpreter | None = None):
-        """Start on this Python, or on `interpreter`. Raises SandboxUnavailable where this tier is not allowed."""
+        """Start on this Python, or on `interpreter`. Raises SandboxUnavailable if this tier is not allowed."""
         interpreter = interpreter or own_interpreter()
         self.base: str | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,18 +63,10 @@ class HostProcess:
             self.kill()
             raise SandboxUnavailable(str(answer.get("refused") or " ".join(last_words) or "the host died at its start"))
         self.has_proc: bool = answer["has_proc"]
-        """Without it, code may not start processes."""
-        self.missing: list[str] = answer["missing"]
-        """Modules that were to be preloaded but are not installed."""
+        """Whether the jail has a /proc; without it, code may not start processes."""
 
     def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
-        settings = {
-            "tier": tier,
-            "limits": asdict(limits),
-            "trainer_pid": os.getpid(),
-            "prefixes": interpreter.prefixes,
-            "import_paths": interpreter.import_paths,
-        }
+        settings = {"tier": tier, "limits": asdict(limits), "trainer_pid": os.getpid(), **asdict(interpreter)}
         self._control.settimeout(START_TIMEOUT_S)
         try:
             self._control.send(json.dumps(settings).encode())
@@ -90,7 +82,7 @@ class HostProcess:
 
     def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
         """Run code in a fork that has run nothing else. Raises OSError (TimeoutError: the host or the call is stuck),
-        EOFError where the fork was lost, ValueError for a reply that makes no sense."""
+        EOFError if the fork was lost, ValueError for a reply that makes no sense."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -103,7 +95,7 @@ class HostProcess:
             return wire.receive_reply(ours)
 
     def is_gone(self) -> bool:
-        """Whether the process has ended, or hung up."""
+        """Return whether the process has ended, or has closed its connection."""
         if self._process.poll() is not None or self._control.fileno() < 0:
             return True
         poller = select.poll()
@@ -111,7 +103,7 @@ class HostProcess:
         return bool(poller.poll(0))
 
     def kill(self) -> None:
-        """End it, the calls in it, and its folder."""
+        """End the process and the calls in it, and remove its folder."""
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

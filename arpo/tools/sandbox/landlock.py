@@ -1,5 +1,5 @@
-"""Tier B: Landlock (Linux 5.13) says which files, the filter forbids the rest, where no namespaces can be had (Docker's
-default profile). One process per call; files may be read only below the interpreter and written only in its folder.
+"""Tier B, for machines that allow no namespaces (Docker's default profile): Landlock (Linux 5.13) restricts files, and
+the filter the rest. One process per call; files are readable only below the interpreter, writable only in its folder.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import struct
+from pathlib import Path
 
 from . import seccomp
 from . import syscalls as kernel
@@ -32,8 +33,8 @@ class LandlockJail(FolderJail):
     tier = "landlock"
 
     def __init__(self, limits: CallLimits, visible: list[str]):
-        """Raises OSError where the kernel has no Landlock, or forbids it."""
-        self.abi = _abi()
+        """Raises OSError if the kernel has no Landlock, or forbids it."""
+        self.abi = _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
         seccomp.program(allow_children=False)  # an unknown machine fails here
         super().__init__(limits)
         self.readable = [*visible, *READABLE_FILES]
@@ -47,7 +48,7 @@ class LandlockJail(FolderJail):
         seccomp.install(seccomp.program(allow_children=False, only_pid=os.getpid()))
 
     def _restrict_files(self, scratch: str) -> None:
-        """Also no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
+        """Allow no other files, no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
         everything = ALL_OF_ABI_1
         for abi, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
             everything |= right if self.abi >= abi else 0
@@ -70,10 +71,6 @@ def _landlock(operation: int, *arguments: object) -> int:
     return kernel.syscall("landlock", *arguments, offset=operation)
 
 
-def _abi() -> int:
-    return _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
-
-
 def _allow(ruleset: int, path: str, rights: int) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -88,10 +85,5 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Whether any user may enter that folder."""
-    while True:
-        if os.stat(path).st_mode & 0o005 != 0o005:
-            return False
-        if path == "/":
-            return True
-        path = os.path.dirname(path)
+    """Return whether any user may enter and list that folder and those above it."""
+    return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in (path, *Path(path).parents))

@@ -1,8 +1,9 @@
-"""The limits of one call: what they are, the kernel's share of enforcing them, and how much a call uses now."""
+"""The limits of one call, the part of them that the kernel enforces, and the measuring of what a call uses."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import resource
@@ -19,35 +20,25 @@ CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class CallLimits:
     wall_s: float = 20.0
     cpu_s: float = 10.0
-    """Summed over the processes of the call."""
+    """CPU time, summed over the processes of the call."""
     memory_bytes: int = 1 << 30
-    """Per process by the kernel, and the sum over the processes by the supervisor."""
+    """Limit of each process, enforced by the kernel, and of their sum, enforced by the supervisor."""
     max_processes: int = 32
-    """Processes and threads."""
+    """Largest number of processes and threads together."""
     max_open_files: int = 128
     max_file_bytes: int = 32 << 20
     scratch_bytes: int = 64 << 20
     """Largest total size of the call's files."""
     scratch_inodes: int = 4096
     kept_output_bytes: int = 64 << 10
-    """Bytes kept of each output stream; the rest is cut out of the middle."""
+    """Number of bytes kept of each output stream; the rest is cut out of the middle."""
     max_output_bytes: int = 8 << 20
-    """More than that on both streams together ends the call."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Resources that the processes of a call use at one moment."""
-
-    memory_bytes: int
-    """Private memory, less what they share with the host they were forked from."""
-    cpu_s: float
-    num_tasks: int
+    """Number of bytes on both streams together above which the call ends."""
 
 
 def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
-    """The kernel's part, for this process and its children. `count_processes` only in an own user namespace:
-    elsewhere the kernel counts all processes of the user on the machine."""
+    """Set the limits that the kernel enforces, for this process and its children. count_processes: only in a user
+    namespace of its own; elsewhere the kernel counts all processes of the user on the machine."""
     cpu_s = math.ceil(limits.cpu_s)
     # RLIMIT_DATA is what makes allocations fail. The address space is larger: libraries and thread stacks are in it.
     address_space = limits.memory_bytes + (2 << 30)
@@ -74,12 +65,17 @@ def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
 
 
 def private_bytes(pid: int | str = "self") -> int:
-    """Anonymous memory of a process, swapped out or not; 0 for a process that is gone or about to be."""
-    return sum(_status(pid, ("RssAnon:", "VmSwap:"))) << 10
+    """Return the anonymous memory of a process, swapped out or not; 0 for one that is gone or about to be."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "VmSwap:"))) << 10
+    except OSError:
+        return 0
 
 
-def usage(pids: list[int], host_bytes: int) -> Usage:
-    """Sum over processes. `host_bytes` = private memory of the host, which each of them shares copy-on-write."""
+def usage(pids: list[int], host_bytes: int) -> tuple[int, float, int]:
+    """Return private memory (bytes), CPU time (seconds) and number of tasks, summed over processes. host_bytes: private
+    memory of the host, which each process shares copy-on-write, and which is not counted."""
     memory = ticks = tasks = 0
     for pid in pids:
         try:
@@ -90,25 +86,13 @@ def usage(pids: list[int], host_bytes: int) -> Usage:
         ticks += sum(int(field) for field in fields[11:15])  # user, system, and both of the children it waited for
         tasks += int(fields[17])
         memory += max(0, private_bytes(pid) - host_bytes)
-    return Usage(memory, ticks / CLOCK_TICKS_PER_S, tasks)
+    return memory, ticks / CLOCK_TICKS_PER_S, tasks
 
 
 def step_back(pids: list[int]) -> None:
-    """Let calls that have computed less go first. Of all threads of these processes, since priorities are theirs."""
+    """Lower the priority of all threads of these processes, so that calls that have computed less go first."""
     nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
     for pid in pids:
-        try:
-            threads = os.listdir(f"/proc/{pid}/task")
-        except OSError:  # it ended since it was listed
-            continue
-        for thread in threads:
-            with contextlib.suppress(OSError):  # the same, or it has gone further back by itself
-                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
-
-
-def _status(pid: int | str, names: tuple[str, ...]) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return [int(line.split()[1]) for line in file if line.startswith(names)]
-    except OSError:
-        return []
+        for task in glob.glob(f"/proc/{pid}/task/*"):
+            with contextlib.suppress(OSError):  # it ended since it was listed, or has gone further back by itself
+                os.setpriority(os.PRIO_PROCESS, int(os.path.basename(task)), nice)

@@ -1,4 +1,4 @@
-"""Tier A: the host in namespaces of its own, and each call in further ones. Nothing of the machine is in sight but
+"""Tier A: the host in namespaces of its own, and each call in further ones. Nothing of the machine is visible but
 the system's libraries and the interpreter, read-only; no network, not even loopback.
 
 Needs user namespaces (or root), mount_setattr (Linux 5.12), and for child processes a /proc that may be mounted again.
@@ -17,7 +17,7 @@ from . import syscalls as kernel
 from .limits import CallLimits, set_rlimits
 
 JAIL_UID = 61000
-"""Who the host is on the outside where the trainer is root: RLIMIT_NPROC does not bind root."""
+"""The host's user id on the outside if the trainer is root: RLIMIT_NPROC does not bind root."""
 NOBODY = 65534
 STAGING_FOLDERS = ("/sys", "/mnt", "/media", "/srv")
 DEVICES = ("null", "full", "random", "urandom")
@@ -32,13 +32,13 @@ NO_SPECIAL_FILES = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
 class NamespaceJail:
-    """The methods are those of jail.py."""
+    """A jail with the methods of folder.FolderJail."""
 
     tier = "namespaces"
 
     def __init__(self, limits: CallLimits, visible: list[str], control: socket.socket):
-        """Returns in a child that is PID 1 of the new pid namespace; the caller stays behind as its launcher and
-        never returns. Raises OSError where the machine does not allow it, from either of them."""
+        """Return in a child that is PID 1 of the new pid namespace; the caller stays behind as its launcher and never
+        returns. Raises OSError, in either of them, if the machine does not allow it."""
         self.limits = limits
         self.interpreter_in_tmp = [path for path in visible if path.startswith("/tmp/")]
         own = kernel.ALL_NAMESPACES & ~(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
@@ -52,7 +52,9 @@ class NamespaceJail:
             os.setresgid(JAIL_UID, JAIL_UID, JAIL_UID)
             os.setresuid(JAIL_UID, JAIL_UID, JAIL_UID)
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # setuid cleared it, and /proc/self/uid_map would belong to root
-            _require_readable(visible)
+            for path in visible:
+                if not os.access(path, os.R_OK | os.X_OK):
+                    raise PermissionError(f"{path} is not readable for uid {JAIL_UID}, as which the code is to run")
             _new_user_namespace()
             kernel.unshare(kernel.CLONE_NEWNS | own)
             kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -69,24 +71,21 @@ class NamespaceJail:
         self._filter = seccomp.program(allow_children=self.has_proc)
 
     def fork(self) -> int:
-        """The child is PID 1 of a pid namespace of its own: the kernel kills the rest of it when it ends."""
+        """Fork a child that is PID 1 of a pid namespace of its own: when it ends, the kernel kills the rest of it."""
         kernel.unshare(kernel.CLONE_NEWPID)
         pid = None
         try:
             pid = os.fork()
         finally:
             if pid != 0:  # a process can unshare again only after it has gone back to its own namespace
-                self._go_back()
+                try:
+                    kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
+                except OSError:  # no further call could be forked: better a host that is gone, and replaced
+                    os._exit(1)
         return pid
 
-    def _go_back(self) -> None:
-        try:
-            kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
-        except OSError:  # no further call could be forked: better a host that is gone, and replaced
-            os._exit(1)
-
     def open_scratch(self) -> str:
-        """Private /tmp, /dev/shm and /proc."""
+        """Mount a private /tmp, /dev/shm and /proc."""
         kernel.unshare(kernel.CLONE_NEWNS)
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
@@ -105,37 +104,35 @@ class NamespaceJail:
         return "/tmp"
 
     def confine(self, scratch: str) -> None:
-        kernel.unshare(
-            kernel.CLONE_NEWUSER
-        )  # its own count of processes, or RLIMIT_NPROC would count all calls together
+        kernel.unshare(kernel.CLONE_NEWUSER)  # or RLIMIT_NPROC would count the processes of all calls together
         set_rlimits(self.limits, count_processes=True)
         kernel.drop_capabilities()
         seccomp.install(self._filter)
 
     def processes(self, worker: int) -> list[int]:
-        """Return all processes of the pid namespace but the supervisor; none where /proc is missing."""
+        """Return all processes of the pid namespace but the supervisor; none if /proc is missing."""
         if not self.has_proc:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def is_over_quota(self, scratch: str) -> bool:
-        """The tmpfs has a size: the kernel says ENOSPC."""
+        """Return False: the tmpfs has a size, beyond which the kernel says ENOSPC."""
         return False
 
     def kill(self, worker: int) -> None:
-        """-1 is every process of the namespace but us, PID 1, at one moment: none can fork away."""
+        """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 
     def close_scratch(self, scratch: str) -> None:
-        """It goes with the mount namespace."""
+        """Do nothing: the folder goes with the mount namespace."""
 
     def close(self) -> None:
-        """Everything of ours goes with the namespaces."""
+        """Do nothing: everything of ours goes with the namespaces."""
 
 
 def _is_mapped(uid: int) -> bool:
-    """Whether this user namespace has that uid and gid: "root" of a rootless container may be alone in there."""
+    """Return whether this user namespace has that uid and gid: "root" of a rootless container may be alone in it."""
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:
             ranges = [[int(word) for word in line.split()] for line in file]
@@ -164,7 +161,7 @@ def _become_pid_1(control: socket.socket) -> None:
 
 
 def _build_root(visible: list[str]) -> str:
-    """A tmpfs with read-only binds of the `visible` paths, a made-up /etc and four devices; returns where it is."""
+    """Mount a tmpfs with read-only binds of `visible`, a made-up /etc and four devices; return its folder."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     free = (f for f in STAGING_FOLDERS if os.path.isdir(f) and not any(p.startswith(f + "/") for p in visible))
     root = next(free, None)
@@ -205,14 +202,8 @@ def _enter(root: str) -> None:
     kernel.mount(None, "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | NO_SPECIAL_FILES)
 
 
-def _require_readable(visible: list[str]) -> None:
-    for path in visible:
-        if not os.access(path, os.R_OK | os.X_OK):
-            raise PermissionError(f"{path} is not readable for uid {JAIL_UID}, as which the code is to run")
-
-
 def _mount_proc(target: str) -> bool:
-    """A /proc that shows this pid namespace only. Containers with a masked /proc refuse it; then there is none."""
+    """Mount a /proc of this pid namespace only; return False if that is refused, as in containers that mask theirs."""
     try:
         kernel.mount("proc", target, "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC)
     except PermissionError:

@@ -31,10 +31,10 @@ Instruction = tuple[int, int, int, int]
 
 
 def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
-    """The filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
+    """Return the filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
 
-    `only_pid` is set where the worker has no namespaces to hide the user's other processes and files: the one process,
-    itself, that it may signal.
+    only_pid: the one process, itself, that the worker may signal. It is set if no namespaces hide the user's other
+    processes and files.
     """
     machine = platform.machine()
     if machine not in table.ARCHITECTURES:
@@ -57,10 +57,7 @@ def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
     datagram = [(AND, 0, 0, SOCK_TYPE_MASK), *_if(JUMP_EQUAL, SOCK_DGRAM, RETURN_ERRNO | errno.EPERM)]
     code += _on_argument(single["socketpair"], 1, datagram)
     # memory of that kind is in nobody's RSS once it is unmapped, and RLIMIT_DATA does not know it
-    shared = [
-        (AND, 0, 0, MAP_SHARED_ANONYMOUS),
-        *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM),
-    ]
+    shared = [(AND, 0, 0, MAP_SHARED_ANONYMOUS), *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM)]
     code += _on_argument(single["mmap"], 3, shared)
     code += _on_argument(single["ioctl"], 1, _if_any(IOCTLS, RETURN_ERRNO | errno.EPERM))
     code += _on_argument(single["personality"], 0, _only(0, PERSONALITY_QUERY))

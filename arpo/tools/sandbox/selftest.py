@@ -1,4 +1,4 @@
-"""A host's self-test before any call is trusted to it: canaries of the trainer that jailed code must not reach."""
+"""The self-test of a host before its first call: jailed code tries to reach things of the trainer, the canaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import tempfile
-from types import TracebackType
 
 from .host import ENVIRONMENT
 from .wire import Reply
@@ -45,7 +44,7 @@ _ = works(lambda: overwrite(PATH))  # may work on a file of that name in a priva
 
 
 class Canaries:
-    """A file that anybody may write and a port that anybody may call, for the time of the test."""
+    """A file that anybody may write and a port that anybody may call; they exist within a `with` block."""
 
     def __enter__(self) -> Canaries:
         self._secret = secrets.token_hex(16)
@@ -56,30 +55,25 @@ class Canaries:
         self._listener = socket.create_server(("127.0.0.1", 0))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.close()
         os.unlink(self._path)
 
     @property
     def probe(self) -> str:
-        """Code that tries to reach them."""
+        """Code that tries to reach the canaries."""
         port = self._listener.getsockname()[1]
         return f"PATH = {self._path!r}\nPORT = {port}\n{PROBE}"
 
     def leaks(self, reply: Reply) -> list[str]:
-        """Return what the probe reached; empty for a tight jail."""
+        """Return what the probe's reply says it reached; empty for a tight jail."""
         if reply.status != "ok":
             return [f"{reply.status} {reply.stderr.strip()}"]
         found = json.loads(reply.stdout)
-        leaks = [f"environment variable {name} is visible" for name in self._foreign(found["environment"])]
+        foreign = set(found["environment"]) - set(ENVIRONMENT) - ADDED_BY_PYTHON
+        leaks = [f"environment variable {name} is visible" for name in sorted(foreign)]
         leaks += [f"{what} of the trainer is possible" for what in ("read", "network", "signal") if found[what]]
         with open(self._path) as file:
             if file.read() != self._secret:
                 leaks.append("a file of the trainer was changed")
         return leaks
-
-    @staticmethod
-    def _foreign(names: list[str]) -> list[str]:
-        return sorted(set(names) - set(ENVIRONMENT) - ADDED_BY_PYTHON)

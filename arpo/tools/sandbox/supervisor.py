@@ -1,11 +1,12 @@
-"""S: one per call, there before it. Forks the worker, enforces the limits that the kernel does not, replies, and takes
-all with it.
+"""S, the supervisor of one call, forked before the call comes. It forks the worker, enforces the limits that the kernel
+does not enforce, replies, and ends all that the call started.
 
 In tier A it is PID 1 of the call's pid namespace: when it exits the kernel kills whatever the call left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -16,15 +17,16 @@ from dataclasses import dataclass, field
 
 from . import syscalls as kernel
 from . import wire
-from .jail import Jail
-from .limits import CallLimits, step_back, usage
+from .folder import FolderJail
+from .limits import step_back, usage
+from .namespaces import NamespaceJail
 from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
 """Seconds between two counts of the call's files, where the kernel does not limit them."""
 BUSY_CPU_S = 0.2
-"""A call that has used more lets those go first that have not: a few endless loops must not hold up all others."""
+"""CPU seconds after which a call goes behind the others: a few endless loops must not hold up all of them."""
 KILL_PATIENCE_S = 2.0
 IO_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
@@ -33,7 +35,7 @@ MAX_READ_PER_TURN = 1 << 20
 
 @dataclass
 class Stream:
-    """A pipe from the worker, of which the first and the last half of `kept_bytes` are kept."""
+    """A pipe from the worker. The first and the last `kept_bytes // 2` of its bytes are kept."""
 
     fd: int
     kept_bytes: int
@@ -43,7 +45,7 @@ class Stream:
     _num_tail: int = 0
 
     def drain(self) -> bool:
-        """Read what is there, but no more than a writer that never pauses can hold us with; False at its end."""
+        """Read what is there, up to MAX_READ_PER_TURN, as a writer may never pause. Return False at the pipe's end."""
         for _ in range(MAX_READ_PER_TURN // READ_BYTES):
             try:
                 data = os.read(self.fd, READ_BYTES)
@@ -54,14 +56,11 @@ class Stream:
             self.num_bytes += len(data)
             room = self.kept_bytes // 2 - len(self._head)
             self._head += data[:room]
-            self._keep_last(data[room:])
+            self._tail.append(data[room:])
+            self._num_tail += len(data[room:])
+            while self._num_tail - len(self._tail[0]) >= self.kept_bytes // 2:
+                self._num_tail -= len(self._tail.popleft())
         return True
-
-    def _keep_last(self, data: bytes) -> None:
-        self._tail.append(data)
-        self._num_tail += len(data)
-        while self._num_tail - len(self._tail[0]) >= self.kept_bytes // 2:
-            self._num_tail -= len(self._tail.popleft())
 
     def text(self) -> bytes:
         tail = b"".join(self._tail)[-(self.kept_bytes // 2) :]
@@ -70,19 +69,7 @@ class Stream:
         return bytes(self._head) + mark + tail
 
 
-@dataclass
-class Spare:
-    """A worker that is confined, or on its way there, and waits for its code."""
-
-    worker: int
-    scratch: str
-    channel: socket.socket
-    """Code in; out: why the worker could not be confined. The worker closes it before it runs the code."""
-    stdout: Stream
-    stderr: Stream
-
-
-def prepare_worker(jail: Jail, limits: CallLimits) -> Spare:
+def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     """Do everything that does not depend on the code, before there is a call. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     scratch = jail.open_scratch()
@@ -98,124 +85,111 @@ def prepare_worker(jail: Jail, limits: CallLimits) -> Spare:
         os.close(fd)
     for fd in (out_read, err_read):
         os.set_blocking(fd, False)
-    stdout, stderr = (Stream(fd, limits.kept_output_bytes) for fd in (out_read, err_read))
-    return Spare(worker, scratch, ours, stdout, stderr)
-
-
-def serve_call(jail: Jail, limits: CallLimits, spare: Spare, conn: socket.socket, host_bytes: int) -> None:
-    """One call on `conn`: hello, code in, reply out. An exception closes the connection; the trainer then repeats."""
-    conn.settimeout(IO_TIMEOUT_S)
-    conn.sendall(wire.HELLO)
-    code = wire.receive_block(conn, wire.MAX_CODE_BYTES)
-    started = time.monotonic()
-    is_sent = _send_code(spare.channel, code)
-    stdout, stderr = spare.stdout, spare.stderr
-    call = _Call(jail, limits, spare.scratch, spare.worker, host_bytes, deadline=started + limits.wall_s)
-    verdict = call.watch(conn, stdout, stderr)
-    jail.kill(spare.worker)
-    header = call.bury(verdict, stdout, stderr)
-    error_text = stderr.text()
-    set_up_error = _set_up_error(spare.channel)
-    if set_up_error:
-        header, error_text = {"status": "sandbox_error"}, set_up_error
-    elif not is_sent:
-        raise ConnectionError("the worker was lost before it had its code")
-    header["wall_s"] = round(time.monotonic() - started, 4)
-    conn.settimeout(IO_TIMEOUT_S)
-    wire.send_reply(conn, header, stdout.text(), error_text)
-
-
-def _send_code(channel: socket.socket, code: bytes) -> bool:
-    channel.settimeout(IO_TIMEOUT_S)
-    try:
-        channel.sendall(code)
-        channel.shutdown(socket.SHUT_WR)
-    except OSError:  # the worker is not there any more
-        return False
-    return True
-
-
-def _set_up_error(channel: socket.socket) -> bytes:
-    """Empty for a worker that got as far as its code: it has closed its end."""
-    try:
-        return channel.recv(4096, socket.MSG_DONTWAIT)
-    except OSError:
-        return b""
+    stdout, stderr = (Stream(fd, jail.limits.kept_output_bytes) for fd in (out_read, err_read))
+    return Spare(jail, worker, scratch, ours, stdout, stderr)
 
 
 @dataclass
-class _Call:
-    jail: Jail
-    limits: CallLimits
-    scratch: str
-    worker: int
-    host_bytes: int
-    deadline: float
-    pidfd: int = -1
+class Spare:
+    """A worker that is confined, or on its way there, and waits for its code."""
 
-    def watch(self, conn: socket.socket, stdout: Stream, stderr: Stream) -> str | None:
-        """Wait for the worker's end, None, or for the limit that it hits."""
-        self.pidfd = kernel.pidfd_open(self.worker)
+    jail: FolderJail | NamespaceJail
+    worker: int
+    scratch: str
+    channel: socket.socket
+    """Code goes in, and the reason comes out if the worker could not be confined. The worker closes its end before it
+    runs the code."""
+    stdout: Stream
+    stderr: Stream
+
+    def serve(self, conn: socket.socket, host_bytes: int) -> None:
+        """Serve one call on `conn`: hello, code in, reply out. After an exception, which closes the connection, the
+        trainer repeats the call. host_bytes: see limits.usage."""
+        conn.settimeout(IO_TIMEOUT_S)
+        conn.sendall(wire.HELLO)
+        code = wire.receive_block(conn, wire.MAX_CODE_BYTES)
+        started = time.monotonic()
+        is_sent = False
+        with contextlib.suppress(OSError):  # the worker is not there any more
+            self.channel.settimeout(IO_TIMEOUT_S)
+            self.channel.sendall(code)
+            self.channel.shutdown(socket.SHUT_WR)
+            is_sent = True
+        pidfd = kernel.pidfd_open(self.worker)
+        verdict = self._watch(conn, pidfd, started + self.jail.limits.wall_s, host_bytes)
+        self.jail.kill(self.worker)
+        header = self._bury(pidfd, verdict)
+        error_text, set_up_error = self.stderr.text(), b""
+        with contextlib.suppress(OSError):  # nothing was written
+            set_up_error = self.channel.recv(4096, socket.MSG_DONTWAIT)
+        if set_up_error:
+            header, error_text = {"status": "sandbox_error"}, set_up_error
+        elif not is_sent:
+            raise ConnectionError("the worker was lost before it had its code")
+        header["wall_s"] = round(time.monotonic() - started, 4)
+        conn.settimeout(IO_TIMEOUT_S)
+        wire.send_reply(conn, header, self.stdout.text(), error_text)
+
+    def _watch(self, conn: socket.socket, pidfd: int, deadline: float, host_bytes: int) -> str | None:
+        """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
         poll_s = QUOTA_POLL_S if self.jail.tier != "namespaces" else POLL_S
         poller = select.poll()
-        streams = {stdout.fd: stdout, stderr.fd: stderr}
-        for fd in (*streams, self.pidfd):
+        streams = {stream.fd: stream for stream in (self.stdout, self.stderr)}
+        for fd in (*streams, pidfd):
             poller.register(fd, select.POLLIN)
         poller.register(conn.fileno(), select.POLLRDHUP)
         next_check = time.monotonic() + poll_s
         while True:
             now = time.monotonic()
-            if now >= self.deadline:
+            if now >= deadline:
                 return "timeout"
             if now >= next_check:
                 next_check = now + poll_s
-                verdict = self._exceeded()
+                verdict = self._exceeded(host_bytes)
                 if verdict:
                     return verdict
-            wait_s = min(self.deadline, next_check) - now
+            wait_s = min(deadline, next_check) - now
             ready = {fd for fd, _ in poller.poll(max(1, int(wait_s * 1000)))}
             if conn.fileno() in ready:
                 return "client_gone"
             for fd in ready & streams.keys():
                 if not streams[fd].drain():
                     poller.unregister(fd)
-            if stdout.num_bytes + stderr.num_bytes > self.limits.max_output_bytes:
+            if sum(stream.num_bytes for stream in streams.values()) > self.jail.limits.max_output_bytes:
                 return "output_limit"
-            if self.pidfd in ready:
+            if pidfd in ready:
                 return None
 
-    def _exceeded(self) -> str | None:
+    def _exceeded(self, host_bytes: int) -> str | None:
         pids = self.jail.processes(self.worker)
-        current = usage(pids, self.host_bytes)
-        if current.cpu_s > BUSY_CPU_S:
+        memory_bytes, cpu_s, num_tasks = usage(pids, host_bytes)
+        if cpu_s > BUSY_CPU_S:
             step_back(pids)
-        if current.cpu_s > self.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
+        if cpu_s > self.jail.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
             return "cpu_limit"
-        if current.memory_bytes > self.limits.memory_bytes:
+        if memory_bytes > self.jail.limits.memory_bytes:
             return "memory_limit"
-        if current.num_tasks > self.limits.max_processes:  # only where RLIMIT_NPROC could not be used
+        if num_tasks > self.jail.limits.max_processes:  # only where RLIMIT_NPROC could not be used
             return "process_limit"
         return "disk_limit" if self.jail.is_over_quota(self.scratch) else None
 
-    def bury(self, verdict: str | None, stdout: Stream, stderr: Stream) -> dict[str, object]:
+    def _bury(self, pidfd: int, verdict: str | None) -> dict[str, object]:
         """Reap the worker, take the rest of its output, and decide how the call ended."""
         poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
+        poller.register(pidfd, select.POLLIN)
         if not poller.poll(KILL_PATIENCE_S * 1000):  # in an uninterruptible sleep: the kernel will finish it
             return {"status": verdict or "killed"}
         _, status, used = os.wait4(self.worker, 0)
-        for stream in (stdout, stderr):
+        for stream in (self.stdout, self.stderr):
             stream.drain()
-        cpu_s = used.ru_utime + used.ru_stime
         exit_code = os.waitstatus_to_exitcode(status)
-        if verdict is None:
-            verdict = self._how_it_ended(exit_code, cpu_s)
+        verdict = verdict or self._how_it_ended(exit_code, used.ru_utime + used.ru_stime)
         return {"status": verdict, "exit_code": exit_code}
 
     def _how_it_ended(self, exit_code: int, cpu_s: float) -> str:
         if exit_code >= 0:
             return "error" if exit_code else "ok"
-        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= self.limits.cpu_s):
+        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= self.jail.limits.cpu_s):
             return "cpu_limit"
         if exit_code == -signal.SIGXFSZ:
             return "file_limit"

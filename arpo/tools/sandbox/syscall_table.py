@@ -39,7 +39,7 @@ OUTSIDE_THE_LIMITS = """
 falls back to clone). ENOSYS."""
 
 FLUSH = "sync 162 81  syncfs 306 267"
-"""Stalls the whole machine: done is said, nothing is done."""
+"""System calls that stall the whole machine; they report success and do nothing."""
 
 ON_OTHERS = """
     chmod 90 -               fchmod 91 52             chown 92 -               fchown 93 55
@@ -51,7 +51,8 @@ ON_OTHERS = """
     tkill 200 130            rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240
     pidfd_send_signal 424 424  pidfd_open 434 434     execve 59 221            execveat 322 281
 """
-"""Without namespaces: what reaches the user's other files (Landlock does not cover metadata) and processes. EPERM."""
+"""System calls that reach the user's other files (Landlock does not cover metadata) and processes; they fail with
+EPERM if there are no namespaces."""
 
 SINGLE = """
     socket 41 198            socketpair 53 199        mmap 9 222               personality 135 92
@@ -61,11 +62,11 @@ SINGLE = """
 """
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""machine -> (AUDIT_ARCH constant, column)."""
+"""For each machine the AUDIT_ARCH constant and the column."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """name -> number on that machine, without the calls that it lacks."""
+    """Return the numbers on that machine by name, without the calls that it lacks."""
     words = table.split()
     column = ARCHITECTURES[machine][1]
     rows = [(words[start], words[start + 1 + column]) for start in range(0, len(words), 3)]

@@ -38,7 +38,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def check(returned: int, what: str) -> int:
-    """The value a call returned, or the OSError of errno."""
+    """Return the value that a call returned. Raises the OSError of errno if it is negative."""
     if returned < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -46,7 +46,7 @@ def check(returned: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: object, offset: int = 0) -> int:
-    """Call by name; `offset` for families with consecutive numbers (landlock)."""
+    """Make a system call by name. offset: added to its number, for families with consecutive numbers (landlock)."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
         raise OSError(errno.ENOSYS, f"no system call table for {platform.machine()}")
@@ -74,7 +74,7 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 
 
 def bind_readonly(source: str, target: str) -> None:
-    """Bind a folder with all mounts below it; read-only, no set-uid programs, no devices."""
+    """Bind a folder with all mounts below it, read-only, without set-uid programs and devices."""
     mount(source, target, None, MS_BIND | MS_REC)
     # mount_setattr and not a remount: it reaches every mount below, and keeps flags that a parent namespace locked.
     attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)

@@ -11,28 +11,28 @@ import struct
 from dataclasses import dataclass
 
 HELLO = b"\1"
-"""The first byte of a supervisor: from here on the call has a guardian of its own."""
+"""The first byte that a supervisor sends: from here on the call has a supervisor of its own."""
 MAX_CODE_BYTES = 1 << 20
 MAX_STREAM_BYTES = 64 << 20
-"""More than any setting of the supervisor keeps."""
+"""Largest output stream that is accepted; the supervisor keeps fewer bytes with any setting."""
 _LENGTH = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How a call ended. `status`: ok, error (exit code not 0), signal, killed, timeout, or the limit that was hit:
+    """The end of a call. `status`: ok, error (exit code not 0), signal, killed, timeout, or the limit that was hit:
     cpu_limit, memory_limit, output_limit, disk_limit, file_limit, process_limit; sandbox_error is our own fault."""
 
     status: str
     exit_code: int | None = None
-    """Negative: the signal that ended it."""
+    """The exit code; if negative, the signal that ended the code."""
     stdout: str = ""
     stderr: str = ""
     wall_s: float = 0.0
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """Raises EOFError where the other side ends before that."""
+    """Receive so many bytes. Raises EOFError if the other side ends before that."""
     received = bytearray()
     while len(received) < num_bytes:
         part = sock.recv(min(65536, num_bytes - len(received)))
@@ -47,7 +47,7 @@ def send_block(sock: socket.socket, data: bytes) -> None:
 
 
 def receive_block(sock: socket.socket, max_bytes: int) -> bytes:
-    """Raises EOFError, and ValueError for a length that nobody honest sends."""
+    """Receive what `send_block` sent. Raises EOFError, and ValueError for a length above `max_bytes`."""
     (num_bytes,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
     if num_bytes > max_bytes:
         raise ValueError(f"a block of {num_bytes} bytes; the limit is {max_bytes}")

@@ -1,4 +1,4 @@
-"""W: the process that runs the model's code. After `confine` it is the attacker's."""
+"""W, the process that runs the model's code. After `confine` it must be regarded as the attacker's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ import types
 from typing import NoReturn
 
 from . import syscalls as kernel
-from .jail import Jail
+from .folder import FolderJail
 from .limits import NICE
+from .namespaces import NamespaceJail
 
 CHANNEL_FD = 3
-"""Where the code comes from, and where a worker says why it could not be confined. Closed before the code runs, which
-could else pretend that."""
+"""Descriptor from which the code comes, and to which a worker writes why it could not be confined. It is closed before
+the code runs, which could else write there too."""
 SEED = 0
 
 
-def run_worker(jail: Jail, scratch: str, stdout_fd: int, stderr_fd: int, channel_fd: int) -> NoReturn:
+def run_worker(
+    jail: FolderJail | NamespaceJail, scratch: str, stdout_fd: int, stderr_fd: int, channel_fd: int
+) -> NoReturn:
     """Confine this process, wait for the code, run it, exit with its exit code."""
     null = os.open("/dev/null", os.O_RDWR)
     for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2), (channel_fd, CHANNEL_FD)):
@@ -47,8 +50,8 @@ def run_worker(jail: Jail, scratch: str, stdout_fd: int, stderr_fd: int, channel
         os.write(CHANNEL_FD, repr(error).encode())
         os._exit(1)
     _prepare_interpreter()
-    code = _receive_code()
-    os.close(CHANNEL_FD)
+    with open(CHANNEL_FD, "rb", buffering=0) as channel:
+        code = channel.read().decode()
     exit_code = _run(code)
     os._exit(_finish() or exit_code)
 
@@ -71,17 +74,10 @@ def _prepare_interpreter() -> None:
     gc.enable()
 
 
-def _receive_code() -> str:
-    received = bytearray()
-    while part := os.read(CHANNEL_FD, 1 << 16):
-        received += part
-    return received.decode()
-
-
 def _run(code: str) -> int:
-    """Execute as a notebook cell: the value of a last bare expression is shown. Returns the exit code.
+    """Execute the code as a notebook cell, which shows the value of a last bare expression. Return the exit code.
 
-    stderr ends with the last line(s) of the traceback; the rest of it would only name our files.
+    Of a traceback only the last line(s) go to stderr: the others would name our own files.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -113,7 +109,7 @@ def _complain(text: str) -> None:
 
 
 def _finish() -> int:
-    """Do what an interpreter does at its end: join threads, atexit, flush. Returns an exit code if that fails."""
+    """Do what an interpreter does at its end: join threads, atexit, flush. Return 0, or the exit code if that fails."""
     try:
         threading._shutdown()
         atexit._run_exitfuncs()
