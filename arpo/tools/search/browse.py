@@ -73,7 +73,7 @@ class ReadingBackend:
             self._summarizer = HttpClient(
                 "summarizer",
                 cfg.summarizer_url,
-                HttpPolicy(deadline_s=cfg.deadline_s, max_concurrent=cfg.max_concurrent),
+                HttpPolicy(deadline_s=cfg.deadline_s),
                 setting="tools.search.summarizer_url",
                 key_variable=KEY_VARIABLE,
                 time_source=time_source,
