@@ -17,7 +17,7 @@ from arpo.tools.prices import PricedTool, prices
 
 TOOLS: dict[str, Callable[[], type[Tool]]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
-    "python": lambda: import_module("arpo.tools.cache.python_cache").CachedPython,
+    "python": lambda: import_module("arpo.tools.python").PythonTool,
 }
 """The class of each tool, by tag, in the order in which the default system prompt speaks of them. Imported here and not
 above, so that a tool's own imports are paid only where it is used."""

@@ -54,15 +54,21 @@ Row = tuple[bytes, str, str, bytes, bool, float]
 """key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
 
 
+def clean_text(text: str) -> str:
+    """Return the text on one line, without control characters and lone surrogates."""
+    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+    return " ".join(spaced.split())
+
+
 def clean_query(argument: str) -> str:
-    """A query on one line, at most MAX_QUERY_CHARS, without control characters; nor double quotes, as in the released
-    code, so that its cache is hit by the queries that it was recorded with.
+    """Return the query on one line, at most MAX_QUERY_CHARS, without control characters and double quotes.
+
+    The released code drops double quotes too, so its cache is hit by the queries that it was recorded with.
 
     >>> clean_query(' height of\\n"Silver\\x00 Otter" ')
     'height of Silver Otter'
     """
-    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in argument.replace('"', ""))
-    return " ".join(spaced.split())[:MAX_QUERY_CHARS].rstrip()
+    return clean_text(argument.replace('"', ""))[:MAX_QUERY_CHARS].rstrip()
 
 
 def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:

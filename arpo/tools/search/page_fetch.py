@@ -1,7 +1,7 @@
 """Fetch a web page that a stranger chose: within limits, and never from inside the own network.
 
-Before a socket is made, its address is checked: every address that a name has, and again the one that is connected to.
-So a name that changes its mind between the two gains nothing, nor does a redirect. Proxies of the environment are not
+Addresses are checked twice: all that a name stands for when it is looked up, and the one of every socket. So a name
+that stands for another address a moment later gains nothing, nor does a redirect. Proxies of the environment are not
 used, since they would look the name up themselves.
 """
 
@@ -18,15 +18,12 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp.resolver import ThreadedResolver
 
+from arpo.tools.http.client import read_body, split_url
+
 MAX_REDIRECTS = 3
 MAX_PAGE_BYTES = 5_000_000
-"""Of a page, decompressed."""
-KINDS = {
-    "text/html": "html",
-    "application/xhtml+xml": "html",
-    "application/pdf": "pdf",
-    "text/plain": "plain",
-}
+"""Largest accepted page, decompressed."""
+KINDS = {"text/html": "html", "application/xhtml+xml": "html", "application/pdf": "pdf", "text/plain": "plain"}
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; arpo-torch)", "Accept": ", ".join(KINDS)}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -34,18 +31,20 @@ _CLOUD_SERVICES = ("168.63.129.16", "192.0.0.192")  # metadata of Azure and Orac
 
 
 class PageRefused(OSError):
-    """Not a page that may or can be read; the message says why."""
+    """The page may not or cannot be read; the message says why."""
 
 
 @dataclass(frozen=True)
 class Page:
+    """A page as it was fetched."""
+
     body: bytes
     kind: str
     """html, pdf or plain."""
 
 
 def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, multicast, reserved and metadata addresses, however they are wrapped.
+    """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, wrapped ones too.
 
     >>> is_public("93.184.215.14"), is_public("169.254.169.254"), is_public("::ffff:127.0.0.1")
     (True, False, False)
@@ -64,12 +63,8 @@ def is_public(address: str) -> bool:
 
 def check_page_url(url: str) -> None:
     """Raises PageRefused for what is not http or https, has no host, or holds a user or password."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, a bracket without its other
-        usable = False
-    if not usable:
+    parts = split_url(url)
+    if parts is None:
         raise PageRefused("not an http or https address")
     if parts.username is not None or parts.password is not None:
         raise PageRefused("an address with a user or password")
@@ -88,7 +83,7 @@ class _CheckedResolver(ThreadedResolver):
 
 
 class PageFetcher:
-    """For one event loop; at most `max_concurrent` fetches at a time."""
+    """Fetches at most `max_concurrent` pages at a time, on one event loop."""
 
     def __init__(self, *, max_concurrent: int, may_connect: Callable[[str], bool] = is_public):
         """`may_connect` says of an IP address whether a page may come from there."""
@@ -97,7 +92,7 @@ class PageFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str, *, deadline_s: float) -> Page:
-        """The page, after at most MAX_REDIRECTS redirects; `deadline_s` begins when its turn has come.
+        """Return the page, after at most MAX_REDIRECTS redirects; `deadline_s` begins when its turn has come.
 
         Raises PageRefused, TimeoutError, or what the connection raised (aiohttp.ClientError, OSError).
         """
@@ -122,7 +117,7 @@ class PageFetcher:
             await session.close()
 
     async def _get(self, url: str) -> Page | str:
-        """The page, or the address that it redirects to."""
+        """Return the page, or the address that it redirects to."""
         check_page_url(url)
         async with self._open_session().get(url, allow_redirects=False) as response:
             if response.status in _REDIRECTS and "Location" in response.headers:
@@ -132,12 +127,10 @@ class PageFetcher:
             kind = KINDS.get(response.content_type)
             if kind is None:
                 raise PageRefused(f"not a page but {response.content_type[:40]}")
-            body = bytearray()
-            async for chunk in response.content.iter_chunked(65536):
-                body += chunk
-                if len(body) > MAX_PAGE_BYTES:
-                    raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
-            return Page(bytes(body), kind)
+            body = await read_body(response, MAX_PAGE_BYTES)
+            if body is None:
+                raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
+            return Page(body, kind)
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -156,7 +149,7 @@ class PageFetcher:
         return self._session
 
     def _checked_socket(self, addr_info: tuple) -> socket.socket:
-        """The last gate: whatever is connected to passes here, also an address that needed no resolving."""
+        """Make a socket if its address may be connected to; addresses that need no look-up are checked here only."""
         family, kind, protocol, _, address = addr_info
         self._check(address[0])
         return socket.socket(family, kind, protocol)
