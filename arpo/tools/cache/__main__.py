@@ -5,7 +5,6 @@
     python -m arpo.tools.cache export cache.sqlite search_cache.json
     python -m arpo.tools.cache prune  cache.sqlite --older-than-days 30 [--backend local] [--no-results]
 
-
 Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
 """
 

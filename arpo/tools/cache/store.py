@@ -18,13 +18,15 @@ import threading
 import time
 import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import network_filesystem
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_QUERY_CHARS = 512
 NO_RESULTS = "No search results found."
@@ -72,21 +74,22 @@ def clean_query(argument: str) -> str:
 
 
 def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:
-    """Equal for equal questions; `params` holds all that changes the backend's answer."""
+    """Return a hash of a question; `params` holds all that changes the backend's answer to it."""
     return hashlib.sha256(json.dumps([_FORMAT, backend, params, query], sort_keys=True).encode()).digest()
 
 
 def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
+    """Return the row of an answer that is recorded now."""
     value = zlib.compress(json.dumps({"query": query, "text": text}).encode())
     return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
 
 
 class DamagedEntry(Exception):
-    """A row whose value is not as it was written; zlib's checksum tells."""
+    """The value of a row is not as it was written, which zlib's checksum tells."""
 
 
 def unpack(value: bytes) -> tuple[str, str]:
-    """(query as it was recorded, text) of a row's value. Raises DamagedEntry."""
+    """Return the query, as it was recorded, and the text in a row's value. Raises DamagedEntry."""
     try:
         entry = json.loads(zlib.decompress(value))
         return entry["query"], entry["text"]
@@ -94,16 +97,55 @@ def unpack(value: bytes) -> tuple[str, str]:
         raise DamagedEntry(f"damaged entry: {error}") from None
 
 
-class CacheFile:
+class Cache:
+    """The part that `CacheFile` and `RedisCache` share: what happens when a cache cannot be used.
+
+    A recording run goes on without it, with one warning, and `usable` is False; a replay ends with a UserError.
+    """
+
+    failures: tuple[type[Exception], ...]
+    remedy: str
+
+    def __init__(self, path: str | Path, *, read_only: bool):
+        self.path, self.read_only, self.usable = path, read_only, True
+
+    def guarded(self, action: Callable[[], T]) -> T | None:
+        """Return what the action returns; None where the cache cannot be used."""
+        if not self.usable:
+            return None
+        try:
+            return action()
+        except self.failures as error:
+            return self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Go on without the cache. Raises UserError in a replay."""
+        if self.read_only:
+            raise UserError(f"{self.path}: cannot read the cache ({error}); {self.remedy}") from None
+        if self.usable:
+            logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
+        self.usable = False
+
+    @staticmethod
+    def imported_rows(entries: dict[str, str]) -> Iterator[Row]:
+        """Yield the rows of query -> text entries in the released format."""
+        return (make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items())
+
+
+class CacheFile(Cache):
     """One cache file, for any number of processes and threads; each thread has a connection of its own."""
 
+    failures = (sqlite3.Error, DamagedEntry)
+    remedy = "record or import it anew"
+
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Makes a missing file and moves a corrupt one aside, with a warning. `setting` is the field that named it.
+        """Makes a missing file; moves a corrupt one aside, with a warning. `setting` is the config field that names it.
 
         Raises UserError for a file on a network file system or of another program; with `read_only` also for a missing,
         corrupt or unreadable one.
         """
-        self.path, self.read_only, self.usable, self.setting = Path(path), read_only, True, setting
+        super().__init__(Path(path), read_only=read_only)
+        self.setting = setting
         self._lock = None
         self._immutable = False
         self._local = threading.local()
@@ -121,13 +163,13 @@ class CacheFile:
             self._open()
         except (OSError, sqlite3.Error) as error:
             self.close()
-            self._give_up(error)
+            self.give_up(error)
         except UserError:
             self.close()
             raise
 
     def get(self, key: bytes, query: str) -> str | None:
-        """The answer recorded under `key`, else an imported one for the query."""
+        """Return the answer recorded under `key`, else an imported one for the query; None for neither."""
         oldest_negative_s = 0.0 if self.read_only else time.time() - NEGATIVE_TTL_S
         return self._text(
             "SELECT id, value FROM entries WHERE (key = ? OR query = ? AND backend = ?)"
@@ -136,25 +178,21 @@ class CacheFile:
         )
 
     def get_any(self, query: str) -> str | None:
-        """The first recorded answer to the query, whichever backend gave it."""
+        """Return the first recorded answer to the query, whichever backend gave it."""
         return self._text("SELECT id, value FROM entries WHERE query = ? ORDER BY id LIMIT 1", (clean_query(query),))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
         """Keep an answer, unless there is one already (an expired "no results" is none)."""
-        if not self.usable:
-            return
         sql = _INSERT + (
             " ON CONFLICT (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,"
             " created_s = excluded.created_s WHERE negative AND created_s < ?"
         )
-        try:
-            self.connection().execute(sql, (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S))
-        except sqlite3.Error as error:
-            self._give_up(error)
+        values = (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S)
+        self.guarded(lambda: self.connection().execute(sql, values))
 
     def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
-        """Add query -> text entries, all or none; the number of new ones. `replace` drops those imported before."""
-        rows = [make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items()]
+        """Add query -> text entries, all or none. Return the number of new ones. `replace` drops older imports."""
+        rows = list(self.imported_rows(entries))  # compressed before the file is locked
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             if self.has_imported(source_stat):  # another rank was faster
@@ -166,12 +204,13 @@ class CacheFile:
             return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
 
     def has_imported(self, source_stat: os.stat_result) -> bool:
+        """Return whether a released file of that size and time has been imported."""
         sql = "SELECT 1 FROM imports WHERE source_bytes = ? AND source_mtime_ns = ?"
         stamp = (source_stat.st_size, source_stat.st_mtime_ns)
         return self.connection().execute(sql, stamp).fetchone() is not None
 
     def add(self, rows: Iterable[Row]) -> int:
-        """Add the rows whose keys are new; their number."""
+        """Add the rows whose keys are new. Return their number."""
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
@@ -183,7 +222,7 @@ class CacheFile:
         )
 
     def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
-        """Delete the entries that meet all given conditions, and give the space back; the number of deleted ones."""
+        """Delete the entries that meet all given conditions, and give the space back. Return their number."""
         deleted = self.connection().execute(
             "DELETE FROM entries WHERE created_s <= ? AND (? = '' OR backend = ?) AND (negative OR NOT ?)",
             (time.time() - older_than_s, backend, backend, no_results),
@@ -192,27 +231,17 @@ class CacheFile:
         return deleted.rowcount
 
     def _text(self, sql: str, values: tuple) -> str | None:
-        if not self.usable:
-            return None
-        try:
+        def find() -> str | None:
             found = self.connection().execute(sql, values).fetchone()
             try:
-                return None if found is None else unpack(found[1])[1]
+                return found and unpack(found[1])[1]
             except DamagedEntry as error:
                 if self.read_only:
-                    self._give_up(error)
+                    raise
                 self.connection().execute("DELETE FROM entries WHERE id = ? AND value = ?", found)
                 logger.warning("%s: %s; it is asked for again", self.path, error)
-        except sqlite3.Error as error:
-            self._give_up(error)
-        return None
 
-    def _give_up(self, error: Exception) -> None:
-        if self.read_only:
-            raise UserError(f"{self.path}: cannot read the cache ({error}); record or import it anew") from None
-        if self.usable:
-            logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
-        self.usable = False
+        return self.guarded(find)
 
     def connection(self) -> sqlite3.Connection:
         """This thread's connection, in autocommit mode."""

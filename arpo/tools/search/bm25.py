@@ -1,7 +1,8 @@
 """BM25 over a jsonl corpus with tantivy: text and index in one folder, which is built once and then only read.
 
-tantivy skips blocks of passages that cannot be among the best, so a query takes milliseconds among a million passages
-(`benchmarks/search_local.py`). It rounds the length of passages of more than 40 words.
+tantivy skips blocks of passages that cannot be among the best, so a query takes milliseconds in a million passages
+(`benchmarks/search_local.py`). It rounds the length of passages of more than 40 words. Stop words are left out of
+queries: half of the corpus has them, so they rank nothing and cost most.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import time
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tantivy
@@ -23,20 +24,32 @@ from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
 
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable, lock_of
-from arpo.tools.search.corpus import ranking_terms, read_corpus
 
 logger = logging.getLogger(__name__)
 
+MAX_TERMS = 32
+"""Number of a query's terms that count; the others are ignored."""
+_STOP_WORDS = """
+    a about am an and are as at be been being but by can could did do does for from had has have he her him his how i if
+    in into is it its me my no nor not of on or our she should so such than that the their them then there these they
+    this those to was we were what when where which who whom whose why will with would you your
+"""
+STOP_WORDS = frozenset(_STOP_WORDS.split())
 FORMAT = 2
-"""Counted up when what follows changes; an index of another format, or of another tantivy, is built anew."""
+"""Version of the index, raised when the code below changes; one of another version or tantivy is built anew."""
 BUILD_MEMORY_BYTES = 1_000_000_000
-"""Memory of the builder, at most: a larger one makes fewer segments, which are searched one after the other."""
+"""Most memory of the builder: a larger one makes fewer segments, which are searched one after the other."""
 ABOUT = "arpo.json"
-"""File in the index's folder: what it was built from, and the checksum of its parts. Written last."""
-PANIC = "PanicException"
-"""What Rust raises where it would crash, on a file that has changed under it; no Exception, nor can it be imported."""
+"""File in the index's folder that says what the index was built from, with a checksum of its parts. Written last."""
 ANALYZER = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.ascii_fold()).filter(Filter.lowercase()).build()
-"""Letters and digits are words, without their accents; passages and queries go through it, in NFC."""
+"""Splits passages and queries, in NFC, into words of letters and digits without accents, in lower case."""
+SCHEMA = (
+    tantivy.SchemaBuilder()
+    .add_text_field("words", tokenizer_name="words", index_option="freq")
+    .add_bytes_field("shown", stored=True)  # not text: text fields are indexed
+    .add_integer_field("row", fast=True)
+    .build()
+)
 
 Stamp = tuple[int, int]
 """Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
@@ -45,19 +58,8 @@ Opened = tuple[tantivy.Searcher, str]
 
 
 class DamagedIndex(OSError):
-    """An index that says it is the wanted one, but is not as it was built. A checksum finds it: tantivy does not notice
+    """The index claims to be the wanted one, but is not as it was built. A checksum shows it: tantivy does not notice
     every flipped bit, and wrong passages look like right ones."""
-
-
-def _schema() -> tantivy.Schema:
-    builder = tantivy.SchemaBuilder()
-    builder.add_text_field("words", tokenizer_name="words", index_option="freq")
-    builder.add_bytes_field("shown", stored=True)  # not text: text fields are indexed
-    builder.add_integer_field("row", fast=True)
-    return builder.build()
-
-
-SCHEMA = _schema()
 
 
 class Bm25Index:
@@ -79,7 +81,7 @@ class Bm25Index:
         self._searcher: tantivy.Searcher | None = searcher
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
-        """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
+        """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
 
         Raises TimeoutError after `deadline_s`, which is looked at between passes over the index, not within one (they
         take milliseconds), and OSError where the index has been damaged since it was opened.
@@ -94,12 +96,13 @@ class Bm25Index:
             best = sorted(self._hits(expression, top_k, ends), key=lambda hit: (-hit[0], hit[1]))[:top_k]
             return [self._searcher.doc(address).get_first("shown").decode() for _, _, address in best]
         except BaseException as error:
-            if not (isinstance(error, ValueError) or type(error).__name__ == PANIC):
+            # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
+            if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
             raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
 
     def _hits(self, expression: Query, top_k: int, ends: float) -> list[tuple[float, int, tantivy.DocAddress]]:
-        """(score, row, address) of the `top_k` best and of all that are as good as the last of them."""
+        """Return (score, row, address) of the `top_k` best and of all that are as good as the last of them."""
         limit = 2 * top_k + 16
         while True:
             if time.monotonic() > ends:
@@ -122,7 +125,7 @@ class Bm25Index:
 
 
 def _ready_index(corpus: Path) -> tuple[Path, Opened]:
-    """The folder of the index, opened; of several ranks that come at once one builds it. Raises OSError."""
+    """Return the folder of the index, and the index opened; one of several ranks builds it. Raises OSError."""
     stat = corpus.stat()
     stamp = (stat.st_size, stat.st_mtime_ns)
     paths = derived_paths(corpus, ".tantivy")
@@ -149,7 +152,7 @@ def _ready_index(corpus: Path) -> tuple[Path, Opened]:
 
 
 def _open(folder: Path, stamp: Stamp) -> Opened | None:
-    """None where the folder holds no index with that stamp. Raises DamagedIndex."""
+    """Open the index; None where the folder holds none with that stamp. Raises DamagedIndex."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         corpus_sha256 = about["corpus_sha256"]
@@ -166,22 +169,19 @@ def _open(folder: Path, stamp: Stamp) -> Opened | None:
 
 
 def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
-    """What the file ABOUT says of an intact index. Raises OSError."""
+    """Return what the file ABOUT says of an intact index. Raises OSError."""
     crc = zlib.crc32(corpus_sha256.encode())
-    for part in _parts(folder):
+    for part in sorted(folder.iterdir()):
+        if part.name == ABOUT or part.name.startswith("."):  # ours, locks, and what only a writer reads
+            continue
         with part.open("rb") as file:
             while block := file.read(1 << 20):
                 crc = zlib.crc32(block, crc)
     return {"built_from": [FORMAT, tantivy.__version__, *stamp], "corpus_sha256": corpus_sha256, "crc32": crc}
 
 
-def _parts(folder: Path) -> Iterator[Path]:
-    """The files that tantivy reads, which are neither ours nor locks, nor what only a writer reads."""
-    return (part for part in sorted(folder.iterdir()) if part.name != ABOUT and not part.name.startswith("."))
-
-
 def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
-    """Builds the index where no reader looks, then moves it to `path`. Raises OSError."""
+    """Build the index where no reader looks, then move it to `path`. Raises OSError."""
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     replaced = building.with_suffix(".old.tmp")
@@ -201,7 +201,7 @@ def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
 
 
 def _write(corpus: Path, folder: Path, stamp: Stamp) -> int:
-    """Returns the number of passages."""
+    """Write an index of the corpus into a new folder; return the number of passages."""
     folder.mkdir()
     corpus_hash, num_passages = hashlib.sha256(), 0
     try:
@@ -215,3 +215,59 @@ def _write(corpus: Path, folder: Path, stamp: Stamp) -> int:
         raise OSError(f"writing {folder}: {error}") from None
     (folder / ABOUT).write_text(json.dumps(_about(folder, stamp, corpus_hash.hexdigest())))
     return num_passages
+
+
+# ---- the corpus, and the terms of a query
+
+
+def ranking_terms(words: Iterable[str]) -> list[str]:
+    """Return the first MAX_TERMS words of a query that rank passages, each once; stop words if there are no others.
+
+    >>> ranking_terms(["what", "is", "the", "height", "of", "silver", "otter"])
+    ['height', 'silver', 'otter']
+    """
+    unique = list(dict.fromkeys(words))
+    return ([word for word in unique if word not in STOP_WORDS] or unique)[:MAX_TERMS]
+
+
+def read_corpus(path: Path, digest) -> Iterator[tuple[str, str]]:
+    """Yield what is indexed and what the model reads of each row; every byte read goes through `digest` too.
+
+    {"title": T, "text": P} -> (T P, T: P); {"contents": P} -> (P, P); {"key": K, "text": P} -> (K, P)
+    Raises UserError for a row that is not like this (the message names file, line and field), or where there is none.
+    """
+    is_empty = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            if not line.strip():
+                continue
+            is_empty = False
+            yield _indexed_and_shown(line, f"{path}:{number}")
+    if is_empty:
+        raise UserError(f"{path}: the corpus is empty; was the download or the export interrupted?")
+
+
+def _indexed_and_shown(line: bytes, place: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError:
+        raise UserError(f"{place}: not UTF-8 text; save the corpus as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); fix the line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+    body = "text" if "text" in row else "contents"
+    if body not in row:
+        raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
+    for name in (body, "title", "key"):
+        if not isinstance(row.get(name, ""), str):
+            raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
+    if not row[body].strip():
+        raise UserError(f'{place}: "{body}" is empty; leave the row out')
+    # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
+    text, title, key = (
+        " ".join(row.get(name, "").encode("utf-8", "replace").decode().split()) for name in (body, "title", "key")
+    )
+    shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
+    return key or f"{title} {text}", shown
