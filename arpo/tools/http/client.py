@@ -37,13 +37,12 @@ class Unavailable(ConnectionError):
 
 
 @dataclass(frozen=True)
-class _Answer:
-    value: Any
+class _Outcome:
+    """What a try came to: a value, or a failure."""
 
-
-@dataclass(frozen=True)
-class _Failure:
-    reason: str
+    value: Any = None
+    failure: str = ""
+    """Reason of a failure; empty = there is a value."""
     may_retry: bool = True
     pause_s: float = 0.0
     """Pause that the service asked for (Retry-After)."""
@@ -54,7 +53,6 @@ class _Call:
     body: bytes
     parse: Callable[[Any], Any]
     is_probe: bool
-    gives_up_at_s: float
     num_tries: int = 0
 
 
@@ -105,12 +103,8 @@ class HttpClient:
         """
         if self._fatal:
             raise UserError(self._fatal)
-        call = _Call(
-            json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode(),
-            parse,
-            is_probe=self._breaker.admit(),
-            gives_up_at_s=self._time.now() + self._policy.deadline_s,
-        )
+        body = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
+        call = _Call(body, parse, is_probe=self._breaker.admit())
         outcome = None
         try:
             async with asyncio.timeout(self._policy.deadline_s):
@@ -118,26 +112,23 @@ class HttpClient:
         except TimeoutError:
             raise TimeoutError(f"{self._name}: no answer within {self._policy.deadline_s:g} s") from None
         finally:
-            self._tell_breaker(call, outcome)
-        if isinstance(outcome, _Answer):
-            return outcome.value
-        raise Unavailable(f"{self._name}: {outcome.reason} (tried {call.num_tries} x)")
+            # A call that the caller has cut short, or that was not even sent, accuses nobody.
+            if outcome is None and (asyncio.current_task().cancelling() or not call.num_tries):
+                self._breaker.forget(is_probe=call.is_probe)
+            else:
+                self._breaker.record(outcome is not None and not outcome.failure, is_probe=call.is_probe)
+        if outcome.failure:
+            raise Unavailable(f"{self._name}: {outcome.failure} (tried {call.num_tries} x)")
+        return outcome.value
 
     async def aclose(self) -> None:
-        """Safe to call twice; a later call would make a new session."""
+        """Close the session; a later call would make a new one. Safe to call twice."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    def _tell_breaker(self, call: _Call, outcome: _Answer | _Failure | None) -> None:
-        """Count a call. `outcome` None: cut short; if by the caller or before anything was sent, it does not count."""
-        cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
-        if outcome is None and (cancelled or not call.num_tries):
-            self._breaker.forget(is_probe=call.is_probe)
-        else:
-            self._breaker.record(isinstance(outcome, _Answer), is_probe=call.is_probe)
-
-    async def _tries(self, call: _Call) -> _Answer | _Failure:
+    async def _tries(self, call: _Call) -> _Outcome:
+        gives_up_at_s = self._time.now() + self._policy.deadline_s
         max_tries = 1 if call.is_probe else self._policy.max_tries
         while True:
             async with self._slots:
@@ -146,28 +137,28 @@ class HttpClient:
                     self._breaker.refuse()
                 call.num_tries += 1
                 outcome = await self._try(call)
-            if isinstance(outcome, _Answer) or not outcome.may_retry or call.num_tries == max_tries:
+            if not outcome.failure or not outcome.may_retry or call.num_tries == max_tries:
                 return outcome
-            if self._time.now() + outcome.pause_s >= call.gives_up_at_s:
+            if self._time.now() + outcome.pause_s >= gives_up_at_s:
                 return outcome
             await self._time.sleep(self._policy.backoff_s(call.num_tries, self._rng))
 
-    async def _try(self, call: _Call) -> _Answer | _Failure:
+    async def _try(self, call: _Call) -> _Outcome:
         """Send one request. Failures are values: aiohttp's exceptions hold the request's headers, and so the key."""
         try:
             async with asyncio.timeout(self._policy.try_s), self._send(call) as response:
                 body, status = await read_body(response, self._policy.max_body_bytes), response.status
         except TimeoutError:
-            return _Failure(f"no answer within {self._policy.try_s:g} s")
+            return _Outcome(failure=f"no answer within {self._policy.try_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            return _Failure(self._clean(f"{type(error).__name__} {error}"))
+            return _Outcome(failure=self._clean(f"{type(error).__name__} {error}"))
         if body is None:
-            return _Failure(f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
+            return _Outcome(failure=f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
         if status == 200:
             try:
-                return _Answer(call.parse(json.loads(body)))
+                return _Outcome(call.parse(json.loads(body)))
             except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
-                return _Failure(self._clean(f"unusable answer: {error}"))
+                return _Outcome(failure=self._clean(f"unusable answer: {error}"))
         if status in (401, 403):
             self._fatal = f"{self._refused} (HTTP {status})"
             raise UserError(self._fatal)
@@ -176,7 +167,7 @@ class HttpClient:
         if status == 429 or pause_s is not None:
             self._throttle.slow_down(pause_s or 0.0)
         reason = self._clean(f"HTTP {status} {body[:MAX_REASON_CHARS].decode(errors='replace')}")
-        return _Failure(reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
+        return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
 
     def _send(self, call: _Call):
         if self._session is None:
