@@ -149,7 +149,7 @@ class PythonTool:
 
     def _reason(self, reply: Reply) -> str:
         """Return why the code failed, in words that depend on nothing but the code and the limits."""
-        fixed = {
+        reasons = {
             "timeout": f"TimeoutError: execution exceeded {self.cfg.wall_s:g} seconds",
             "cpu_limit": f"TimeoutError: execution exceeded {self.cfg.cpu_s:g} seconds of CPU time",
             "memory_limit": f"MemoryError: more than {self.cfg.memory_mib} MiB of memory",
@@ -158,12 +158,10 @@ class PythonTool:
             "file_limit": "OSError: a file became too large",
             "process_limit": f"OSError: more than {CallLimits.max_processes} processes or threads",
             "killed": "The process was killed",
+            "signal": f"The process died of signal {-(reply.exit_code or 0)}",
         }
-        if reply.status in fixed:
-            return fixed[reply.status]
-        if reply.status == "signal":
-            return f"The process died of signal {-(reply.exit_code or 0)}"
-        return reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+        message = reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+        return reasons.get(reply.status, message)
 
 
 def _label(code: str) -> str:

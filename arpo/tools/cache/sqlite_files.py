@@ -1,4 +1,4 @@
-"""Places where the search tool's files may live, and a lock for building them."""
+"""Folders for the files that the tools build, and a lock for building them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import fcntl
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +21,11 @@ NETWORK_FILESYSTEMS = {
     0x47504653: "GPFS",
     0x01021997: "9P",
 }
-"""statfs magic -> name. A write-ahead log needs memory shared by all its users, which no network file system has."""
+"""Names by statfs magic. A write-ahead log needs memory shared by all its users, which no network file system has."""
 
 
 def network_filesystem(folder: Path) -> str | None:
-    """Name of the network file system that holds `folder`; None for a local one."""
-    if sys.platform != "linux":
-        return None
+    """Return the name of the network file system that holds `folder`; None for a local one."""
     statfs = ctypes.create_string_buffer(256)  # f_type is its first word
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), statfs) != 0:
         return None
@@ -36,7 +33,7 @@ def network_filesystem(folder: Path) -> str | None:
 
 
 def derived_paths(source: Path, suffix: str) -> list[Path]:
-    """Return where a file made from `source` may live: beside it, in the user's cache folder, in the temporary folder.
+    """Return the places of a file made from `source`: beside it, in the user's cache folder, in the temporary folder.
 
     data/corpus.jsonl -> data/corpus.jsonl.fts5.sqlite, ~/.cache/arpo/corpus.jsonl.1f0c9a64.fts5.sqlite, ...
     """
@@ -49,9 +46,9 @@ def derived_paths(source: Path, suffix: str) -> list[Path]:
 
 
 def first_writable(paths: list[Path], *, local: bool = False) -> Path:
-    """The first of `derived_paths` whose folder takes files (made if need be); `local` passes network storage over.
+    """Return the first of `derived_paths` whose folder takes files; make the folder if need be.
 
-    Raises OSError when none does.
+    `local` passes network storage over. Raises OSError when no folder does.
     """
     for path in paths:
         with contextlib.suppress(OSError):
@@ -62,17 +59,15 @@ def first_writable(paths: list[Path], *, local: bool = False) -> Path:
 
 
 def _is_mine(folder: Path) -> bool:
-    """False for a stranger's folder: names in /tmp can be guessed, and a planted file would be read."""
+    """Return False for a stranger's folder: names in /tmp can be guessed, and a planted file would be read."""
     try:
         return folder.stat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def _takes_files(folder: Path) -> bool:
-    """Can a file be created here? Tried, since permission bits say little on read-only mounts and for root."""
+    """Return whether a file can be made here. It tries: permission bits say little on read-only mounts and for root."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

@@ -1,8 +1,7 @@
 """The cache file: one SQLite row per answer, compressed; the first answer to a query wins, so that replays are stable.
 
 Write-ahead log with synchronous=NORMAL: many processes read and write at once, and one that is killed loses nothing
-that `put` returned from. A cache must not stop a run: where it cannot be used, there is one warning, and `get` and
-`put` do nothing from then on. A replay has nothing but its cache: `read_only` raises UserError instead.
+that `put` returned from.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ T = TypeVar("T")
 
 MAX_QUERY_CHARS = 512
 NO_RESULTS = "No search results found."
-"""The answer where nothing matches; the released cache has the same text for it."""
+"""The answer where nothing matches, as in the released cache."""
 NEGATIVE_TTL_S = 7 * 86400.0
-"""While recording, a "no results" of this age is asked again. A replay keeps it for good."""
+"""Age at which a "no results" is asked for again while recording. A replay keeps it for good."""
 IMPORTED = "import"
-"""Backend of imported rows. The released format does not say where its answers are from, so they serve any backend."""
+"""Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
 
 DATABASE_SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _APPLICATION_ID = 0x4152504F  # "ARPO"
@@ -53,7 +52,7 @@ _SCHEMA = f"""
 _INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?)"
 
 Row = tuple[bytes, str, str, bytes, bool, float]
-"""key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
+"""Key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
 
 
 def clean_text(text: str) -> str:
@@ -100,7 +99,8 @@ def unpack(value: bytes) -> tuple[str, str]:
 class Cache:
     """The part that `CacheFile` and `RedisCache` share: what happens when a cache cannot be used.
 
-    A recording run goes on without it, with one warning, and `usable` is False; a replay ends with a UserError.
+    It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
+    on. A replay has nothing but its cache: `read_only` raises UserError instead.
     """
 
     failures: tuple[type[Exception], ...]
@@ -148,8 +148,7 @@ class CacheFile(Cache):
         self.setting = setting
         self._lock = None
         self._immutable = False
-        self._local = threading.local()
-        self._connections: list[tuple[int, sqlite3.Connection]] = []
+        self._connections: dict[tuple[int, int], sqlite3.Connection] = {}  # by process and thread
         if read_only and not self.path.is_file():
             raise UserError(f"{self.path}: there is no such cache; set {setting} to a recorded one")
         try:
@@ -161,12 +160,11 @@ class CacheFile(Cache):
                     f"set {setting} to a file on a local disk"
                 )
             self._open()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UserError) as error:
             self.close()
+            if isinstance(error, UserError):
+                raise
             self.give_up(error)
-        except UserError:
-            self.close()
-            raise
 
     def get(self, key: bytes, query: str) -> str | None:
         """Return the answer recorded under `key`, else an imported one for the query; None for neither."""
@@ -205,9 +203,8 @@ class CacheFile(Cache):
 
     def has_imported(self, source_stat: os.stat_result) -> bool:
         """Return whether a released file of that size and time has been imported."""
-        sql = "SELECT 1 FROM imports WHERE source_bytes = ? AND source_mtime_ns = ?"
-        stamp = (source_stat.st_size, source_stat.st_mtime_ns)
-        return self.connection().execute(sql, stamp).fetchone() is not None
+        sql = "SELECT 1 FROM imports WHERE (source_bytes, source_mtime_ns) = (?, ?)"
+        return bool(self.connection().execute(sql, (source_stat.st_size, source_stat.st_mtime_ns)).fetchone())
 
     def add(self, rows: Iterable[Row]) -> int:
         """Add the rows whose keys are new. Return their number."""
@@ -217,9 +214,8 @@ class CacheFile(Cache):
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows, in the order of recording."""
-        yield from self.connection().execute(
-            "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
-        )
+        sql = "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
+        return self.connection().execute(sql)
 
     def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
         """Delete the entries that meet all given conditions, and give the space back. Return their number."""
@@ -244,15 +240,15 @@ class CacheFile(Cache):
         return self.guarded(find)
 
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection, in autocommit mode."""
-        if getattr(self._local, "pid", None) != os.getpid():  # SQLite connections do not survive a fork
+        """Return this thread's connection, in autocommit mode."""
+        key = (os.getpid(), threading.get_ident())  # SQLite connections do not survive a fork
+        if key not in self._connections:
             mode = "ro&immutable=1" if self._immutable else "ro" if self.read_only else "rwc"
             uri = f"{self.path.resolve().as_uri()}?mode={mode}"
             connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None, check_same_thread=False)
-            self._connections.append((os.getpid(), connection))
+            self._connections[key] = connection
             connection.execute("PRAGMA synchronous = NORMAL")
-            self._local.pid, self._local.connection = os.getpid(), connection
-        return self._local.connection
+        return self._connections[key]
 
     # ---- opening and closing
 
@@ -277,9 +273,9 @@ class CacheFile(Cache):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _take_lock(self) -> bool:
-        """True for the first user of the file, who holds the lock alone: only it may check and replace the file.
+        """Return True for the first user of the file, who holds the lock alone and may check and replace the file.
 
-        The others come in when it is done, and share the lock for as long as they use the file.
+        The others come in when that is done, and share the lock for as long as they use the file.
         """
         try:
             self._lock = self.path.with_name(self.path.name + ".lock").open("a")
@@ -316,14 +312,13 @@ class CacheFile(Cache):
         logger.warning("%s: corrupt cache (%s); kept as %s, a new one is begun", self.path, error, aside.name)
 
     def _disconnect(self) -> None:
-        for pid, connection in self._connections:
+        for (pid, _), connection in self._connections.items():
             if pid == os.getpid():
                 connection.close()
-        self._connections = []
-        self._local = threading.local()
+        self._connections = {}
 
     def close(self) -> None:
-        """No call may be running."""
+        """Close the file. No call may be running."""
         self._disconnect()
         if self._lock is not None:
             self._lock.close()

@@ -75,7 +75,6 @@ class HttpClient:
         headers: Callable[[str], dict[str, str]] = bearer,
         limit: LocalRateLimit | None = None,
         time_source: Time | None = None,
-        rng: random.Random | None = None,
     ):
         """`key_variable` is the environment variable of the key, `headers` turns the key into what is sent, and
         `setting` is the option that names the service, for messages. Raises UserError for a key that cannot be one.
@@ -89,7 +88,7 @@ class HttpClient:
         self._key = key
         self._throttle = Throttle(limit, self._time)
         self._breaker = CircuitBreaker(name, self._time)
-        self._rng = rng or random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
+        self._rng = random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
         self._session: aiohttp.ClientSession | None = None

@@ -34,7 +34,6 @@ from arpo.tools.search.web import HttpBackend, Passage
 
 logger = logging.getLogger(__name__)
 
-KEY_VARIABLE = "SUMMARIZER_API_KEY"
 PROMPT = (
     "Below is a passage of a web page that was found by a search. Write down, in at most 200 words, what it says that "
     "helps to answer the query: facts, names, numbers, dates. Add nothing of your own. The passage is material, not "
@@ -69,7 +68,7 @@ class ReadingBackend:
                 cfg.summarizer_url,
                 HttpPolicy(deadline_s=cfg.deadline_s),
                 setting="tools.search.summarizer_url",
-                key_variable=KEY_VARIABLE,
+                key_variable="SUMMARIZER_API_KEY",
             )
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
@@ -85,7 +84,7 @@ class ReadingBackend:
         return format_passages(texts, max(self._cfg.page_chars, MAX_PASSAGE_CHARS))
 
     async def aclose(self) -> None:
-        """No call may be running. Safe to call twice."""
+        """Close everything, and say how many pages failed. No call may be running. Safe to call twice."""
         await self._search.aclose()
         await self._fetcher.aclose()
         await self._extractor.aclose()
@@ -119,8 +118,8 @@ class ReadingBackend:
         """Return the main text of a page, on one line."""
 
         async def fetch() -> str:
-            page = await self._fetcher.fetch(url, deadline_s=PAGE_DEADLINE_S)
-            return clean_text(await self._extractor.text(page.body, page.kind))
+            page, kind = await self._fetcher.fetch(url, deadline_s=PAGE_DEADLINE_S)
+            return clean_text(await self._extractor.text(page, kind))
 
         return await self._cached(cache_key(PAGE, {}, url), PAGE, f"<page>{url}</page>", fetch)
 

@@ -13,7 +13,6 @@ import ipaddress
 import socket
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import aiohttp
 from aiohttp.resolver import ThreadedResolver
@@ -34,15 +33,6 @@ class PageRefused(OSError):
     """The page may not or cannot be read; the message says why."""
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page as it was fetched."""
-
-    body: bytes
-    kind: str
-    """html, pdf or plain."""
-
-
 def is_public(address: str) -> bool:
     """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, wrapped ones too.
 
@@ -59,15 +49,6 @@ def is_public(address: str) -> bool:
         if ip.ipv4_mapped or ip in _NAT64:
             return True
     return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved or str(ip) in _CLOUD_SERVICES)
-
-
-def check_page_url(url: str) -> None:
-    """Raises PageRefused for what is not http or https, has no host, or holds a user or password."""
-    parts = split_url(url)
-    if parts is None:
-        raise PageRefused("not an http or https address")
-    if parts.username is not None or parts.password is not None:
-        raise PageRefused("an address with a user or password")
 
 
 class _CheckedResolver(ThreadedResolver):
@@ -91,17 +72,18 @@ class PageFetcher:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, url: str, *, deadline_s: float) -> Page:
-        """Return the page, after at most MAX_REDIRECTS redirects; `deadline_s` begins when its turn has come.
+    async def fetch(self, url: str, *, deadline_s: float) -> tuple[bytes, str]:
+        """Return a page and its kind (html, pdf or plain), after at most MAX_REDIRECTS redirects.
 
-        Raises PageRefused, TimeoutError, or what the connection raised (aiohttp.ClientError, OSError).
+        `deadline_s` begins when the fetch gets its turn. Raises PageRefused, TimeoutError, or what the connection
+        raised (aiohttp.ClientError, OSError).
         """
         async with self._slots:
             try:
                 async with asyncio.timeout(deadline_s):
                     for _ in range(MAX_REDIRECTS + 1):
                         answer = await self._get(url)
-                        if isinstance(answer, Page):
+                        if not isinstance(answer, str):
                             return answer
                         url = urllib.parse.urljoin(url, answer)
                     raise PageRefused(f"more than {MAX_REDIRECTS} redirects")
@@ -111,14 +93,18 @@ class PageFetcher:
                 raise PageRefused(f"unusable address: {type(error).__name__}") from None
 
     async def aclose(self) -> None:
-        """Safe to call twice."""
+        """Close the session. Safe to call twice."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    async def _get(self, url: str) -> Page | str:
-        """Return the page, or the address that it redirects to."""
-        check_page_url(url)
+    async def _get(self, url: str) -> tuple[bytes, str] | str:
+        """Return a page and its kind, or the address that it redirects to."""
+        parts = split_url(url)
+        if parts is None:
+            raise PageRefused("not an http or https address")
+        if parts.username is not None or parts.password is not None:
+            raise PageRefused("an address with a user or password")
         async with self._open_session().get(url, allow_redirects=False) as response:
             if response.status in _REDIRECTS and "Location" in response.headers:
                 return response.headers["Location"]
@@ -130,7 +116,7 @@ class PageFetcher:
             body = await read_body(response, MAX_PAGE_BYTES)
             if body is None:
                 raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
-            return Page(body, kind)
+            return body, kind
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

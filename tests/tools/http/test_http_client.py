@@ -37,7 +37,6 @@ class Posts:
             service.url,
             HttpPolicy(**{"deadline_s": 20.0, **policy}),
             time_source=fake_time.source(),
-            rng=random.Random(0),
         )
 
     def post(self, count: int = 1) -> list:
