@@ -133,10 +133,7 @@ class ToolsConfig:
         return {name: getattr(self, name) for name in self.names if name in vars(self)}
 
     def replayed(self) -> ToolsConfig:
-        """Return the settings with which recorded tools answer from their caches only.
-
-        Raises UserError for a tool that can have a cache and has none.
-        """
+        """Return the settings with which tools answer from their caches only. Raises UserError for one without."""
         recorded = {name: section for name, section in self.sections.items() if hasattr(section, "replayed")}
         for name, section in recorded.items():
             if not section.cache:

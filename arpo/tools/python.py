@@ -28,7 +28,6 @@ from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
-NO_OUTPUT = "(no output)"
 NOT_RECORDED = "Error: there is no recorded result of this code."
 CUT = "\n... [output truncated] ...\n"
 MAX_OUTPUT_CHARS = 8192
@@ -95,17 +94,15 @@ class PythonTool:
             return ToolResult(**recorded, cached=True)
         if self.sandbox is None:
             if self.cfg.mode == "replay_strict":
-                raise UserError(
-                    f"{self.cache.path}: no recorded result of {code[:80]!r}; record it, or set mode replay"
-                )
+                miss = f"no recorded result of {code[:80]!r}"
+                raise UserError(f"{self.cache.path}: {miss}; record it, or set mode replay")
             return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
         result = self._result(await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code))
         if self.cache is None or result.infra_error:
             return result
-        await asyncio.to_thread(self._record, code, result)
         # Another rank may have been first, with another result where the code is random. A replay will show that one,
         # so this run has to show it too.
-        recorded = await asyncio.to_thread(self._recorded, code)
+        recorded = await asyncio.to_thread(self._record, code, result)
         return ToolResult(**recorded, seconds=result.seconds) if recorded else result
 
     def _run(self, code: str) -> Reply:
@@ -113,13 +110,19 @@ class PythonTool:
         with self._slots.take() if self._slots else nullcontext():
             return self.sandbox.run(code)
 
+    def _place(self, code: str) -> tuple[bytes, str]:
+        """Return the code's key in the cache, and what stands for the query; no search of a shared cache looks so."""
+        return cache_key(PYTHON, self._params, code), f"<python>{code}</python>"
+
     def _recorded(self, code: str) -> dict | None:
-        text = self.cache.get(cache_key(PYTHON, self._params, code), _label(code))
+        text = self.cache.get(*self._place(code))
         return None if text is None else json.loads(text)
 
-    def _record(self, code: str, result: ToolResult) -> None:
+    def _record(self, code: str, result: ToolResult) -> dict | None:
         text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
-        self.cache.put(cache_key(PYTHON, self._params, code), PYTHON, _label(code), text)
+        key, query = self._place(code)
+        self.cache.put(key, PYTHON, query, text)
+        return self._recorded(code)
 
     async def aclose(self) -> None:
         """End the host; calls that still run end with infra_error. Safe to call twice."""
@@ -140,7 +143,7 @@ class PythonTool:
             return ToolResult(text, ok=False, error_kind=reply.status, infra_error=True)
         output = reply.stdout.strip("\n").rstrip()
         if reply.status == "ok":
-            return ToolResult(shorten(output or NO_OUTPUT, MAX_OUTPUT_CHARS), ok=True, seconds=reply.wall_s)
+            return ToolResult(shorten(output or "(no output)", MAX_OUTPUT_CHARS), ok=True, seconds=reply.wall_s)
         # The reason comes first in the budget: it is short, except for a message that the code made long.
         reason = shorten(self._reason(reply), MAX_OUTPUT_CHARS)
         room = MAX_OUTPUT_CHARS - len(reason) - 1
@@ -162,11 +165,6 @@ class PythonTool:
         }
         message = reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
         return reasons.get(reply.status, message)
-
-
-def _label(code: str) -> str:
-    """Return what stands for the query in the cache; no search looks like this, should both tools share a cache."""
-    return f"<python>{code}</python>"
 
 
 def _sandbox(cfg: PythonConfig, interpreter: Interpreter | None, tier: Tier | None, grace_s: float) -> Sandbox:

@@ -124,13 +124,12 @@ class RedisCache(Cache):
     def close(self) -> None:
         self._client.close()
 
-    def _row(self, name: str | bytes) -> Row | None:
+    def _row(self, name: bytes) -> Row | None:
         values = self._client.hmget(name, _FIELDS)
         return _parse(name, values) if values[2] else None
 
     def _rows_of(self, query: str) -> Iterator[Row]:
-        names = self._client.lrange(_list_of(clean_query(query)), 0, -1)
-        return (row for name in names if (row := self._row(name)))
+        return filter(None, map(self._row, self._client.lrange(_list_of(clean_query(query)), 0, -1)))
 
     def _each(self, items: list, command: Callable) -> list:
         with self._client.pipeline(transaction=False) as pipeline:
@@ -139,8 +138,8 @@ class RedisCache(Cache):
             return pipeline.execute()
 
 
-def _entry(key: bytes) -> str:
-    return f"{_ENTRY}{key.hex()}"
+def _entry(key: bytes) -> bytes:
+    return f"{_ENTRY}{key.hex()}".encode()
 
 
 def _list_of(cleaned_query: str) -> str:
@@ -151,10 +150,9 @@ def _stamp(source_stat: os.stat_result) -> str:
     return f"{source_stat.st_size} {source_stat.st_mtime_ns}"
 
 
-def _parse(name: str | bytes, values: list[bytes]) -> Row:
+def _parse(name: bytes, values: list[bytes]) -> Row:
     backend, query, value, negative, created_s = values
-    name = name.decode() if isinstance(name, bytes) else name
-    key = bytes.fromhex(name.removeprefix(_ENTRY))
+    key = bytes.fromhex(name.decode().removeprefix(_ENTRY))
     return key, backend.decode(), query.decode(), value, negative == b"1", float(created_s)
 
 

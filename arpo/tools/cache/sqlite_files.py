@@ -35,7 +35,7 @@ def network_filesystem(folder: Path) -> str | None:
 def derived_paths(source: Path, suffix: str) -> list[Path]:
     """Return the places of a file made from `source`: beside it, in the user's cache folder, in the temporary folder.
 
-    data/corpus.jsonl -> data/corpus.jsonl.fts5.sqlite, ~/.cache/arpo/corpus.jsonl.1f0c9a64.fts5.sqlite, ...
+    data/corpus.jsonl -> data/corpus.jsonl.tantivy, ~/.cache/arpo/corpus.jsonl.1f0c9a64.tantivy, ...
     """
     source = source.resolve()
     name = f"{source.name}.{hashlib.sha256(os.fsencode(source)).hexdigest()[:8]}{suffix}"
@@ -53,8 +53,10 @@ def first_writable(paths: list[Path], *, local: bool = False) -> Path:
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _takes_files(path.parent) and not (local and network_filesystem(path.parent)):
-            return path
+            # Tried, since permission bits say little on read-only mounts and for root.
+            tempfile.TemporaryFile(dir=path.parent).close()
+            if not (local and network_filesystem(path.parent)):
+                return path
     raise OSError(f"no folder takes {paths[0].name}; set XDG_CACHE_HOME to a writable local folder")
 
 
@@ -66,20 +68,11 @@ def _is_mine(folder: Path) -> bool:
         return isinstance(error, FileNotFoundError)
 
 
-def _takes_files(folder: Path) -> bool:
-    """Return whether a file can be made here. It tries: permission bits say little on read-only mounts and for root."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
 @contextlib.contextmanager
 def lock_of(path: Path) -> Iterator[bool]:
     """Let one process at a time in for `path` (yields True). The kernel frees the lock of a process that dies.
 
-    Where the file system has no locks, all come in (False): what they do must stay right then, only slower.
+    Where the file system has no locks, all come in at once (yields False), so what they do must bear that.
     """
     with path.with_name(path.name + ".lock").open("a") as file:
         try:

@@ -35,7 +35,6 @@ NEGATIVE_TTL_S = 7 * 86400.0
 IMPORTED = "import"
 """Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
 
-DATABASE_SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _APPLICATION_ID = 0x4152504F  # "ARPO"
 _FORMAT = 1
 _SCHEMA = f"""
@@ -49,7 +48,10 @@ _SCHEMA = f"""
     CREATE TABLE imports (source_bytes INTEGER, source_mtime_ns INTEGER, UNIQUE (source_bytes, source_mtime_ns));
     COMMIT;
 """
-_INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?)"
+_INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT "
+_ADD = _INSERT + "DO NOTHING"
+_PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,
+    created_s = excluded.created_s WHERE negative AND created_s < ?"""
 
 Row = tuple[bytes, str, str, bytes, bool, float]
 """Key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
@@ -155,10 +157,8 @@ class CacheFile(Cache):
             if not read_only:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             if name := network_filesystem(self.path.parent):
-                raise UserError(
-                    f"{self.path}: is on {name}, where SQLite cannot share a write-ahead log; "
-                    f"set {setting} to a file on a local disk"
-                )
+                why = f"is on {name}, where SQLite cannot share a write-ahead log"
+                raise UserError(f"{self.path}: {why}; set {setting} to a file on a local disk")
             self._open()
         except (OSError, sqlite3.Error, UserError) as error:
             self.close()
@@ -181,12 +181,8 @@ class CacheFile(Cache):
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
         """Keep an answer, unless there is one already (an expired "no results" is none)."""
-        sql = _INSERT + (
-            " ON CONFLICT (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,"
-            " created_s = excluded.created_s WHERE negative AND created_s < ?"
-        )
         values = (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S)
-        self.guarded(lambda: self.connection().execute(sql, values))
+        self.guarded(lambda: self.connection().execute(_PUT, values))
 
     def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
         """Add query -> text entries, all or none. Return the number of new ones. `replace` drops older imports."""
@@ -199,7 +195,7 @@ class CacheFile(Cache):
                 connection.execute("DELETE FROM entries WHERE backend = ?", (IMPORTED,))
                 connection.execute("DELETE FROM imports")
             connection.execute("INSERT INTO imports VALUES (?, ?)", (source_stat.st_size, source_stat.st_mtime_ns))
-            return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
+            return connection.executemany(_ADD, rows).rowcount
 
     def has_imported(self, source_stat: os.stat_result) -> bool:
         """Return whether a released file of that size and time has been imported."""
@@ -210,7 +206,7 @@ class CacheFile(Cache):
         """Add the rows whose keys are new. Return their number."""
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
+            return connection.executemany(_ADD, rows).rowcount
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows, in the order of recording."""
@@ -219,10 +215,8 @@ class CacheFile(Cache):
 
     def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
         """Delete the entries that meet all given conditions, and give the space back. Return their number."""
-        deleted = self.connection().execute(
-            "DELETE FROM entries WHERE created_s <= ? AND (? = '' OR backend = ?) AND (negative OR NOT ?)",
-            (time.time() - older_than_s, backend, backend, no_results),
-        )
+        sql = "DELETE FROM entries WHERE created_s <= ? AND ? IN ('', backend) AND (negative OR NOT ?)"
+        deleted = self.connection().execute(sql, (time.time() - older_than_s, backend, no_results))
         self.connection().execute("VACUUM")
         return deleted.rowcount
 
@@ -263,7 +257,7 @@ class CacheFile(Cache):
                 self._immutable = True  # a read-only folder has no room for the log's index, and nobody writes there
                 self._check(thorough=True)
             elif is_first and not self.read_only and code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                if self.path.suffix not in DATABASE_SUFFIXES:  # a slip in the config must not move the user's data
+                if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a slip must not move the user's data
                     raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
                 self._move_aside(error)
                 self._check(thorough=False)

@@ -61,8 +61,28 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class HttpClient:
-    """A client of one service. Its first call makes its session, for the event loop that the call runs on."""
+class OwnsSession:
+    """Owner of an aiohttp session, which its first request makes, for the event loop that the request runs on."""
+
+    _session: aiohttp.ClientSession | None = None
+
+    def _open_session(self, **connector_options: Any) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(**connector_options)
+            no_timeout = aiohttp.ClientTimeout(total=None)  # ours are around the requests
+            no_cookies = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, timeout=no_timeout)
+        return self._session
+
+    async def aclose(self) -> None:
+        """Close the session; a later request would make a new one. Safe to call twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class HttpClient(OwnsSession):
+    """A client of one service."""
 
     def __init__(
         self,
@@ -70,7 +90,7 @@ class HttpClient:
         url: str,
         policy: HttpPolicy,
         *,
-        setting: str = "",
+        setting: str,
         key_variable: str = "",
         headers: Callable[[str], dict[str, str]] = bearer,
         limit: LocalRateLimit | None = None,
@@ -81,7 +101,7 @@ class HttpClient:
         """
         key = read_key(key_variable)
         access = f"the key in {key_variable}" if key else f"access; set {key_variable}" if key_variable else "access"
-        self._refused = f"{setting or name}: the service refuses {access}"
+        self._refused = f"{setting}: the service refuses {access}"
         self._time = time_source or Time()
         self._name, self._url, self._policy = name, url, policy
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | headers(key)
@@ -91,7 +111,6 @@ class HttpClient:
         self._rng = random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
-        self._session: aiohttp.ClientSession | None = None
         self._fatal: str | None = None
 
     async def post(self, payload: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
@@ -119,12 +138,6 @@ class HttpClient:
         if outcome.failure:
             raise Unavailable(f"{self._name}: {outcome.failure} (tried {call.num_tries} x)")
         return outcome.value
-
-    async def aclose(self) -> None:
-        """Close the session; a later call would make a new one. Safe to call twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
 
     async def _tries(self, call: _Call) -> _Outcome:
         gives_up_at_s = self._time.now() + self._policy.deadline_s
@@ -169,16 +182,10 @@ class HttpClient:
         return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
 
     def _send(self, call: _Call):
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._policy.max_concurrent),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),  # ours are around it
-            )
+        session = self._open_session(limit=self._policy.max_concurrent)
         # A redirect would carry the key to wherever it points.
-        return self._session.post(
-            self._url, data=call.body, headers=self._headers, allow_redirects=False, proxy=self._proxy
-        )
+        options = {"headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
+        return session.post(self._url, data=call.body, **options)
 
     def _clean(self, reason: str) -> str:
         """Return one short line without the key, which a service may quote."""
@@ -223,10 +230,7 @@ def check_url(url: str, setting: str = "tools.search.url") -> None:
 
 
 def read_key(variable: str) -> str:
-    """Return the key in an environment variable; empty where it is not set.
-
-    Raises UserError, which does not quote the key, for one that no header can hold.
-    """
+    """Return the key in an environment variable; empty where unset. Raises UserError, without quoting a bad key."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")

@@ -1,7 +1,4 @@
-"""When to send a request, when to repeat it, and when to leave a service alone. No network here.
-
-Time and chance are arguments, so that a test of a minute's back-off takes a millisecond.
-"""
+"""Decides when to send a request, when to repeat it, and when to leave a service alone. Time is an argument."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ class Throttle:
     a limit shared with other processes slows down as well.
     """
 
-    LOWEST_SHARE = 0.125
-    RECOVERY_S = 60.0
+    LOWEST_SHARE, RECOVERY_S = 0.125, 60.0
 
     def __init__(self, limit: LocalRateLimit | None, time_source: Time):
         self._limit, self._time = limit, time_source

@@ -53,31 +53,23 @@ SCHEMA = (
 
 Stamp = tuple[int, int]
 """Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
-Opened = tuple[tantivy.Searcher, str]
-"""A searcher, which keeps its index even if another run replaces it, and the hash of the corpus."""
 
 
 class DamagedIndex(OSError):
-    """The index claims to be the wanted one, but is not as it was built. A checksum shows it: tantivy does not notice
-    every flipped bit, and wrong passages look like right ones."""
+    """The index is not as it was built, says its checksum: tantivy itself does not notice every flipped bit."""
 
 
 class Bm25Index:
     """The index of one corpus. Any number of threads may search at the same time."""
 
     def __init__(self, corpus: str | Path):
-        """Opens the index of the corpus as it is now; builds it if there is none, or a damaged one.
-
-        Raises UserError for a corpus that cannot be read or indexed, see `read_corpus`.
-        """
+        """Opens the index of the corpus as it is now, or builds it. Raises UserError as `read_corpus`."""
         self.corpus = Path(corpus)
         try:
             self.path, (searcher, self.corpus_sha256) = _ready_index(self.corpus)
         except OSError as error:
-            raise UserError(
-                f"{corpus}: cannot read or index the corpus ({error.strerror or error}); "
-                "set tools.search.corpus to a jsonl file"
-            ) from None
+            problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
+            raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
         self._searcher: tantivy.Searcher | None = searcher
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
@@ -93,16 +85,16 @@ class Bm25Index:
         each = [Query.term_query(SCHEMA, "words", term, index_option="freq") for term in terms]
         expression = Query.boolean_query([(Occur.Should, one) for one in each])
         try:
-            best = sorted(self._hits(expression, top_k, ends), key=lambda hit: (-hit[0], hit[1]))[:top_k]
-            return [self._searcher.doc(address).get_first("shown").decode() for _, _, address in best]
+            best = self._best(expression, top_k, ends)
+            return [self._searcher.doc(address).get_first("shown").decode() for address in best]
         except BaseException as error:
             # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
             if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
             raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
 
-    def _hits(self, expression: Query, top_k: int, ends: float) -> list[tuple[float, int, tantivy.DocAddress]]:
-        """Return (score, row, address) of the `top_k` best and of all that are as good as the last of them."""
+    def _best(self, expression: Query, top_k: int, ends: float) -> list[tantivy.DocAddress]:
+        """Return the `top_k` best by score, then row; for that it looks at all that are as good as the last of them."""
         limit = 2 * top_k + 16
         while True:
             if time.monotonic() > ends:
@@ -112,19 +104,19 @@ class Bm25Index:
             if len(hits) < limit or limit == self._searcher.num_docs or hits[-1][0] < hits[top_k - 1][0]:
                 break
             limit *= 8
-        addresses = [address for _, address in hits]
-        rows = self._searcher.fast_field_values("row", addresses)
-        return [(score, row, address) for (score, address), row in zip(hits, rows, strict=True)]
+        rows = self._searcher.fast_field_values("row", [address for _, address in hits])
+        best = sorted(zip(hits, rows, strict=True), key=lambda found: (-found[0][0], found[1]))[:top_k]
+        return [address for (_, address), _ in best]
 
     def close(self) -> None:
-        """No search may be running. Safe to call twice."""
+        """Let go of the index. No search may be running. Safe to call twice."""
         self._searcher = None
 
 
 # ---- the folder beside the corpus
 
 
-def _ready_index(corpus: Path) -> tuple[Path, Opened]:
+def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
     """Return the folder of the index, and the index opened; one of several ranks builds it. Raises OSError."""
     stat = corpus.stat()
     stamp = (stat.st_size, stat.st_mtime_ns)
@@ -151,8 +143,11 @@ def _ready_index(corpus: Path) -> tuple[Path, Opened]:
     return path, opened
 
 
-def _open(folder: Path, stamp: Stamp) -> Opened | None:
-    """Open the index; None where the folder holds none with that stamp. Raises DamagedIndex."""
+def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
+    """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus.
+
+    None where the folder holds no index with that stamp. Raises DamagedIndex.
+    """
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         corpus_sha256 = about["corpus_sha256"]
@@ -185,36 +180,29 @@ def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     replaced = building.with_suffix(".old.tmp")
+    corpus_hash, num_passages = hashlib.sha256(), 0
     try:
         shutil.rmtree(building, ignore_errors=True)  # of a killed build with this number, where there are no locks
-        num_passages = _write(corpus, building, stamp)
+        building.mkdir()
+        index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
+        index.register_tokenizer("words", ANALYZER)
+        with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
+            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
+                words = unicodedata.normalize("NFC", indexed)
+                writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
+        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_hash.hexdigest())))
         for part in building.iterdir():
             with part.open("rb") as file:
                 os.fsync(file.fileno())
         if path.is_dir():  # no folder takes the place of another at once; who comes in between waits at the lock
             path.rename(replaced)
         building.replace(path)  # readers of the index before it keep theirs
+    except ValueError as error:  # what tantivy says when the disk is full
+        raise OSError(f"writing {building}: {error}") from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
     logger.info("%s: %d passages indexed in %.1f s", path, num_passages, time.perf_counter() - started)
-
-
-def _write(corpus: Path, folder: Path, stamp: Stamp) -> int:
-    """Write an index of the corpus into a new folder; return the number of passages."""
-    folder.mkdir()
-    corpus_hash, num_passages = hashlib.sha256(), 0
-    try:
-        index = tantivy.Index(SCHEMA, path=str(folder), reuse=False)
-        index.register_tokenizer("words", ANALYZER)
-        with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
-            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
-                words = unicodedata.normalize("NFC", indexed)
-                writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
-    except ValueError as error:  # what tantivy says when the disk is full
-        raise OSError(f"writing {folder}: {error}") from None
-    (folder / ABOUT).write_text(json.dumps(_about(folder, stamp, corpus_hash.hexdigest())))
-    return num_passages
 
 
 # ---- the corpus, and the terms of a query
@@ -266,8 +254,7 @@ def _indexed_and_shown(line: bytes, place: str) -> tuple[str, str]:
     if not row[body].strip():
         raise UserError(f'{place}: "{body}" is empty; leave the row out')
     # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
-    text, title, key = (
-        " ".join(row.get(name, "").encode("utf-8", "replace").decode().split()) for name in (body, "title", "key")
-    )
+    texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
+    text, title, key = (" ".join(text.split()) for text in texts)
     shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
     return key or f"{title} {text}", shown

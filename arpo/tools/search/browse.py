@@ -23,7 +23,7 @@ import aiohttp
 
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
-from arpo.tools.cache.store import NO_RESULTS, cache_key, clean_text
+from arpo.tools.cache.store import cache_key, clean_text
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.options import SearchConfig
@@ -51,15 +51,10 @@ class ReadingBackend:
         """`cache` None: nothing is kept. Raises UserError for settings that cannot work, and missing packages."""
         check_reading(cfg)
         self._search, self._cfg, self._cache = search, cfg, cache
-        self.params = search.params | {
-            "read_pages": cfg.read_pages,
-            "page_chars": cfg.page_chars,
-            "summarizer_model": cfg.summarizer_model if cfg.summarizer_url else "",
-        }
-        self._fetcher = PageFetcher(
-            max_concurrent=HttpPolicy.max_concurrent,
-            may_connect=(lambda _: True) if cfg.browse_private_addresses else is_public,
-        )
+        self.params = search.params | {"read_pages": cfg.read_pages, "page_chars": cfg.page_chars}
+        self.params["summarizer_model"] = cfg.summarizer_model if cfg.summarizer_url else ""
+        may_connect = (lambda _: True) if cfg.browse_private_addresses else is_public
+        self._fetcher = PageFetcher(max_concurrent=HttpPolicy.max_concurrent, may_connect=may_connect)
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
@@ -76,8 +71,6 @@ class ReadingBackend:
 
     async def search(self, query: str) -> str:
         found = await self._search.find(query)
-        if not found:
-            return NO_RESULTS
         read = await asyncio.gather(*(self._read(query, passage) for passage in found[: self._cfg.read_pages]))
         snippets = [shorten(passage.text, MAX_PASSAGE_CHARS) for passage in found]
         texts = [text or snippet for text, snippet in zip_longest(read, snippets)]

@@ -14,10 +14,9 @@ import socket
 import urllib.parse
 from collections.abc import Callable
 
-import aiohttp
 from aiohttp.resolver import ThreadedResolver
 
-from arpo.tools.http.client import read_body, split_url
+from arpo.tools.http.client import OwnsSession, read_body, split_url
 
 MAX_REDIRECTS = 3
 MAX_PAGE_BYTES = 5_000_000
@@ -63,14 +62,13 @@ class _CheckedResolver(ThreadedResolver):
         return found
 
 
-class PageFetcher:
+class PageFetcher(OwnsSession):
     """Fetches at most `max_concurrent` pages at a time, on one event loop."""
 
     def __init__(self, *, max_concurrent: int, may_connect: Callable[[str], bool] = is_public):
         """`may_connect` says of an IP address whether a page may come from there."""
         self._may_connect = may_connect
         self._slots = asyncio.Semaphore(max_concurrent)
-        self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str, *, deadline_s: float) -> tuple[bytes, str]:
         """Return a page and its kind (html, pdf or plain), after at most MAX_REDIRECTS redirects.
@@ -92,12 +90,6 @@ class PageFetcher:
             except ValueError as error:  # of addresses that aiohttp or the resolver cannot encode
                 raise PageRefused(f"unusable address: {type(error).__name__}") from None
 
-    async def aclose(self) -> None:
-        """Close the session. Safe to call twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
     async def _get(self, url: str) -> tuple[bytes, str] | str:
         """Return a page and its kind, or the address that it redirects to."""
         parts = split_url(url)
@@ -105,7 +97,13 @@ class PageFetcher:
             raise PageRefused("not an http or https address")
         if parts.username is not None or parts.password is not None:
             raise PageRefused("an address with a user or password")
-        async with self._open_session().get(url, allow_redirects=False) as response:
+        session = self._open_session(
+            resolver=_CheckedResolver(self._check),
+            socket_factory=self._checked_socket,
+            use_dns_cache=False,
+            force_close=True,  # pages are from everywhere
+        )
+        async with session.get(url, headers=_HEADERS, allow_redirects=False) as response:
             if response.status in _REDIRECTS and "Location" in response.headers:
                 return response.headers["Location"]
             if response.status != 200:
@@ -117,22 +115,6 @@ class PageFetcher:
             if body is None:
                 raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
             return body, kind
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                resolver=_CheckedResolver(self._check),
-                socket_factory=self._checked_socket,
-                use_dns_cache=False,
-                force_close=True,  # pages are from everywhere
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                headers=_HEADERS,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),  # ours is around it
-            )
-        return self._session
 
     def _checked_socket(self, addr_info: tuple) -> socket.socket:
         """Make a socket if its address may be connected to; addresses that need no look-up are checked here only."""

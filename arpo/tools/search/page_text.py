@@ -23,8 +23,6 @@ from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
-EXTRACT_S = 10.0
-"""Longest time of one extraction."""
 START_S = 30.0
 """Longest start of the worker, on a busy machine."""
 MAX_WORKER_BYTES = 2 << 30
@@ -78,7 +76,8 @@ class ExtractionError(OSError):
 class Extractor:
     """A worker process, which the first page starts; one that a page has broken is replaced. For one event loop."""
 
-    def __init__(self, *, limit_s: float = EXTRACT_S):
+    def __init__(self, *, limit_s: float = 10.0):
+        """`limit_s` is the longest time of one extraction."""
         self._limit_s = limit_s
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -89,12 +88,11 @@ class Extractor:
             try:
                 async with asyncio.timeout(START_S + self._limit_s):  # the worker's own limit comes first, if it obeys
                     text = await self._ask(page, kind)
-            except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            except BaseException as error:  # also if cancelled: what comes out of the pipe then belongs to nobody
                 await self.aclose()
+                if not isinstance(error, asyncio.IncompleteReadError | ConnectionError | TimeoutError):
+                    raise
                 raise ExtractionError(f"no text within {self._limit_s:g} s and the memory limit") from None
-            except BaseException:  # cancelled in the middle: what comes out of the pipe belongs to nobody
-                await self.aclose()
-                raise
         if not text.strip():
             raise ExtractionError("no text in it")
         return text

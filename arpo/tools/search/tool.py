@@ -77,15 +77,11 @@ BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
 def _open_cache(cfg: SearchConfig) -> Cache | None:
     """Open the cache; None where the config wants none. Raises UserError for a replay of nothing."""
     if cfg.mode == "live" and cfg.backend == "replay":
-        raise UserError(
-            "tools.search.mode live ignores the cache, and backend replay has nothing else; set mode replay"
-        )
+        raise UserError("tools.search.mode live ignores the cache; backend replay has nothing else; set mode replay")
     if cfg.replays and not cfg.cache:
         setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
-        raise UserError(
-            f"tools.search.cache is empty, and {setting} reads it; set it to a .sqlite or released .json cache, "
-            "or set tools.search.backend local and tools.search.corpus FILE.jsonl"
-        )
+        fix = "a .sqlite or released .json cache, or set tools.search.backend local and tools.search.corpus FILE.jsonl"
+        raise UserError(f"tools.search.cache is empty, and {setting} reads it; set it to {fix}")
     return open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
 
 

@@ -24,10 +24,6 @@ from arpo.tools.http.rate_limit import LocalRateLimit, RedisRateLimit
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 
-PROBE_QUERY = "weather"
-_MARKET = re.compile(r"[a-z]{2}-[A-Z]{2}")
-_CHINESE = re.compile(r"[\u4e00-\u9fff]")
-
 
 @dataclass(frozen=True)
 class Passage:
@@ -58,7 +54,7 @@ class Service:
 
 def _market_of(cfg: SearchConfig, query: str) -> list[str]:
     """Return [language, country], like ["en", "US"]."""
-    market = cfg.market if cfg.market != "auto" else "zh-CN" if _CHINESE.search(query) else "en-US"
+    market = cfg.market if cfg.market != "auto" else "zh-CN" if re.search(r"[\u4e00-\u9fff]", query) else "en-US"
     return market.split("-")
 
 
@@ -177,9 +173,8 @@ class HttpBackend:
         if not cfg.replays:
             variable = self._service.key_variable
             if variable and not read_key(variable):
-                raise UserError(
-                    f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}"
-                )
+                needs = f"tools.search.backend {cfg.backend} needs a key"
+                raise UserError(f"{needs}; set the environment variable {variable}")
             self._limit = rate_limit_of(cfg)
             self._client = self._make_client()
             if os.environ.get("RANK", "0") == "0":
@@ -212,28 +207,23 @@ class HttpBackend:
         )
 
     async def _ask(self, client: HttpClient, query: str) -> list[Passage]:
-        passages = await client.post(
-            self._service.payload(self._cfg, query), lambda tree: clean_passages(self._service.passages(tree))
-        )
+        payload = self._service.payload(self._cfg, query)
+        passages = await client.post(payload, lambda tree: clean_passages(self._service.passages(tree)))
         return passages[: self._cfg.num_passages]
 
     async def _probe(self, client: HttpClient) -> None:
         try:
-            await self._ask(client, PROBE_QUERY)
+            await self._ask(client, "weather")
         except OSError as error:
-            raise UserError(
-                f"tools.search.backend {error}; start or repair the service"
-                f"{' at tools.search.url' if self._cfg.url else ''}, or set tools.search.mode replay"
-            ) from None
+            place = " at tools.search.url" if self._cfg.url else ""
+            fix = f"start or repair the service{place}, or set tools.search.mode replay"
+            raise UserError(f"tools.search.backend {error}; {fix}") from None
         finally:
             await client.aclose()
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
-    """Return the limit over all ranks: kept in the Redis server that holds the cache, else an equal share for each.
-
-    None = no limit.
-    """
+    """Return the limit of all ranks, kept in the cache's Redis server, else this rank's equal share; None for none."""
     if not cfg.requests_per_second:
         return None
     if cfg.mode != "live" and is_redis_url(cfg.cache):
@@ -245,7 +235,7 @@ def check_settings(cfg: SearchConfig) -> None:
     """Raises UserError for a value that cannot work."""
     if cfg.requests_per_second < 0 or cfg.deadline_s <= 0:
         raise UserError("tools.search.requests_per_second must not be negative, and deadline_s must be positive")
-    if cfg.market != "auto" and not _MARKET.fullmatch(cfg.market):
+    if cfg.market != "auto" and not re.fullmatch(r"[a-z]{2}-[A-Z]{2}", cfg.market):
         raise UserError(f"tools.search.market must be auto or like en-US, not {cfg.market!r}")
     if cfg.backend == "brightdata" and not cfg.zone:
         raise UserError("tools.search.zone is empty; set it to the name of your Bright Data SERP API zone")

@@ -36,6 +36,7 @@ class Posts:
             "service",
             service.url,
             HttpPolicy(**{"deadline_s": 20.0, **policy}),
+            setting="tests",
             time_source=fake_time.source(),
         )
 
