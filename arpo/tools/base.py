@@ -15,7 +15,7 @@ class ToolResult:
     """The outcome of a call."""
 
     text: str
-    """What the model reads, raw: escaping and truncation are the rollout's business."""
+    """Text for the model, raw: escaping and truncation are the rollout's business."""
     ok: bool
     seconds: float = 0.0
     error_kind: str | None = None

@@ -67,7 +67,16 @@ class PythonTool:
             check_limits(cfg)
             if cfg.max_concurrent_per_node:
                 self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
-            self.sandbox = _sandbox(cfg, interpreter, tier, grace_s)
+            limits = CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
+            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s}
+            try:
+                self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
+            except SandboxUnavailable as error:
+                raise UserError(
+                    f"tools.python: no isolation for model-written code on this machine ({error}); allow user "
+                    "namespaces or Landlock, drop python from tools.names, or accept the risk with "
+                    "tools.python.allow_unsafe"
+                ) from error
             # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
             # shared with everybody and has few.
             self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
@@ -165,17 +174,6 @@ class PythonTool:
         }
         message = reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
         return reasons.get(reply.status, message)
-
-
-def _sandbox(cfg: PythonConfig, interpreter: Interpreter | None, tier: Tier | None, grace_s: float) -> Sandbox:
-    limits = CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
-    try:
-        return Sandbox(limits, interpreter=interpreter, tier=tier, allow_unsafe=cfg.allow_unsafe, grace_s=grace_s)
-    except SandboxUnavailable as error:
-        raise UserError(
-            f"tools.python: no isolation for model-written code on this machine ({error}); allow user namespaces "
-            "or Landlock, drop python from tools.names, or accept the risk with tools.python.allow_unsafe"
-        ) from error
 
 
 def check_limits(cfg: PythonConfig) -> None:

@@ -14,12 +14,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TypeVar
 
 from arpo.tools.cache.redis_client import PREFIX, connect, describe
 from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, Cache, DamagedEntry, Row, clean_query, make_row, unpack
-
-T = TypeVar("T")
 
 _ROOT = f"{PREFIX}cache:1:"
 _ENTRY, _QUERY, _IMPORTS, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "imports", "last_id"))
@@ -76,7 +73,7 @@ class RedisCache(Cache):
         self.guarded(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
 
     def add(self, rows: Iterable[Row], *, replace_older_s: float = float("inf")) -> int:
-        """Add the rows whose keys are new, or belong to a "no results" that is older than that. Return their number."""
+        """Add the rows whose keys are new, or belong to an older "no results" than that. Return their number."""
         oldest_s, num_new = time.time() - replace_older_s, 0
         for batch in _batches(rows):
             with self._client.pipeline(transaction=False) as pipeline:
@@ -156,6 +153,6 @@ def _parse(name: bytes, values: list[bytes]) -> Row:
     return key, backend.decode(), query.decode(), value, negative == b"1", float(created_s)
 
 
-def _batches(items: Iterable[T]) -> Iterator[list[T]]:
+def _batches(items: Iterable) -> Iterator[list]:
     remaining = iter(items)
     return iter(lambda: list(islice(remaining, _BATCH)), [])

@@ -46,10 +46,7 @@ def derived_paths(source: Path, suffix: str) -> list[Path]:
 
 
 def first_writable(paths: list[Path], *, local: bool = False) -> Path:
-    """Return the first of `derived_paths` whose folder takes files; make the folder if need be.
-
-    `local` passes network storage over. Raises OSError when no folder does.
-    """
+    """Return the first path whose folder takes files and, if `local`, is on no network. Raises OSError for none."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -26,8 +26,7 @@ from typing import Any
 import aiohttp
 
 from arpo.errors import UserError
-from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, Throttle, Time
-from arpo.tools.http.rate_limit import LocalRateLimit
+from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, LocalRateLimit, Throttle, Time
 
 MAX_REASON_CHARS = 200
 
@@ -38,7 +37,7 @@ class Unavailable(ConnectionError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a try came to: a value, or a failure."""
+    """The value or the failure that a try ended with."""
 
     value: Any = None
     failure: str = ""
@@ -206,9 +205,7 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes |
 def proxy_of(url: str) -> str | None:
     """Return the proxy that the environment (https_proxy, no_proxy, ...) names for a URL; None for none."""
     parts = urllib.parse.urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
-        return None
-    return urllib.request.getproxies().get(parts.scheme)
+    return None if urllib.request.proxy_bypass(parts.netloc) else urllib.request.getproxies().get(parts.scheme)
 
 
 def split_url(url: str) -> urllib.parse.SplitResult | None:

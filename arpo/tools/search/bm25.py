@@ -64,9 +64,8 @@ class Bm25Index:
 
     def __init__(self, corpus: str | Path):
         """Opens the index of the corpus as it is now, or builds it. Raises UserError as `read_corpus`."""
-        self.corpus = Path(corpus)
         try:
-            self.path, (searcher, self.corpus_sha256) = _ready_index(self.corpus)
+            self.path, (searcher, self.corpus_sha256) = _ready_index(Path(corpus))
         except OSError as error:
             problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
             raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
@@ -144,10 +143,8 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
 
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
-    """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus.
-
-    None where the folder holds no index with that stamp. Raises DamagedIndex.
-    """
+    """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
+    the folder holds no index with that stamp. Raises DamagedIndex."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         corpus_sha256 = about["corpus_sha256"]

@@ -19,8 +19,7 @@ from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
 from arpo.tools.cache.store import clean_text
 from arpo.tools.http.client import HttpClient, bearer, check_url, read_key
-from arpo.tools.http.policy import HttpPolicy, Time
-from arpo.tools.http.rate_limit import LocalRateLimit, RedisRateLimit
+from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 
@@ -184,9 +183,11 @@ class HttpBackend:
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
 
-    async def find(self, query: str) -> list[Passage]:
+    async def find(self, query: str, client: HttpClient | None = None) -> list[Passage]:
         """Return the results with their addresses, best first. Raises what `HttpClient.post` raises."""
-        return await self._ask(self._client, query)
+        payload = self._service.payload(self._cfg, query)
+        found = await (client or self._client).post(payload, self._service.passages)
+        return clean_passages(found)[: self._cfg.num_passages]
 
     async def aclose(self) -> None:
         if self._client is not None:
@@ -206,14 +207,9 @@ class HttpBackend:
             time_source=self._time_source,
         )
 
-    async def _ask(self, client: HttpClient, query: str) -> list[Passage]:
-        payload = self._service.payload(self._cfg, query)
-        passages = await client.post(payload, lambda tree: clean_passages(self._service.passages(tree)))
-        return passages[: self._cfg.num_passages]
-
     async def _probe(self, client: HttpClient) -> None:
         try:
-            await self._ask(client, "weather")
+            await self.find("weather", client)
         except OSError as error:
             place = " at tools.search.url" if self._cfg.url else ""
             fix = f"start or repair the service{place}, or set tools.search.mode replay"
