@@ -27,7 +27,7 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A tool never raises for what the model wrote: it owns its deadline, its retries and its error texts.
+    """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
 
     A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`.
     """

@@ -24,7 +24,7 @@ POLL_S = 0.005
 
 
 class NodeSlots:
-    """Lets at most `num_slots` holders of this `name` run on this machine, as this user. Thread-safe."""
+    """The `num_slots` slots of one `name`, shared by all processes of this user on this machine. Thread-safe."""
 
     def __init__(self, name: str, num_slots: int, *, folder: Path | None = None):
         """Raises UserError where there is no folder for the locks that is the user's alone."""
@@ -37,7 +37,7 @@ class NodeSlots:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """Hold a slot. Blocks until there is one, or until `close`, after which nobody is held back."""
+        """Hold a slot. Blocks until one is free, or until `close`, after which nobody has to wait."""
         file = self._wait()
         try:
             yield
@@ -60,7 +60,7 @@ class NodeSlots:
         return None
 
     def close(self) -> None:
-        """Let everybody go on who waits."""
+        """End all waiting: whoever waits for a slot goes on without one."""
         self._is_closed = True
 
 

@@ -1,7 +1,7 @@
 """The <python> tool: the model's code in a jail, its output or its error as text for the model to read.
 
-With a cache, what a call gave when it was recorded is what every later run reads, timeouts included: only a failure of
-the sandbox itself is not kept. The key is the code, the limits and the interpreter's version, not installed packages.
+With a cache, later runs read the result that was recorded, timeouts included; only failures of the sandbox itself are
+not kept. The key is the code, the limits and the interpreter's version, not the installed packages.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PythonTool:
             return self.sandbox.run(code)
 
     def _place(self, code: str) -> tuple[bytes, str]:
-        """Return the code's key in the cache, and what stands for the query; no search of a shared cache looks so."""
+        """Return the code's key in the cache, and its query there, which no search in the same cache can have."""
         return cache_key(PYTHON, self._params, code), f"<python>{code}</python>"
 
     def _recorded(self, code: str) -> dict | None:
@@ -196,7 +196,7 @@ def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
 
 
 def refuse(code: str) -> ToolResult | None:
-    """Return the answer to what no interpreter would take; None for code that may run."""
+    """Return the error for code that no interpreter would take; None for code that may run."""
     try:
         encoded = code.encode()
     except UnicodeEncodeError:  # a lone surrogate

@@ -82,7 +82,7 @@ def read_released(path: Path) -> dict[str, str]:
 
 
 def write_released(cache: Cache, path: Path) -> int:
-    """Write the searches in the released format; of several answers to a query the first. Return their number."""
+    """Write the first answer to each search query in the released format. Return their number."""
     entries: dict[str, str] = {}
     for _, backend, _, value, _, _ in _intact(cache):
         if backend not in (PYTHON, PAGE, SUMMARY):

@@ -69,11 +69,11 @@ class RedisCache(Cache):
         return self.guarded(lambda: next((unpack(row[3])[1] for row in self._rows_of(query)), None))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
-        """Keep an answer, unless there is one already (an expired "no results" is none)."""
+        """Keep an answer unless there is one already; it replaces an expired "no results"."""
         self.guarded(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
 
     def add(self, rows: Iterable[Row], *, replace_older_s: float = float("inf")) -> int:
-        """Add the rows whose keys are new, or belong to an older "no results" than that. Return their number."""
+        """Add the rows whose keys are new or have a "no results" older than `replace_older_s`. Return their number."""
         oldest_s, num_new = time.time() - replace_older_s, 0
         for batch in _batches(rows):
             with self._client.pipeline(transaction=False) as pipeline:

@@ -46,7 +46,7 @@ def derived_paths(source: Path, suffix: str) -> list[Path]:
 
 
 def first_writable(paths: list[Path], *, local: bool = False) -> Path:
-    """Return the first path whose folder takes files and, if `local`, is on no network. Raises OSError for none."""
+    """Return the first path whose folder takes files (and is on a local disk, if `local`). Raises OSError for none."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
 
 
 class DamagedEntry(Exception):
-    """The value of a row is not as it was written, which zlib's checksum tells."""
+    """The value of a row is not as it was written; its checksum does not hold."""
 
 
 def unpack(value: bytes) -> tuple[str, str]:
@@ -180,7 +180,7 @@ class CacheFile(Cache):
         return self._text("SELECT id, value FROM entries WHERE query = ? ORDER BY id LIMIT 1", (clean_query(query),))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
-        """Keep an answer, unless there is one already (an expired "no results" is none)."""
+        """Keep an answer unless there is one already; it replaces an expired "no results"."""
         values = (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S)
         self.guarded(lambda: self.connection().execute(_PUT, values))
 

@@ -218,7 +218,7 @@ def split_url(url: str) -> urllib.parse.SplitResult | None:
 
 
 def check_url(url: str, setting: str = "tools.search.url") -> None:
-    """Raises UserError where no request can go there, or where it holds a password: it would be saved with the run."""
+    """Raises UserError for an address that no request can go to, or that holds a password."""
     parts = split_url(url)
     if parts is None:
         raise UserError(f"{setting}: {url!r} is not an address like http://host:8000/retrieve")

@@ -63,7 +63,7 @@ class Bm25Index:
     """The index of one corpus. Any number of threads may search at the same time."""
 
     def __init__(self, corpus: str | Path):
-        """Opens the index of the corpus as it is now, or builds it. Raises UserError as `read_corpus`."""
+        """Opens the index of the corpus as it is now, or builds it. Raises UserError for an unusable corpus."""
         try:
             self.path, (searcher, self.corpus_sha256) = _ready_index(Path(corpus))
         except OSError as error:

@@ -48,7 +48,7 @@ class ReadingBackend:
     """A backend of the search tool that reads the pages which another one finds."""
 
     def __init__(self, search: HttpBackend, cfg: SearchConfig, cache: Cache | None):
-        """`cache` None: nothing is kept. Raises UserError for settings that cannot work, and missing packages."""
+        """Keeps nothing if `cache` is None. Raises UserError for settings that cannot work and for missing packages."""
         check_reading(cfg)
         self._search, self._cfg, self._cache = search, cfg, cache
         self.params = search.params | {"read_pages": cfg.read_pages, "page_chars": cfg.page_chars}

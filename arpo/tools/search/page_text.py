@@ -26,7 +26,7 @@ from typing import BinaryIO
 START_S = 30.0
 """Longest start of the worker, on a busy machine."""
 MAX_WORKER_BYTES = 2 << 30
-"""Address space of the worker."""
+"""Largest address space of the worker."""
 MAX_TEXT_CHARS = 50_000
 """Longest text of a page; the rest of it is not looked at."""
 _REQUEST, _ANSWER = struct.Struct(">5sQ"), struct.Struct(">Q")

@@ -111,7 +111,7 @@ class SearchTool:
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:
-        """Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on."""
+        """Answer a query. Raises UserError, to end the run, when `replay_strict` misses or a replay's cache breaks."""
         query = clean_query(argument)
         if not query:
             return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
