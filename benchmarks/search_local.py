@@ -23,8 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.tools.search.bm25 import Bm25Index
-from arpo.tools.search.corpus import STOP_WORDS, ranking_terms
+from arpo.tools.search.bm25 import STOP_WORDS, Bm25Index, ranking_terms
 
 TOP_K = 10
 NUM_CONTENT_WORDS, NUM_STOP_WORDS = 50, 30

@@ -6,40 +6,60 @@ search tool. A tool without such a field is made without arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
 from arpo.errors import UserError
 from arpo.protocol.prompts import default_system_prompt
-from arpo.tools.base import Tool
+from arpo.tools.base import PricedTool, Tool
 from arpo.tools.options import ToolsConfig
-from arpo.tools.prices import PricedTool, prices
 
 TOOLS: dict[str, Callable[[], type[Tool]]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
-    "python": lambda: import_module("arpo.tools.cache.python_cache").CachedPython,
+    "python": lambda: import_module("arpo.tools.python").PythonTool,
 }
-"""The class of each tool, by tag, in the order in which the default system prompt speaks of them. Imported here and not
+"""Class of each tool, by tag, in the order in which the default system prompt speaks of them. Imported here and not
 above, so that a tool's own imports are paid only where it is used."""
 
 
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
-    """The tools named in the config, by tag. A tool that cannot start raises: training never goes on without it."""
+    """Return the config's tools, by tag. A tool that cannot start raises: training never goes on without it."""
     price = prices(cfg.price_per_call, cfg.names)
     sections = cfg.sections
     tools = {name: tool_class(name)(sections[name]) if name in sections else tool_class(name)() for name in cfg.names}
     return {name: PricedTool(tool, price[name]) if price.get(name) else tool for name, tool in tools.items()}
 
 
+def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
+    """Parse tools.price_per_call. Raises UserError for an entry that makes no sense or names none of `names`.
+
+    >>> prices(["search=0.0015"], ["python", "search"])
+    {'search': 0.0015}
+    """
+    parsed: dict[str, float] = {}
+    for entry in entries:
+        name, _, price = entry.partition("=")
+        try:
+            parsed[name] = float(price)
+        except ValueError:
+            raise UserError(f"tools.price_per_call: {entry!r} must be NAME=PRICE, like search=0.0015") from None
+        if not 0 <= parsed[name] < math.inf:
+            raise UserError(f"tools.price_per_call: {entry!r} must be a price of 0 or more")
+        if name not in names:
+            raise UserError(f"tools.price_per_call: no tool {name!r} in tools.names; there are {', '.join(names)}")
+    return parsed
+
+
 def tool_class(name: str) -> type[Tool]:
-    """Raises UserError for a name that is not in the table."""
+    """Return the class of a tool. Raises UserError for a name that is not in the table."""
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
     return TOOLS[name]()
 
 
 def system_prompt_for(setting: str, names: Iterable[str]) -> str:
-    """The setting `default` as the system prompt that offers these tools; any other setting as it is."""
+    """Return the system prompt that offers these tools where the setting is `default`, else the setting as it is."""
     if setting != "default":
         return setting
     classes = {name: tool_class(name) for name in names}

@@ -1,4 +1,4 @@
-"""What a tool is, and the background loop that runs tools while the engine keeps decoding."""
+"""The interface of a tool, and the background loop that runs tools while the engine keeps decoding."""
 
 from __future__ import annotations
 
@@ -12,31 +12,51 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call came to. `text` is what the model reads, raw: escaping and truncation are the rollout's business."""
+    """The outcome of a call."""
 
     text: str
+    """Text for the model, raw: escaping and truncation are the rollout's business."""
     ok: bool
     seconds: float = 0.0
     error_kind: str | None = None
     cached: bool = False
     cost: float = 0.0
-    """Money, in the currency of tools.price_per_call."""
+    """Price of the call, in the currency of tools.price_per_call."""
     infra_error: bool = False
-    """True where the failure is ours (backend down, sandbox broken) and not the model's doing."""
+    """True where the failure is ours (backend down, sandbox broken) and not the model's."""
 
 
 class Tool(Protocol):
-    """A tool never raises for what the model wrote: it owns its deadline, its retries and its error texts.
+    """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
 
     A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`.
     """
 
     tag: str
-    """<tag>argument</tag> calls it."""
+    """Name of the tool; <tag>argument</tag> calls it."""
 
     async def run(self, argument: str) -> ToolResult: ...
 
     async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PricedTool:
+    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error."""
+
+    tool: Tool
+    price: float
+
+    @property
+    def tag(self) -> str:
+        return self.tool.tag
+
+    async def run(self, argument: str) -> ToolResult:
+        result = await self.tool.run(argument)
+        return replace(result, cost=self.price) if result.ok and not result.cached else result
+
+    async def aclose(self) -> None:
+        await self.tool.aclose()
 
 
 @dataclass(frozen=True)
@@ -82,7 +102,7 @@ class ToolRunner:
             self._done.put((call_id, error))
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """All finished calls; with `block`, waits for at least one (there must be one pending)."""
+        """Return all finished calls; with `block`, wait for at least one (there must be one pending)."""
         finished = []
         while self.num_pending:
             try:

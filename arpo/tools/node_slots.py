@@ -1,7 +1,7 @@
-"""A limit that all processes of a user on one machine share: so many at a time, whichever rank or run they belong to.
+"""A limit on how many processes of a user do something on one machine at a time, whichever rank or run they belong to.
 
 Slot k is a lock on the file slot-k in a folder of the user's. The kernel frees the locks of a process that dies,
-however it dies, so no slot is lost, and nobody has to clean up. Containers with a /tmp of their own count on their own.
+however it dies, so no slot is lost. Containers with a /tmp of their own have a limit of their own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from arpo.errors import UserError
 
 POLL_S = 0.005
-"""Between looks for a free slot; of the threads of a process only one looks."""
+"""Seconds between looks for a free slot; of the threads of a process only one looks."""
 
 
 class NodeSlots:
-    """At most `num_slots` holders among all that use this `name` on this machine, as this user. Thread-safe."""
+    """The `num_slots` slots of one `name`, shared by all processes of this user on this machine. Thread-safe."""
 
     def __init__(self, name: str, num_slots: int, *, folder: Path | None = None):
         """Raises UserError where there is no folder for the locks that is the user's alone."""
@@ -37,7 +37,7 @@ class NodeSlots:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """Hold a slot; blocks until there is one, or until `close`, after which nobody is held back."""
+        """Hold a slot. Blocks until one is free, or until `close`, after which nobody has to wait."""
         file = self._wait()
         try:
             yield
@@ -60,12 +60,12 @@ class NodeSlots:
         return None
 
     def close(self) -> None:
-        """Let go whoever waits."""
+        """End all waiting: whoever waits for a slot goes on without one."""
         self._is_closed = True
 
 
 def runtime_folder() -> Path:
-    """A folder on this machine that is the user's alone. Raises UserError where somebody else holds its name."""
+    """Return a folder on this machine that is the user's alone. Raises UserError where somebody else has its name."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
         return Path(runtime)

@@ -1,4 +1,4 @@
-"""Every knob of the tools. Sections like those of arpo/options.py, and as there a field's docstring is its `--help`."""
+"""The knobs of the tools, in sections like those of arpo/options.py; there too a field's docstring is its `--help`."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from arpo.errors import UserError
 
 @dataclass(frozen=True)
 class PythonConfig:
-    """The <python> tool: one jailed host process per rank, a fork of it per call."""
+    """The <python> tool: every rank has one jailed host process, and every call is a fork of it."""
 
     wall_s: float = 20.0
     """Wall-clock limit of one call in seconds; its processes together may compute for half of it."""
     memory_mib: int = 1024
-    """Memory limit of one call."""
+    """Memory limit of one call in MiB."""
     max_concurrent: int = 8
-    """Calls that run at the same time, per rank; the others wait (waiting does not count against wall_s)."""
+    """Most calls of a rank that run at the same time; the others wait, which does not count against wall_s."""
     max_concurrent_per_node: int = 0
-    """The same for all ranks and runs of this user on a machine together; 0 = no such limit."""
+    """Most calls that run on a machine at the same time, of all ranks and runs of this user; 0 = no such limit."""
     interpreter: str = ""
     """Python (3.9 or newer) of a virtual or conda environment whose packages the code may import; empty = this one."""
     cache: str = ""
-    """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Not for code that is meant
-    to give another result each time."""
+    """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Do not use it for code that
+    is meant to give another result each time."""
     mode: Literal["live", "record", "replay", "replay_strict"] = "record"
-    """As tools.search.mode; in a replay nothing is run, so no sandbox is needed."""
+    """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
     allow_unsafe: bool = False
-    """Run even where no isolation is available. Model-written code then runs as you, with your files."""
-
-    def replayed(self) -> PythonConfig:
-        """The same tool, answering from its recorded cache only."""
-        return replace(self, mode="replay_strict")
-
-    def what_decides(self) -> dict[str, object]:
-        """No setting of this tool makes other trajectories: its limits are the machine's business."""
-        return {}
+    """Run code even where no isolation is available. Model-written code then runs as you, with your files."""
 
     @property
     def cpu_s(self) -> float:
-        """Longest time that the processes of one call may compute, in seconds, summed over them."""
+        """Longest time in seconds that the processes of one call may compute, summed over them."""
         return self.wall_s / 2
+
+    def replayed(self) -> PythonConfig:
+        """Return the settings of the same tool answering from its recorded cache only."""
+        return replace(self, mode="replay_strict")
+
+    def what_decides(self) -> dict[str, object]:
+        """Return the settings that make other trajectories: none, as limits depend on the machine."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -52,36 +52,37 @@ class SearchConfig:
     """local = BM25 over `corpus`; http = a retriever at `url`; brightdata = Bing, key in BRIGHTDATA_API_KEY; serper =
     Google, key in SERPER_API_KEY; replay = only what `cache` holds (a miss is an error that the model reads)."""
     corpus: str = ""
-    """local: jsonl, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key is
-    indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
+    """local: jsonl file, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key
+    is indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
     url: str = ""
-    """http: POST {"queries", "topk"} goes here, e.g. http://host:8000/retrieve; brightdata, serper: a gateway to use
-    instead of the service's own address."""
+    """http: address that POST {"queries", "topk"} goes to, like http://host:8000/retrieve; brightdata, serper: a
+    gateway to use instead of the service's own address."""
     zone: str = ""
     """brightdata: name of your SERP API zone."""
     market: str = "auto"
     """brightdata, serper: language and country, like en-US; auto = zh-CN for queries with Chinese characters, else
     en-US."""
     top_k: int = 0
-    """Passages or results per query, at most; 0 = 3 of local and http, 10 of brightdata and serper."""
+    """Most passages or results per query; 0 = 3 with local and http, 10 with brightdata and serper."""
     requests_per_second: float = 50.0
-    """http, brightdata, serper: limit over all ranks: kept in the Redis server if `cache` is one, else each rank has an
-    equal share; 0 = none."""
+    """http, brightdata, serper: limit over all ranks; 0 = none. It is kept in the Redis server if `cache` is one, else
+    each rank has an equal share."""
     deadline_s: float = 30.0
-    """Longest time of one search in seconds: waiting for its turn and all tries. Past it the trajectory is dropped."""
+    """Longest time of one search in seconds, waiting for its turn and all tries included. A search that takes longer
+    fails, and its trajectory is dropped."""
     read_pages: int = 0
-    """http, brightdata, serper: pages of the first results that are fetched and read in place of their snippets; 0 =
-    none. Needs the browse extra. A page that cannot be read leaves its snippet."""
+    """http, brightdata, serper: number of first results whose pages are read in place of their snippets; 0 = none.
+    Needs the browse extra. A page that cannot be read leaves its snippet."""
     page_chars: int = 3000
-    """Characters kept of a page: those around its snippet. rollout.max_result_tokens cuts the result as well."""
+    """Characters kept of a page, those around its snippet. rollout.max_result_tokens cuts the result as well."""
     browse_private_addresses: bool = False
-    """Read pages of the own network too: private, loopback and link-local addresses. The policy's queries decide which
-    pages are found, so only where nothing in that network trusts its callers."""
+    """Read pages of your own network too: private, loopback and link-local addresses. The policy's queries decide which
+    pages are read, so set it only where nothing in that network trusts its callers."""
     summarizer_url: str = ""
     """OpenAI-compatible chat endpoint that sums up what a page says on the query, like
-    http://host:8000/v1/chat/completions; key, if it needs one, in SUMMARIZER_API_KEY; empty = the passage itself."""
+    http://host:8000/v1/chat/completions; its key, if it needs one, in SUMMARIZER_API_KEY; empty = no summary."""
     summarizer_model: str = ""
-    """Name of the model there."""
+    """Name of the model at summarizer_url."""
     cache: str = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
     (imported into a SQLite file beside it); or redis://host:port/db for several nodes (password in the environment,
@@ -92,58 +93,54 @@ class SearchConfig:
 
     @property
     def num_passages(self) -> int:
-        """top_k with 0 decided."""
+        """Most passages or results per query: top_k, or the backend's usual number where that is 0."""
         return self.top_k or (10 if self.backend in ("brightdata", "serper") else 3)
 
     @property
     def replays(self) -> bool:
-        """Nothing but the cache is asked."""
+        """True where nothing but the cache is asked."""
         return self.backend == "replay" or self.mode in ("replay", "replay_strict")
 
     def replayed(self) -> SearchConfig:
-        """The same tool, answering from its recorded cache only."""
+        """Return the settings of the same tool answering from its recorded cache only."""
         return replace(self, mode="replay_strict")
 
     def what_decides(self) -> dict[str, object]:
-        """The settings that make other trajectories."""
+        """Return the settings that make other trajectories."""
         return {name: getattr(self, name) for name in ("backend", "corpus", "top_k", "read_pages")}
 
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    """Which tools the policy has. A field that has the name of a tool is that tool's own section.
+    """The tools of the policy. A field that has the name of a tool is that tool's own section.
 
-    Such a section may say how it is `replayed` from recorded results, and `what_decides` the trajectories of an
-    evaluation; without the former a tool runs as ever, without the latter all its settings decide.
+    A section may have two methods: `replayed` returns the settings that answer from recorded results, and without it an
+    evaluation's replay runs the tool as ever; `what_decides` returns the settings that make other trajectories in an
+    evaluation, and without it all settings do.
     """
 
     names: tuple[str, ...] = ("python", "search")
-    """Tools by tag."""
+    """Tags of the tools that the policy may call."""
     price_per_call: tuple[str, ...] = ()
-    """NAME=PRICE of tools that cost money, like search=0.0015, in any currency: what the ledger charges for each call
-    that the tool answered itself, not its cache."""
+    """Prices of tools that cost money, as NAME=PRICE, like search=0.0015, in any currency. The ledger charges them for
+    calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
 
     @property
     def sections(self) -> dict[str, Any]:
-        """The sections of the named tools, by tag; a tool without settings has none."""
+        """Sections of the named tools, by tag; a tool without settings has none."""
         return {name: getattr(self, name) for name in self.names if name in vars(self)}
 
     def replayed(self) -> ToolsConfig:
-        """The same tools, each that can have a cache answering from it only. Raises UserError for one without."""
+        """Return the settings with which tools answer from their caches only. Raises UserError for one without."""
         recorded = {name: section for name, section in self.sections.items() if hasattr(section, "replayed")}
         for name, section in recorded.items():
             if not section.cache:
-                raise UserError(
-                    f"eval.replay needs what was recorded: set tools.{name}.cache, or leave it out of tools.names"
-                )
+                raise UserError(f"eval.replay needs a record: set tools.{name}.cache, or drop it from tools.names")
         return replace(self, **{name: section.replayed() for name, section in recorded.items()})
 
     def what_decides(self) -> dict[str, Any]:
-        """The settings under which the trajectories of an evaluation may stand in one table."""
-        decides = {
-            name: section.what_decides() if hasattr(section, "what_decides") else asdict(section)
-            for name, section in self.sections.items()
-        }
+        """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""
+        decides = {n: s.what_decides() if hasattr(s, "what_decides") else asdict(s) for n, s in self.sections.items()}
         return {"names": self.names} | decides

@@ -1,15 +1,24 @@
-"""The <python> tool: the model's code in a jail, its output or its error as text for the model to read."""
+"""The <python> tool: the model's code in a jail, its output or its error as text for the model to read.
+
+With a cache, later runs read the result that was recorded, timeouts included; only failures of the sandbox itself are
+not kept. The key is the code, the limits and the interpreter's version, not the installed packages.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import platform
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.tools.base import ToolResult
+from arpo.tools.cache.cache import PYTHON, open_cache
+from arpo.tools.cache.store import cache_key
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.options import PythonConfig
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
@@ -19,15 +28,16 @@ from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
-NO_OUTPUT = "(no output)"
+NOT_RECORDED = "Error: there is no recorded result of this code."
 CUT = "\n... [output truncated] ...\n"
-MAX_OUTPUT_CHARS = 8192  # of a result; what is over is cut, with a mark
+MAX_OUTPUT_CHARS = 8192
+"""Longest result; what is over is cut, with a mark."""
 LEAST = {"wall_s": 2, "memory_mib": 128, "max_concurrent": 1}
-"""Below these the host cannot even prove that its jail holds, or the model reads nothing."""
+"""Smallest usable limits. Below them the host cannot even prove that its jail holds."""
 
 
 class PythonTool:
-    """Runs code as a notebook cell without memory: what it prints, and the value of a last bare expression.
+    """Runs code as a notebook cell without memory, and shows what it prints and the value of a last bare expression.
 
     Two calls share nothing; the same code gives the same text (hash seed, `random` and NumPy are seeded, TZ is UTC).
     """
@@ -40,49 +50,95 @@ class PythonTool:
     )
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for
-        limits and interpreters that cannot be used."""
-        check_limits(cfg)
+        """Opens the cache, if the config names one, and starts the host, unless the config replays.
+
+        Raises UserError where this machine allows no isolation (or not `tier`, for tests), for limits, interpreters and
+        caches that cannot be used, and for a replay without a cache.
+        """
         self.cfg = cfg
-        self.interpreter = interpreter_of(cfg)
-        self._slots = NodeSlots("python", cfg.max_concurrent_per_node) if cfg.max_concurrent_per_node else None
-        limits = CallLimits(
-            wall_s=cfg.wall_s,
-            cpu_s=cfg.cpu_s,
-            memory_bytes=cfg.memory_mib << 20,
-        )
-        try:
-            self.sandbox = Sandbox(
-                limits, interpreter=self.interpreter, tier=tier, allow_unsafe=cfg.allow_unsafe, grace_s=grace_s
-            )
-        except SandboxUnavailable as error:
-            raise UserError(
-                f"tools.python: no isolation for model-written code on this machine ({error}); allow user namespaces "
-                "or Landlock, drop python from tools.names, or accept the risk with tools.python.allow_unsafe"
-            ) from error
-        # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
-        # shared with everybody and has few.
-        self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
+        replays = cfg.mode in ("replay", "replay_strict")
+        if replays and not cfg.cache:
+            raise UserError(f"tools.python.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
+        uses_cache = cfg.cache and cfg.mode != "live"
+        self.cache = open_cache(cfg.cache, read_only=replays, setting="tools.python.cache") if uses_cache else None
+        interpreter = interpreter_of(cfg)
+        self.sandbox = self._slots = None
+        if not replays:
+            check_limits(cfg)
+            if cfg.max_concurrent_per_node:
+                self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
+            limits = CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
+            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s}
+            try:
+                self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
+            except SandboxUnavailable as error:
+                raise UserError(
+                    f"tools.python: no isolation for model-written code on this machine ({error}); allow user "
+                    "namespaces or Landlock, drop python from tools.names, or accept the risk with "
+                    "tools.python.allow_unsafe"
+                ) from error
+            # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
+            # shared with everybody and has few.
+            self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
+        self._params = {
+            "wall_s": cfg.wall_s,
+            "cpu_s": cfg.cpu_s,
+            "memory_mib": cfg.memory_mib,
+            "max_processes": CallLimits.max_processes,
+            "max_output_chars": MAX_OUTPUT_CHARS,
+            "version": interpreter.version if interpreter else platform.python_version(),
+        }
 
     async def run(self, argument: str) -> ToolResult:
-        """Run one call. Never raises for what the code does; `infra_error` where the sandbox itself failed."""
+        """Answer one call from the cache, or run it. Never raises for what the code does.
+
+        `infra_error` says that the sandbox itself failed. Raises UserError when `replay_strict` misses, or a replay's
+        cache breaks: the run cannot go on.
+        """
         code = strip_fences(argument)
-        refusal = refuse(code)
-        if refusal:
+        if refusal := refuse(code):
             return refusal
-        reply = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code)
-        return self._result(reply)
+        recorded = await asyncio.to_thread(self._recorded, code) if self.cache else None
+        if recorded is not None:
+            return ToolResult(**recorded, cached=True)
+        if self.sandbox is None:
+            if self.cfg.mode == "replay_strict":
+                miss = f"no recorded result of {code[:80]!r}"
+                raise UserError(f"{self.cache.path}: {miss}; record it, or set mode replay")
+            return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
+        result = self._result(await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code))
+        if self.cache is None or result.infra_error:
+            return result
+        # Another rank may have been first, with another result where the code is random. A replay will show that one,
+        # so this run has to show it too.
+        recorded = await asyncio.to_thread(self._record, code, result)
+        return ToolResult(**recorded, seconds=result.seconds) if recorded else result
 
     def _run(self, code: str) -> Reply:
-        """Waits for a place on this machine, in a thread of ours; that counts against no limit of the call."""
-        if self._slots is None:
-            return self.sandbox.run(code)
-        with self._slots.take():
+        """Wait for a place on this machine, which counts against no limit of the call, and run the code."""
+        with self._slots.take() if self._slots else nullcontext():
             return self.sandbox.run(code)
 
+    def _place(self, code: str) -> tuple[bytes, str]:
+        """Return the code's key in the cache, and its query there, which no search in the same cache can have."""
+        return cache_key(PYTHON, self._params, code), f"<python>{code}</python>"
+
+    def _recorded(self, code: str) -> dict | None:
+        text = self.cache.get(*self._place(code))
+        return None if text is None else json.loads(text)
+
+    def _record(self, code: str, result: ToolResult) -> dict | None:
+        text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
+        key, query = self._place(code)
+        self.cache.put(key, PYTHON, query, text)
+        return self._recorded(code)
+
     async def aclose(self) -> None:
-        """End the host; calls that still run end with infra_error."""
-        await asyncio.to_thread(self._close)
+        """End the host; calls that still run end with infra_error. Safe to call twice."""
+        if self.sandbox:
+            await asyncio.to_thread(self._close)
+        if self.cache:
+            self.cache.close()
 
     def _close(self) -> None:
         self.sandbox.close()
@@ -96,18 +152,16 @@ class PythonTool:
             return ToolResult(text, ok=False, error_kind=reply.status, infra_error=True)
         output = reply.stdout.strip("\n").rstrip()
         if reply.status == "ok":
-            text = output or NO_OUTPUT
-            return ToolResult(shorten(text, MAX_OUTPUT_CHARS), ok=True, seconds=reply.wall_s)
-        reason = self._reason(reply)
+            return ToolResult(shorten(output or "(no output)", MAX_OUTPUT_CHARS), ok=True, seconds=reply.wall_s)
         # The reason comes first in the budget: it is short, except for a message that the code made long.
-        reason = shorten(reason, MAX_OUTPUT_CHARS)
+        reason = shorten(self._reason(reply), MAX_OUTPUT_CHARS)
         room = MAX_OUTPUT_CHARS - len(reason) - 1
         text = f"{shorten(output, room)}\n{reason}" if output and room > len(CUT) else reason
         return ToolResult(text, ok=False, seconds=reply.wall_s, error_kind=reply.status)
 
     def _reason(self, reply: Reply) -> str:
-        """Why it failed, in words that depend on nothing but the code and the limits."""
-        fixed = {
+        """Return why the code failed, in words that depend on nothing but the code and the limits."""
+        reasons = {
             "timeout": f"TimeoutError: execution exceeded {self.cfg.wall_s:g} seconds",
             "cpu_limit": f"TimeoutError: execution exceeded {self.cfg.cpu_s:g} seconds of CPU time",
             "memory_limit": f"MemoryError: more than {self.cfg.memory_mib} MiB of memory",
@@ -116,12 +170,10 @@ class PythonTool:
             "file_limit": "OSError: a file became too large",
             "process_limit": f"OSError: more than {CallLimits.max_processes} processes or threads",
             "killed": "The process was killed",
+            "signal": f"The process died of signal {-(reply.exit_code or 0)}",
         }
-        if reply.status in fixed:
-            return fixed[reply.status]
-        if reply.status == "signal":
-            return f"The process died of signal {-(reply.exit_code or 0)}"
-        return reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+        message = reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
+        return reasons.get(reply.status, message)
 
 
 def check_limits(cfg: PythonConfig) -> None:
@@ -134,7 +186,7 @@ def check_limits(cfg: PythonConfig) -> None:
 
 
 def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
-    """The interpreter that the config names; None for this one. Raises UserError for one that cannot be used."""
+    """Return the interpreter that the config names; None for this one. Raises UserError for one that cannot be used."""
     if not cfg.interpreter:
         return None
     try:
@@ -144,21 +196,21 @@ def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
 
 
 def refuse(code: str) -> ToolResult | None:
-    """The answer to what no interpreter would take; None for code that may run."""
+    """Return the error for code that no interpreter would take; None for code that may run."""
     try:
-        too_long = len(code.encode()) > MAX_CODE_BYTES
+        encoded = code.encode()
     except UnicodeEncodeError:  # a lone surrogate
-        too_long, code = False, "\0"
-    if too_long:
+        encoded = b"\0"
+    if len(encoded) > MAX_CODE_BYTES:
         return ToolResult("SyntaxError: the code is too long", ok=False, error_kind="code_too_long")
-    if "\0" in code:
+    if b"\0" in encoded:
         text = "SyntaxError: the code contains a character that no source may have"
         return ToolResult(text, ok=False, error_kind="bad_code")
     return None
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """At most `max_chars`, the mark included; what is cut is the middle: results and errors stand at the end."""
+    """Return at most `max_chars`, the mark included. The middle is cut out, as results and errors stand at the end."""
     if len(text) <= max_chars:
         return text
     keep = max(max_chars - len(CUT), 0)
@@ -167,6 +219,6 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def strip_fences(argument: str) -> str:
-    """The code between Markdown fences, if all of the argument is one fenced block; else the argument."""
+    """Return the code between Markdown fences, if all of the argument is one fenced block; else the argument."""
     match = FENCED.match(argument)
     return match.group(1) if match else argument.strip("\n")

@@ -5,7 +5,6 @@
     python -m arpo.tools.cache export cache.sqlite search_cache.json
     python -m arpo.tools.cache prune  cache.sqlite --older-than-days 30 [--backend local] [--no-results]
 
-
 Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
 """
 
@@ -26,9 +25,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m arpo.tools.cache", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="python -m arpo.tools.cache", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="stats|import|export|prune")
     about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON", "prune": "delete some"}
     sub = {name: commands.add_parser(name, help=text) for name, text in about.items()}

@@ -7,53 +7,32 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from arpo.errors import UserError
+from arpo.tools.cache.redis_cache import RedisCache
 from arpo.tools.cache.redis_client import is_redis_url
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable
-from arpo.tools.cache.store import CacheFile, DamagedEntry, Row, unpack
+from arpo.tools.cache.store import Cache, CacheFile, DamagedEntry, Row, unpack
 
 logger = logging.getLogger(__name__)
 
 PYTHON, PAGE, SUMMARY = "python", "page", "summary"
-"""Backends of what the python tool and the reading of pages recorded; the released format holds searches only."""
-
-
-class Cache(Protocol):
-    """The interface that `CacheFile` and `RedisCache` share; the docstrings are theirs."""
-
-    path: str | Path
-    usable: bool
-    """False once it could not be written or read any more: the run goes on without it."""
-
-    def get(self, key: bytes, query: str) -> str | None: ...
-    def get_any(self, query: str) -> str | None: ...
-    def put(self, key: bytes, backend: str, query: str, text: str) -> None: ...
-    def add(self, rows: Iterable[Row]) -> int: ...
-    def rows(self) -> Iterator[Row]: ...
-    def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int: ...
-    def has_imported(self, source_stat: os.stat_result) -> bool: ...
-    def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int: ...
-    def close(self) -> None: ...
+"""Backends of what the python tool and the reading of pages recorded. The released format holds searches only."""
 
 
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
-    """The cache of a run: a SQLite file, redis://host:port/db, or a .json file in the released format.
+    """Open a cache: a SQLite file, redis://host:port/db, or a .json file in the released format.
 
-    The last is imported into a SQLite file beside it (or, where that folder is read-only or on a network, in the user's
-    cache folder); again only when it has changed. Raises UserError where `place` cannot be used; see `CacheFile` and
-    `RedisCache`. `setting` is the config field that names it.
+    A .json file is imported into a SQLite file beside it (or, where that folder is read-only or on a network, in the
+    user's cache folder); again only when it has changed. Raises UserError where `place` cannot be used; see `CacheFile`
+    and `RedisCache`. `setting` is the config field that names it.
     """
     if is_redis_url(place):
-        from arpo.tools.cache.redis_cache import RedisCache
-
         return RedisCache(str(place), read_only=read_only, setting=setting)
     path = Path(place)
     if path.suffix != ".json":
@@ -73,7 +52,7 @@ def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.sear
 
 
 def import_json(cache: Cache, path: Path, *, replace: bool = False) -> int:
-    """Add a file in the released format; the number of new entries (0 when it is unchanged since its last import)."""
+    """Add a file in the released format. Return the number of new entries (0 if unchanged since its last import)."""
     try:
         stat = path.stat()
         if not cache.usable:
@@ -84,7 +63,7 @@ def import_json(cache: Cache, path: Path, *, replace: bool = False) -> int:
 
 
 def read_released(path: Path) -> dict[str, str]:
-    """query -> text of a released cache. Empty texts are left out: the released code writes them when a call failed."""
+    """Return query -> text of a released cache, without empty texts: the released code writes them for failed calls."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -103,7 +82,7 @@ def read_released(path: Path) -> dict[str, str]:
 
 
 def write_released(cache: Cache, path: Path) -> int:
-    """Write the cache in the released format; the number of entries. Of several answers to a query the first counts."""
+    """Write the first answer to each search query in the released format. Return their number."""
     entries: dict[str, str] = {}
     for _, backend, _, value, _, _ in _intact(cache):
         if backend not in (PYTHON, PAGE, SUMMARY):
@@ -115,7 +94,7 @@ def write_released(cache: Cache, path: Path) -> int:
 
 
 def merge(cache: Cache, other: str | Path) -> int:
-    """Add the entries of another cache (another node's, say); the number of new ones."""
+    """Add the entries of another cache (another node's, say). Return the number of new ones."""
     source = open_cache(other, read_only=True)  # raises UserError where it is none, or corrupt
     num_new = cache.add(_intact(source))
     source.close()
@@ -123,7 +102,7 @@ def merge(cache: Cache, other: str | Path) -> int:
 
 
 def _intact(cache: Cache) -> Iterator[Row]:
-    """Its rows but for damaged ones, whose number is said at the end."""
+    """Yield the rows that are not damaged; a warning at the end says how many are."""
     num_damaged = 0
     for row in cache.rows():
         try:
@@ -138,16 +117,11 @@ def _intact(cache: Cache) -> Iterator[Row]:
 
 def stats(cache: Cache) -> list[str]:
     """Return lines that say what the cache holds."""
-    by_backend: Counter[str] = Counter()
-    negative, num_bytes, times_s = 0, 0, []
-    for _, backend, _, value, is_negative, created_s in cache.rows():
-        by_backend[backend] += 1
-        negative += bool(is_negative)
-        num_bytes += len(value)
-        times_s.append(created_s)
-    lines = [f"entries     {by_backend.total()}"]
-    lines += [f"  {backend:<10}{count}" for backend, count in sorted(by_backend.items())]
-    lines += [f"no results  {negative}", f"texts       {num_bytes / 2**20:.1f} MiB, compressed"]
+    facts = [(backend, len(value), bool(negative), s) for _, backend, _, value, negative, s in cache.rows()]
+    backends, sizes, negatives, times_s = zip(*facts, strict=True) if facts else [()] * 4
+    lines = [f"entries     {len(facts)}"]
+    lines += [f"  {backend:<10}{count}" for backend, count in sorted(Counter(backends).items())]
+    lines += [f"no results  {sum(negatives)}", f"texts       {sum(sizes) / 2**20:.1f} MiB, compressed"]
     if times_s:
         first, last = (time.strftime("%Y-%m-%d %H:%M", time.localtime(s)) for s in (min(times_s), max(times_s)))
         lines.append(f"recorded    {first} .. {last}")

@@ -10,23 +10,18 @@ A server that is lost in mid-run costs a recording run its cache, with one warni
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from itertools import islice
 
-from arpo.errors import UserError
 from arpo.tools.cache.redis_client import PREFIX, connect, describe
-from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, DamagedEntry, Row, cache_key, clean_query, make_row, unpack
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
+from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, Cache, DamagedEntry, Row, clean_query, make_row, unpack
 
 _ROOT = f"{PREFIX}cache:1:"
 _ENTRY, _QUERY, _IMPORTS, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "imports", "last_id"))
 _BATCH = 1000
-"""Commands per round trip, where there are many."""
+"""Most commands of one round trip."""
 
 # One step of the server, so that the first answer wins among all nodes, and no writer leaves half an entry.
 _PUT = """
@@ -43,37 +38,42 @@ return 1
 _FIELDS = ("backend", "query", "value", "negative", "created_s")
 
 
-class RedisCache:
-    """One cache per Redis database. Thread-safe, and usable after a fork. The methods are those of `CacheFile`."""
+class RedisCache(Cache):
+    """A cache in one Redis database. Thread-safe, and usable after a fork. The methods are those of `CacheFile`."""
+
+    remedy = "see that the server runs"
 
     def __init__(self, url: str, *, read_only: bool = False, setting: str = "tools.search.cache"):
         """Raises UserError where no server answers, or redis-py is not installed."""
+        super().__init__(describe(url), read_only=read_only)
         self._client = connect(url, setting)
-        self.path, self.read_only, self.usable = describe(url), read_only, True
+        import redis
+
+        self.failures = (redis.RedisError, DamagedEntry)
         self._put = self._client.register_script(_PUT)
 
     def get(self, key: bytes, query: str) -> str | None:
-        """The answer recorded under `key`, else an imported one for the query."""
+        """Return the answer recorded under `key`, else an imported one for the query."""
         oldest_negative_s = 0.0 if self.read_only else time.time() - NEGATIVE_TTL_S
 
         def find() -> str | None:
             row = self._row(_entry(key))
-            if row and not (row[4] and row[5] < oldest_negative_s):
-                return unpack(row[3])[1]
-            return next((unpack(row[3])[1] for row in self._rows_of(query) if row[1] == IMPORTED), None)
+            if not row or (row[4] and row[5] < oldest_negative_s):
+                row = next((row for row in self._rows_of(query) if row[1] == IMPORTED), None)
+            return row and unpack(row[3])[1]
 
-        return self._guarded(find)
+        return self.guarded(find)
 
     def get_any(self, query: str) -> str | None:
-        """The first recorded answer to the query, whichever backend gave it."""
-        return self._guarded(lambda: next((unpack(row[3])[1] for row in self._rows_of(query)), None))
+        """Return the first recorded answer to the query, whichever backend gave it."""
+        return self.guarded(lambda: next((unpack(row[3])[1] for row in self._rows_of(query)), None))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
-        """Keep an answer, unless there is one already (an expired "no results" is none)."""
-        self._guarded(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
+        """Keep an answer unless there is one already; it replaces an expired "no results"."""
+        self.guarded(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
 
     def add(self, rows: Iterable[Row], *, replace_older_s: float = float("inf")) -> int:
-        """Add the rows whose keys are new, or belong to a "no results" of that age; their number."""
+        """Add the rows whose keys are new or have a "no results" older than `replace_older_s`. Return their number."""
         oldest_s, num_new = time.time() - replace_older_s, 0
         for batch in _batches(rows):
             with self._client.pipeline(transaction=False) as pipeline:
@@ -84,26 +84,25 @@ class RedisCache:
         return num_new
 
     def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
-        """Add query -> text entries; the number of new ones. `replace` drops those imported before.
+        """Add query -> text entries. Return the number of new ones. `replace` drops those imported before.
 
-        One that is killed is begun anew by the next: the source counts as imported only when all are there.
+        An import that is killed is begun anew by the next one: only a complete one is marked as done.
         """
         if replace:
             self.prune(backend=IMPORTED)
             self._client.delete(_IMPORTS)
-        rows = (make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items())
-        num_new = self.add(rows)
+        num_new = self.add(self.imported_rows(entries))
         self._client.sadd(_IMPORTS, _stamp(source_stat))
         return num_new
 
     def has_imported(self, source_stat: os.stat_result) -> bool:
+        """Return whether a released file of that size and time has been imported."""
         return bool(self._client.sismember(_IMPORTS, _stamp(source_stat)))
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows, in the order of recording."""
-        names = sorted(set(self._client.scan_iter(f"{_ENTRY}*", count=_BATCH)))
         numbered = []
-        for batch in _batches(names):
+        for batch in _batches(sorted(set(self._client.scan_iter(f"{_ENTRY}*", count=_BATCH)))):
             ids = self._each(batch, lambda pipeline, name: pipeline.hget(name, "id"))
             numbered += [(int(number), name) for number, name in zip(ids, batch, strict=True) if number]
         for batch in _batches(name for _, name in sorted(numbered)):
@@ -111,7 +110,7 @@ class RedisCache:
             yield from (_parse(name, values) for name, values in zip(batch, found, strict=True) if values[2])
 
     def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
-        """Delete the entries that meet all given conditions; the number of deleted ones."""
+        """Delete the entries that meet all given conditions. Return their number."""
         newest_s, num_deleted = time.time() - older_than_s, 0
         doomed = (r for r in self.rows() if r[5] <= newest_s and backend in ("", r[1]) and (r[4] or not no_results))
         for batch in _batches(doomed):
@@ -122,13 +121,12 @@ class RedisCache:
     def close(self) -> None:
         self._client.close()
 
-    def _row(self, name: str | bytes) -> Row | None:
+    def _row(self, name: bytes) -> Row | None:
         values = self._client.hmget(name, _FIELDS)
         return _parse(name, values) if values[2] else None
 
     def _rows_of(self, query: str) -> Iterator[Row]:
-        names = self._client.lrange(_list_of(clean_query(query)), 0, -1)
-        return (row for name in names if (row := self._row(name)))
+        return filter(None, map(self._row, self._client.lrange(_list_of(clean_query(query)), 0, -1)))
 
     def _each(self, items: list, command: Callable) -> list:
         with self._client.pipeline(transaction=False) as pipeline:
@@ -136,23 +134,9 @@ class RedisCache:
                 command(pipeline, item)
             return pipeline.execute()
 
-    def _guarded(self, action: Callable[[], T]) -> T | None:
-        import redis
 
-        if not self.usable:
-            return None
-        try:
-            return action()
-        except (redis.RedisError, DamagedEntry) as error:
-            if self.read_only:
-                raise UserError(f"{self.path}: cannot read the cache ({error}); see that the server runs") from None
-            logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
-            self.usable = False
-        return None
-
-
-def _entry(key: bytes) -> str:
-    return f"{_ENTRY}{key.hex()}"
+def _entry(key: bytes) -> bytes:
+    return f"{_ENTRY}{key.hex()}".encode()
 
 
 def _list_of(cleaned_query: str) -> str:
@@ -163,19 +147,12 @@ def _stamp(source_stat: os.stat_result) -> str:
     return f"{source_stat.st_size} {source_stat.st_mtime_ns}"
 
 
-def _parse(name: str | bytes, values: list[bytes]) -> Row:
+def _parse(name: bytes, values: list[bytes]) -> Row:
     backend, query, value, negative, created_s = values
-    name = name.decode() if isinstance(name, bytes) else name
-    key = bytes.fromhex(name.removeprefix(_ENTRY))
+    key = bytes.fromhex(name.decode().removeprefix(_ENTRY))
     return key, backend.decode(), query.decode(), value, negative == b"1", float(created_s)
 
 
-def _batches(items: Iterable[T]) -> Iterator[list[T]]:
-    batch: list[T] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _batches(items: Iterable) -> Iterator[list]:
+    remaining = iter(items)
+    return iter(lambda: list(islice(remaining, _BATCH)), [])

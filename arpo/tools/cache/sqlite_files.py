@@ -1,4 +1,4 @@
-"""Places where the search tool's files may live, and a lock for building them."""
+"""Folders for the files that the tools build, and a lock for building them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import fcntl
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +21,11 @@ NETWORK_FILESYSTEMS = {
     0x47504653: "GPFS",
     0x01021997: "9P",
 }
-"""statfs magic -> name. A write-ahead log needs memory shared by all its users, which no network file system has."""
+"""Names by statfs magic. A write-ahead log needs memory shared by all its users, which no network file system has."""
 
 
 def network_filesystem(folder: Path) -> str | None:
-    """Name of the network file system that holds `folder`; None for a local one."""
-    if sys.platform != "linux":
-        return None
+    """Return the name of the network file system that holds `folder`; None for a local one."""
     statfs = ctypes.create_string_buffer(256)  # f_type is its first word
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), statfs) != 0:
         return None
@@ -36,9 +33,9 @@ def network_filesystem(folder: Path) -> str | None:
 
 
 def derived_paths(source: Path, suffix: str) -> list[Path]:
-    """Return where a file made from `source` may live: beside it, in the user's cache folder, in the temporary folder.
+    """Return the places of a file made from `source`: beside it, in the user's cache folder, in the temporary folder.
 
-    data/corpus.jsonl -> data/corpus.jsonl.fts5.sqlite, ~/.cache/arpo/corpus.jsonl.1f0c9a64.fts5.sqlite, ...
+    data/corpus.jsonl -> data/corpus.jsonl.tantivy, ~/.cache/arpo/corpus.jsonl.1f0c9a64.tantivy, ...
     """
     source = source.resolve()
     name = f"{source.name}.{hashlib.sha256(os.fsencode(source)).hexdigest()[:8]}{suffix}"
@@ -49,42 +46,30 @@ def derived_paths(source: Path, suffix: str) -> list[Path]:
 
 
 def first_writable(paths: list[Path], *, local: bool = False) -> Path:
-    """The first of `derived_paths` whose folder takes files (made if need be); `local` passes network storage over.
-
-    Raises OSError when none does.
-    """
+    """Return the first path whose folder takes files (and is on a local disk, if `local`). Raises OSError for none."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _takes_files(path.parent) and not (local and network_filesystem(path.parent)):
-            return path
+            # Tried, since permission bits say little on read-only mounts and for root.
+            tempfile.TemporaryFile(dir=path.parent).close()
+            if not (local and network_filesystem(path.parent)):
+                return path
     raise OSError(f"no folder takes {paths[0].name}; set XDG_CACHE_HOME to a writable local folder")
 
 
 def _is_mine(folder: Path) -> bool:
-    """False for a stranger's folder: names in /tmp can be guessed, and a planted file would be read."""
+    """Return False for a stranger's folder: names in /tmp can be guessed, and a planted file would be read."""
     try:
         return folder.stat().st_uid == os.getuid()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-
-
-def _takes_files(folder: Path) -> bool:
-    """Can a file be created here? Tried, since permission bits say little on read-only mounts and for root."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 @contextlib.contextmanager
 def lock_of(path: Path) -> Iterator[bool]:
     """Let one process at a time in for `path` (yields True). The kernel frees the lock of a process that dies.
 
-    Where the file system has no locks, all come in (False): what they do must stay right then, only slower.
+    Where the file system has no locks, all come in at once (yields False), so what they do must bear that.
     """
     with path.with_name(path.name + ".lock").open("a") as file:
         try:

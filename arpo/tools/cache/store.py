@@ -1,8 +1,7 @@
 """The cache file: one SQLite row per answer, compressed; the first answer to a query wins, so that replays are stable.
 
 Write-ahead log with synchronous=NORMAL: many processes read and write at once, and one that is killed loses nothing
-that `put` returned from. A cache must not stop a run: where it cannot be used, there is one warning, and `get` and
-`put` do nothing from then on. A replay has nothing but its cache: `read_only` raises UserError instead.
+that `put` returned from.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ import threading
 import time
 import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import network_filesystem
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_QUERY_CHARS = 512
 NO_RESULTS = "No search results found."
-"""The answer where nothing matches; the released cache has the same text for it."""
+"""The answer where nothing matches, as in the released cache."""
 NEGATIVE_TTL_S = 7 * 86400.0
-"""While recording, a "no results" of this age is asked again. A replay keeps it for good."""
+"""Age at which a "no results" is asked for again while recording. A replay keeps it for good."""
 IMPORTED = "import"
-"""Backend of imported rows. The released format does not say where its answers are from, so they serve any backend."""
+"""Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
 
-DATABASE_SUFFIXES = (".sqlite", ".sqlite3", ".db")
 _APPLICATION_ID = 0x4152504F  # "ARPO"
 _FORMAT = 1
 _SCHEMA = f"""
@@ -48,39 +48,49 @@ _SCHEMA = f"""
     CREATE TABLE imports (source_bytes INTEGER, source_mtime_ns INTEGER, UNIQUE (source_bytes, source_mtime_ns));
     COMMIT;
 """
-_INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?)"
+_INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT "
+_ADD = _INSERT + "DO NOTHING"
+_PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,
+    created_s = excluded.created_s WHERE negative AND created_s < ?"""
 
 Row = tuple[bytes, str, str, bytes, bool, float]
-"""key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
+"""Key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
+
+
+def clean_text(text: str) -> str:
+    """Return the text on one line, without control characters and lone surrogates."""
+    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+    return " ".join(spaced.split())
 
 
 def clean_query(argument: str) -> str:
-    """A query on one line, at most MAX_QUERY_CHARS, without control characters; nor double quotes, as in the released
-    code, so that its cache is hit by the queries that it was recorded with.
+    """Return the query on one line, at most MAX_QUERY_CHARS, without control characters and double quotes.
+
+    The released code drops double quotes too, so its cache is hit by the queries that it was recorded with.
 
     >>> clean_query(' height of\\n"Silver\\x00 Otter" ')
     'height of Silver Otter'
     """
-    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in argument.replace('"', ""))
-    return " ".join(spaced.split())[:MAX_QUERY_CHARS].rstrip()
+    return clean_text(argument.replace('"', ""))[:MAX_QUERY_CHARS].rstrip()
 
 
 def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:
-    """Equal for equal questions; `params` holds all that changes the backend's answer."""
+    """Return a hash of a question; `params` holds all that changes the backend's answer to it."""
     return hashlib.sha256(json.dumps([_FORMAT, backend, params, query], sort_keys=True).encode()).digest()
 
 
 def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
+    """Return the row of an answer that is recorded now."""
     value = zlib.compress(json.dumps({"query": query, "text": text}).encode())
     return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
 
 
 class DamagedEntry(Exception):
-    """A row whose value is not as it was written; zlib's checksum tells."""
+    """The value of a row is not as it was written; its checksum does not hold."""
 
 
 def unpack(value: bytes) -> tuple[str, str]:
-    """(query as it was recorded, text) of a row's value. Raises DamagedEntry."""
+    """Return the query, as it was recorded, and the text in a row's value. Raises DamagedEntry."""
     try:
         entry = json.loads(zlib.decompress(value))
         return entry["query"], entry["text"]
@@ -88,40 +98,76 @@ def unpack(value: bytes) -> tuple[str, str]:
         raise DamagedEntry(f"damaged entry: {error}") from None
 
 
-class CacheFile:
+class Cache:
+    """The part that `CacheFile` and `RedisCache` share: what happens when a cache cannot be used.
+
+    It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
+    on. A replay has nothing but its cache: `read_only` raises UserError instead.
+    """
+
+    failures: tuple[type[Exception], ...]
+    remedy: str
+
+    def __init__(self, path: str | Path, *, read_only: bool):
+        self.path, self.read_only, self.usable = path, read_only, True
+
+    def guarded(self, action: Callable[[], T]) -> T | None:
+        """Return what the action returns; None where the cache cannot be used."""
+        if not self.usable:
+            return None
+        try:
+            return action()
+        except self.failures as error:
+            return self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Go on without the cache. Raises UserError in a replay."""
+        if self.read_only:
+            raise UserError(f"{self.path}: cannot read the cache ({error}); {self.remedy}") from None
+        if self.usable:
+            logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
+        self.usable = False
+
+    @staticmethod
+    def imported_rows(entries: dict[str, str]) -> Iterator[Row]:
+        """Yield the rows of query -> text entries in the released format."""
+        return (make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items())
+
+
+class CacheFile(Cache):
     """One cache file, for any number of processes and threads; each thread has a connection of its own."""
 
+    failures = (sqlite3.Error, DamagedEntry)
+    remedy = "record or import it anew"
+
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Makes a missing file and moves a corrupt one aside, with a warning. `setting` is the field that named it.
+        """Makes a missing file; moves a corrupt one aside, with a warning. `setting` is the config field that names it.
 
         Raises UserError for a file on a network file system or of another program; with `read_only` also for a missing,
         corrupt or unreadable one.
         """
-        self.path, self.read_only, self.usable, self.setting = Path(path), read_only, True, setting
+        super().__init__(Path(path), read_only=read_only)
+        self.setting = setting
         self._lock = None
         self._immutable = False
-        self._local = threading.local()
-        self._connections: list[tuple[int, sqlite3.Connection]] = []
+        self._connections: dict[tuple[int, int], sqlite3.Connection] = {}  # by process and thread
         if read_only and not self.path.is_file():
             raise UserError(f"{self.path}: there is no such cache; set {setting} to a recorded one")
         try:
             if not read_only:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             if name := network_filesystem(self.path.parent):
-                raise UserError(
-                    f"{self.path}: is on {name}, where SQLite cannot share a write-ahead log; "
-                    f"set {setting} to a file on a local disk"
-                )
+                why = f"is on {name}, where SQLite cannot share a write-ahead log"
+                raise UserError(f"{self.path}: {why}; set {setting} to a file on a local disk")
             self._open()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UserError) as error:
             self.close()
-            self._give_up(error)
-        except UserError:
-            self.close()
-            raise
+            if isinstance(error, UserError):
+                raise
+            self.give_up(error)
 
     def get(self, key: bytes, query: str) -> str | None:
-        """The answer recorded under `key`, else an imported one for the query."""
+        """Return the answer recorded under `key`, else an imported one for the query; None for neither."""
         oldest_negative_s = 0.0 if self.read_only else time.time() - NEGATIVE_TTL_S
         return self._text(
             "SELECT id, value FROM entries WHERE (key = ? OR query = ? AND backend = ?)"
@@ -130,25 +176,17 @@ class CacheFile:
         )
 
     def get_any(self, query: str) -> str | None:
-        """The first recorded answer to the query, whichever backend gave it."""
+        """Return the first recorded answer to the query, whichever backend gave it."""
         return self._text("SELECT id, value FROM entries WHERE query = ? ORDER BY id LIMIT 1", (clean_query(query),))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
-        """Keep an answer, unless there is one already (an expired "no results" is none)."""
-        if not self.usable:
-            return
-        sql = _INSERT + (
-            " ON CONFLICT (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,"
-            " created_s = excluded.created_s WHERE negative AND created_s < ?"
-        )
-        try:
-            self.connection().execute(sql, (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S))
-        except sqlite3.Error as error:
-            self._give_up(error)
+        """Keep an answer unless there is one already; it replaces an expired "no results"."""
+        values = (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S)
+        self.guarded(lambda: self.connection().execute(_PUT, values))
 
     def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
-        """Add query -> text entries, all or none; the number of new ones. `replace` drops those imported before."""
-        rows = [make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items()]
+        """Add query -> text entries, all or none. Return the number of new ones. `replace` drops older imports."""
+        rows = list(self.imported_rows(entries))  # compressed before the file is locked
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             if self.has_imported(source_stat):  # another rank was faster
@@ -157,67 +195,54 @@ class CacheFile:
                 connection.execute("DELETE FROM entries WHERE backend = ?", (IMPORTED,))
                 connection.execute("DELETE FROM imports")
             connection.execute("INSERT INTO imports VALUES (?, ?)", (source_stat.st_size, source_stat.st_mtime_ns))
-            return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
+            return connection.executemany(_ADD, rows).rowcount
 
     def has_imported(self, source_stat: os.stat_result) -> bool:
-        sql = "SELECT 1 FROM imports WHERE source_bytes = ? AND source_mtime_ns = ?"
-        stamp = (source_stat.st_size, source_stat.st_mtime_ns)
-        return self.connection().execute(sql, stamp).fetchone() is not None
+        """Return whether a released file of that size and time has been imported."""
+        sql = "SELECT 1 FROM imports WHERE (source_bytes, source_mtime_ns) = (?, ?)"
+        return bool(self.connection().execute(sql, (source_stat.st_size, source_stat.st_mtime_ns)).fetchone())
 
     def add(self, rows: Iterable[Row]) -> int:
-        """Add the rows whose keys are new; their number."""
+        """Add the rows whose keys are new. Return their number."""
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            return connection.executemany(_INSERT + " ON CONFLICT DO NOTHING", rows).rowcount
+            return connection.executemany(_ADD, rows).rowcount
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows, in the order of recording."""
-        yield from self.connection().execute(
-            "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
-        )
+        sql = "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
+        return self.connection().execute(sql)
 
     def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
-        """Delete the entries that meet all given conditions, and give the space back; the number of deleted ones."""
-        deleted = self.connection().execute(
-            "DELETE FROM entries WHERE created_s <= ? AND (? = '' OR backend = ?) AND (negative OR NOT ?)",
-            (time.time() - older_than_s, backend, backend, no_results),
-        )
+        """Delete the entries that meet all given conditions, and give the space back. Return their number."""
+        sql = "DELETE FROM entries WHERE created_s <= ? AND ? IN ('', backend) AND (negative OR NOT ?)"
+        deleted = self.connection().execute(sql, (time.time() - older_than_s, backend, no_results))
         self.connection().execute("VACUUM")
         return deleted.rowcount
 
     def _text(self, sql: str, values: tuple) -> str | None:
-        if not self.usable:
-            return None
-        try:
+        def find() -> str | None:
             found = self.connection().execute(sql, values).fetchone()
             try:
-                return None if found is None else unpack(found[1])[1]
+                return found and unpack(found[1])[1]
             except DamagedEntry as error:
                 if self.read_only:
-                    self._give_up(error)
+                    raise
                 self.connection().execute("DELETE FROM entries WHERE id = ? AND value = ?", found)
                 logger.warning("%s: %s; it is asked for again", self.path, error)
-        except sqlite3.Error as error:
-            self._give_up(error)
-        return None
 
-    def _give_up(self, error: Exception) -> None:
-        if self.read_only:
-            raise UserError(f"{self.path}: cannot read the cache ({error}); record or import it anew") from None
-        if self.usable:
-            logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
-        self.usable = False
+        return self.guarded(find)
 
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection, in autocommit mode."""
-        if getattr(self._local, "pid", None) != os.getpid():  # SQLite connections do not survive a fork
+        """Return this thread's connection, in autocommit mode."""
+        key = (os.getpid(), threading.get_ident())  # SQLite connections do not survive a fork
+        if key not in self._connections:
             mode = "ro&immutable=1" if self._immutable else "ro" if self.read_only else "rwc"
             uri = f"{self.path.resolve().as_uri()}?mode={mode}"
             connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None, check_same_thread=False)
-            self._connections.append((os.getpid(), connection))
+            self._connections[key] = connection
             connection.execute("PRAGMA synchronous = NORMAL")
-            self._local.pid, self._local.connection = os.getpid(), connection
-        return self._local.connection
+        return self._connections[key]
 
     # ---- opening and closing
 
@@ -232,7 +257,7 @@ class CacheFile:
                 self._immutable = True  # a read-only folder has no room for the log's index, and nobody writes there
                 self._check(thorough=True)
             elif is_first and not self.read_only and code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                if self.path.suffix not in DATABASE_SUFFIXES:  # a slip in the config must not move the user's data
+                if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a slip must not move the user's data
                     raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
                 self._move_aside(error)
                 self._check(thorough=False)
@@ -242,9 +267,9 @@ class CacheFile:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _take_lock(self) -> bool:
-        """True for the first user of the file, who holds the lock alone: only it may check and replace the file.
+        """Return True for the first user of the file, who holds the lock alone and may check and replace the file.
 
-        The others come in when it is done, and share the lock for as long as they use the file.
+        The others come in when that is done, and share the lock for as long as they use the file.
         """
         try:
             self._lock = self.path.with_name(self.path.name + ".lock").open("a")
@@ -281,14 +306,13 @@ class CacheFile:
         logger.warning("%s: corrupt cache (%s); kept as %s, a new one is begun", self.path, error, aside.name)
 
     def _disconnect(self) -> None:
-        for pid, connection in self._connections:
+        for (pid, _), connection in self._connections.items():
             if pid == os.getpid():
                 connection.close()
-        self._connections = []
-        self._local = threading.local()
+        self._connections = {}
 
     def close(self) -> None:
-        """No call may be running."""
+        """Close the file. No call may be running."""
         self._disconnect()
         if self._lock is not None:
             self._lock.close()

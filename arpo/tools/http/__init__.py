@@ -1,1 +1,1 @@
-"""Using an HTTP service that fails in every way."""
+"""A client of HTTP services that may fail in every way."""

@@ -1,4 +1,4 @@
-"""POST JSON to a service that may fail in every way, without ever waiting past a deadline or telling the key.
+"""POST JSON to a service that may fail in every way. No call waits past its deadline, and no message holds the key.
 
     turn (concurrency, rate) -> try -> answer
                                  | 429, 503 with Retry-After: everybody waits that long, then goes slower
@@ -6,12 +6,13 @@
                                  | other statuses, too large an answer: no second try
                                  | 401, 403: the run ends, a wrong key does not get better
 
-How long one call is pursued is in `policy`; failures of many calls open the circuit breaker there.
+The numbers of tries, pauses and deadlines are in `policy`; failures of many calls open the circuit breaker there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -25,8 +26,7 @@ from typing import Any
 import aiohttp
 
 from arpo.errors import UserError
-from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, Throttle, Time
-from arpo.tools.http.rate_limit import RateLimit
+from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, LocalRateLimit, Throttle, Time
 
 MAX_REASON_CHARS = 200
 
@@ -36,16 +36,15 @@ class Unavailable(ConnectionError):
 
 
 @dataclass(frozen=True)
-class _Answer:
-    value: Any
+class _Outcome:
+    """The value or the failure that a try ended with."""
 
-
-@dataclass(frozen=True)
-class _Failure:
-    reason: str
+    value: Any = None
+    failure: str = ""
+    """Reason of a failure; empty = there is a value."""
     may_retry: bool = True
     pause_s: float = 0.0
-    """What the service asked for (Retry-After)."""
+    """Pause that the service asked for (Retry-After)."""
 
 
 @dataclass
@@ -53,17 +52,36 @@ class _Call:
     body: bytes
     parse: Callable[[Any], Any]
     is_probe: bool
-    gives_up_at_s: float
     num_tries: int = 0
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key; none for an empty one."""
+    """Return the header that carries a key; none for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class HttpClient:
-    """One service, one process. Its session is made by the first call, on the event loop of that call."""
+class OwnsSession:
+    """Owner of an aiohttp session, which its first request makes, for the event loop that the request runs on."""
+
+    _session: aiohttp.ClientSession | None = None
+
+    def _open_session(self, **connector_options: Any) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(**connector_options)
+            no_timeout = aiohttp.ClientTimeout(total=None)  # ours are around the requests
+            no_cookies = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, timeout=no_timeout)
+        return self._session
+
+    async def aclose(self) -> None:
+        """Close the session; a later request would make a new one. Safe to call twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class HttpClient(OwnsSession):
+    """A client of one service."""
 
     def __init__(
         self,
@@ -71,47 +89,39 @@ class HttpClient:
         url: str,
         policy: HttpPolicy,
         *,
-        setting: str = "",
+        setting: str,
         key_variable: str = "",
         headers: Callable[[str], dict[str, str]] = bearer,
-        limit: RateLimit | None = None,
-        breaker: CircuitBreaker | None = None,
+        limit: LocalRateLimit | None = None,
         time_source: Time | None = None,
-        rng: random.Random | None = None,
     ):
-        """The key is in the environment variable `key_variable`, if that is set; `headers` makes of it what is sent.
-
+        """`key_variable` is the environment variable of the key, `headers` turns the key into what is sent, and
         `setting` is the option that names the service, for messages. Raises UserError for a key that cannot be one.
         """
         key = read_key(key_variable)
         access = f"the key in {key_variable}" if key else f"access; set {key_variable}" if key_variable else "access"
-        self._refused = f"{setting or name}: the service refuses {access}"
+        self._refused = f"{setting}: the service refuses {access}"
         self._time = time_source or Time()
         self._name, self._url, self._policy = name, url, policy
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"} | headers(key)
         self._key = key
         self._throttle = Throttle(limit, self._time)
-        self._breaker = breaker or CircuitBreaker(name, self._time)
-        self._rng = rng or random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
+        self._breaker = CircuitBreaker(name, self._time)
+        self._rng = random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
-        self._session: aiohttp.ClientSession | None = None
         self._fatal: str | None = None
 
     async def post(self, payload: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
-        """`parse` of the decoded JSON answer; a ValueError of it means that the answer is not one.
+        """Return what `parse` makes of the decoded JSON answer; a ValueError of `parse` says that it is no answer.
 
         Raises Unavailable, BreakerOpen (not sent at all) or TimeoutError (the deadline); all three are OSErrors, and
         none is the caller's fault. Raises UserError when the service refuses access: no call will ever succeed.
         """
         if self._fatal:
             raise UserError(self._fatal)
-        call = _Call(
-            json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode(),
-            parse,
-            is_probe=self._breaker.admit(),
-            gives_up_at_s=self._time.now() + self._policy.deadline_s,
-        )
+        body = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
+        call = _Call(body, parse, is_probe=self._breaker.admit())
         outcome = None
         try:
             async with asyncio.timeout(self._policy.deadline_s):
@@ -119,26 +129,17 @@ class HttpClient:
         except TimeoutError:
             raise TimeoutError(f"{self._name}: no answer within {self._policy.deadline_s:g} s") from None
         finally:
-            self._tell_breaker(call, outcome)
-        if isinstance(outcome, _Answer):
-            return outcome.value
-        raise Unavailable(f"{self._name}: {outcome.reason} (tried {call.num_tries} x)")
+            # A call that the caller has cut short, or that was not even sent, accuses nobody.
+            if outcome is None and (asyncio.current_task().cancelling() or not call.num_tries):
+                self._breaker.forget(is_probe=call.is_probe)
+            else:
+                self._breaker.record(outcome is not None and not outcome.failure, is_probe=call.is_probe)
+        if outcome.failure:
+            raise Unavailable(f"{self._name}: {outcome.failure} (tried {call.num_tries} x)")
+        return outcome.value
 
-    async def aclose(self) -> None:
-        """Safe to call twice; a later call would make a new session."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    def _tell_breaker(self, call: _Call, outcome: _Answer | _Failure | None) -> None:
-        """None: cut short, by the deadline or by the caller; a call that was not even sent accuses nobody."""
-        cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
-        if outcome is None and (cancelled or not call.num_tries):
-            self._breaker.forget(is_probe=call.is_probe)
-        else:
-            self._breaker.record(isinstance(outcome, _Answer), is_probe=call.is_probe)
-
-    async def _tries(self, call: _Call) -> _Answer | _Failure:
+    async def _tries(self, call: _Call) -> _Outcome:
+        gives_up_at_s = self._time.now() + self._policy.deadline_s
         max_tries = 1 if call.is_probe else self._policy.max_tries
         while True:
             async with self._slots:
@@ -147,95 +148,86 @@ class HttpClient:
                     self._breaker.refuse()
                 call.num_tries += 1
                 outcome = await self._try(call)
-            if isinstance(outcome, _Answer) or not outcome.may_retry or call.num_tries == max_tries:
+            if not outcome.failure or not outcome.may_retry or call.num_tries == max_tries:
                 return outcome
-            if self._time.now() + outcome.pause_s >= call.gives_up_at_s:
+            if self._time.now() + outcome.pause_s >= gives_up_at_s:
                 return outcome
             await self._time.sleep(self._policy.backoff_s(call.num_tries, self._rng))
 
-    async def _try(self, call: _Call) -> _Answer | _Failure:
-        """One request. Failures are values: an exception of aiohttp holds the request's headers, and so the key."""
+    async def _try(self, call: _Call) -> _Outcome:
+        """Send one request. Failures are values: aiohttp's exceptions hold the request's headers, and so the key."""
         try:
             async with asyncio.timeout(self._policy.try_s), self._send(call) as response:
-                status, retry_after, body = (
-                    response.status,
-                    response.headers.get("Retry-After"),
-                    await self._read(response),
-                )
+                body, status = await read_body(response, self._policy.max_body_bytes), response.status
         except TimeoutError:
-            return _Failure(f"no answer within {self._policy.try_s:g} s")
+            return _Outcome(failure=f"no answer within {self._policy.try_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            return _Failure(self._clean(f"{type(error).__name__} {error}"))
+            return _Outcome(failure=self._clean(f"{type(error).__name__} {error}"))
         if body is None:
-            return _Failure(f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
+            return _Outcome(failure=f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
         if status == 200:
-            return self._parsed(call, body)
+            try:
+                return _Outcome(call.parse(json.loads(body)))
+            except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
+                return _Outcome(failure=self._clean(f"unusable answer: {error}"))
         if status in (401, 403):
             self._fatal = f"{self._refused} (HTTP {status})"
             raise UserError(self._fatal)
-        pause_s = self._policy.retry_after_s(retry_after, time.time()) if status in (429, 503) else None
+        retry_after = response.headers.get("Retry-After") if status in (429, 503) else None
+        pause_s = self._policy.retry_after_s(retry_after, time.time())
         if status == 429 or pause_s is not None:
             self._throttle.slow_down(pause_s or 0.0)
         reason = self._clean(f"HTTP {status} {body[:MAX_REASON_CHARS].decode(errors='replace')}")
-        return _Failure(reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
+        return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
 
     def _send(self, call: _Call):
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._policy.max_concurrent),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),  # ours are around it
-            )
+        session = self._open_session(limit=self._policy.max_concurrent)
         # A redirect would carry the key to wherever it points.
-        return self._session.post(
-            self._url, data=call.body, headers=self._headers, allow_redirects=False, proxy=self._proxy
-        )
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes | None:
-        """The body; None as soon as it is longer than allowed, whatever its headers promised."""
-        body = bytearray()
-        async for chunk in response.content.iter_chunked(65536):
-            body += chunk
-            if len(body) > self._policy.max_body_bytes:
-                return None
-        return bytes(body)
-
-    def _parsed(self, call: _Call, body: bytes) -> _Answer | _Failure:
-        try:
-            return _Answer(call.parse(json.loads(body)))
-        except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
-            return _Failure(self._clean(f"unusable answer: {error}"))
+        options = {"headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
+        return session.post(self._url, data=call.body, **options)
 
     def _clean(self, reason: str) -> str:
-        """One short line without the key, which a service may quote."""
-        if self._key:
-            reason = reason.replace(self._key, "***")
-        return " ".join(reason.split())[:MAX_REASON_CHARS]
+        """Return one short line without the key, which a service may quote."""
+        hidden = reason.replace(self._key, "***") if self._key else reason
+        return " ".join(hidden.split())[:MAX_REASON_CHARS]
+
+
+async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
+    """Return the body; None as soon as it is longer than `max_bytes`, whatever its headers promised."""
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(65536):
+        body += chunk
+        if len(body) > max_bytes:
+            return None
+    return bytes(body)
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that the environment (https_proxy, no_proxy, ...) wants for a URL."""
+    """Return the proxy that the environment (https_proxy, no_proxy, ...) names for a URL; None for none."""
     parts = urllib.parse.urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
-        return None
-    return urllib.request.getproxies().get(parts.scheme)
+    return None if urllib.request.proxy_bypass(parts.netloc) else urllib.request.getproxies().get(parts.scheme)
+
+
+def split_url(url: str) -> urllib.parse.SplitResult | None:
+    """Return the parts of an http or https address; None for anything else."""
+    with contextlib.suppress(ValueError):  # a port that is none, a bracket without its other
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    return None
 
 
 def check_url(url: str, setting: str = "tools.search.url") -> None:
-    """Raises UserError where no request can go there, or where it holds a password: it would be saved with the run."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, a bracket without its other
-        usable = False
-    if not usable:
+    """Raises UserError for an address that no request can go to, or that holds a password."""
+    parts = split_url(url)
+    if parts is None:
         raise UserError(f"{setting}: {url!r} is not an address like http://host:8000/retrieve")
     if parts.username or parts.password:
         raise UserError(f"{setting} must not hold a user or password: it is saved with the run")
 
 
 def read_key(variable: str) -> str:
-    """The key in an environment variable; empty where it is not set. Raises UserError, without quoting the key."""
+    """Return the key in an environment variable; empty where unset. Raises UserError, without quoting a bad key."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")
@@ -243,13 +235,13 @@ def read_key(variable: str) -> str:
 
 
 def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:
-    """What is posted to an OpenAI-compatible chat endpoint: one message of the user."""
+    """Return the request of an OpenAI-compatible chat endpoint that holds one message of the user."""
     messages = [{"role": "user", "content": prompt}]
     return {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
 
 
 def chat_content(tree: Any) -> str:
-    """The text of a chat endpoint's answer, which may be empty; ValueError where there is none."""
+    """Return the text of a chat endpoint's answer, which may be empty. Raises ValueError where there is none."""
     try:
         content = tree["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,6 +1,8 @@
-"""When to send a request, when to repeat it, and when to leave a service alone. No network here.
+"""Decides when to send a request, when to repeat it, and when to leave a service alone.
 
-Time and chance are arguments, so that a test of a minute's back-off takes a millisecond.
+A rate limit is a token bucket, in this process or in a Redis server that several processes share. It is kept as one
+number, the time at which the bucket will be full again (GCRA): a caller takes its token at once, and sleeps until the
+token is there. So callers are served in order, and nobody polls.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-from arpo.tools.http.rate_limit import RateLimit
+from arpo.errors import UserError
+from arpo.tools.cache.redis_client import PREFIX, connect, describe
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Time:
-    """The clock of waits. Tests bring one whose sleep costs nothing."""
+    """The clock that waits go by. Tests bring one whose sleep takes no time."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -30,31 +33,32 @@ class Time:
 
 @dataclass(frozen=True)
 class HttpPolicy:
-    """What a service may cost."""
+    """Limits on how long one service is waited for, and how often it is asked."""
 
     deadline_s: float = 30.0
     """Longest time of one call: waiting for its turn, all tries and the pauses between them."""
     max_concurrent: int = 32
-    """Requests on their way at the same time, of this process."""
+    """Most requests of this process that are under way at the same time."""
     max_tries: int = 4
+    """Most requests that one call sends."""
     backoff_base_s: float = 0.5
     backoff_cap_s: float = 20.0
     retry_after_cap_s: float = 60.0
-    """A service that asks for more patience than this gets this much."""
+    """Longest pause that a service can ask for with Retry-After."""
     max_body_bytes: int = 5_000_000
-    """Of an answer, decompressed."""
+    """Largest accepted answer, decompressed."""
 
     @property
     def try_s(self) -> float:
-        """Longest time of one try: half of the deadline, so that a service that hangs once gets a second chance."""
+        """Longest time of one try: half of the deadline, so that a service that hangs once gets a second try."""
         return self.deadline_s / 2
 
     def backoff_s(self, num_tries: int, rng: random.Random) -> float:
-        """Pause after `num_tries` tries: full jitter, so that the calls that failed together do not return together."""
+        """Return a random pause after `num_tries` tries, so that calls that failed together do not return together."""
         return rng.uniform(0.0, min(self.backoff_cap_s, self.backoff_base_s * 2 ** (num_tries - 1)))
 
     def retry_after_s(self, header: str | None, wall_clock_s: float) -> float | None:
-        """Seconds that a Retry-After header asks for, capped; None where there is none that makes sense.
+        """Return the seconds that a Retry-After header asks for, capped; None where it is missing or makes no sense.
 
         >>> HttpPolicy().retry_after_s("7", 0.0), HttpPolicy().retry_after_s("Thu, 01 Jan 1970 00:00:09 GMT", 5.0)
         (7.0, 4.0)
@@ -71,31 +75,103 @@ class HttpPolicy:
         return None if math.isnan(seconds) else min(max(seconds, 0.0), self.retry_after_cap_s)
 
 
-class Throttle:
-    """When the next request may go: a rate limit, and what the service itself has asked for.
+# The server's clock, so that nodes need not agree on the time. The key goes when the bucket is full: a full bucket and
+# no bucket are the same.
+_TAKE = """
+local parts = redis.call('TIME')
+local now = tonumber(parts[1]) + tonumber(parts[2]) / 1e6
+local interval, burst = 1 / tonumber(ARGV[1]), tonumber(ARGV[2])
+local full_at = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), now) + interval
+redis.call('SET', KEYS[1], string.format('%.6f', full_at), 'PX', math.ceil((full_at - now) * 1000) + 1000)
+return tostring(math.max(0, full_at - now - burst * interval))
+"""
 
-    A service that says "too many" gets the pause that it wants, and then half of the rate (at least an eighth), which
-    recovers within a minute: a request takes two tokens, or up to eight, so that a shared limit slows down as well.
+
+class LocalRateLimit:
+    """A token bucket in this process: `burst` calls at once, then `calls_per_s`. For one event loop."""
+
+    def __init__(self, calls_per_s: float, burst: int = 1):
+        """Raises UserError for numbers with which no call could be made."""
+        if not (calls_per_s > 0 and math.isfinite(calls_per_s)):
+            raise UserError(f"the rate limit must be above 0 calls per second, not {calls_per_s:g}")
+        if burst < 1:
+            raise UserError(f"the burst of a rate limit must be at least 1 call, not {burst}")
+        self.calls_per_s, self.burst = calls_per_s, burst
+        self._full_at = 0.0  # time.monotonic
+
+    def take(self) -> float:
+        """Take a token; return the seconds until it is there (0 for one that is there already)."""
+        now, interval = time.monotonic(), 1 / self.calls_per_s
+        self._full_at = max(self._full_at, now) + interval
+        return max(0.0, self._full_at - now - self.burst * interval)
+
+    async def acquire(self) -> None:
+        """Return when the next call may start.
+
+        A caller that is cancelled while it waits has used up its token; so let only one of many wait at a time.
+        """
+        await asyncio.sleep(self.take())
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class RedisRateLimit(LocalRateLimit):
+    """A token bucket in a Redis server, shared by all processes that use the same `name` there."""
+
+    def __init__(self, url: str, name: str, calls_per_s: float, burst: int = 1, *, setting: str = "tools"):
+        """Raises UserError where the server cannot be reached; `setting` is the config field that it names."""
+        super().__init__(calls_per_s, burst)
+        self.name, self.url = name, url
+        self._client = connect(url, setting)
+        self._script = self._client.register_script(_TAKE)
+        self._is_lost = False
+
+    def take(self) -> float:
+        """Take a token; return the seconds until it is there. Raises redis.RedisError."""
+        return float(self._script(keys=[f"{PREFIX}rate:{self.name}"], args=[repr(self.calls_per_s), self.burst]))
+
+    async def acquire(self) -> None:
+        """Return when the next call may start. A process that loses the server warns once, and limits itself alone."""
+        import redis
+
+        if not self._is_lost:
+            try:
+                return await asyncio.sleep(await asyncio.to_thread(self.take))
+            except redis.RedisError as error:
+                logger.warning("%s: rate limit lost (%s); this process limits itself alone", describe(self.url), error)
+                self._is_lost = True
+        await asyncio.sleep(super().take())
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Throttle:
+    """Decides when the next request may go, by a rate limit and by what the service itself has asked for.
+
+    A service that says "too many requests" gets the pause that it wants, and after it half of the rate (an eighth at
+    least), which recovers within a minute. At half of the rate a request takes two tokens, at an eighth eight, so that
+    a limit shared with other processes slows down as well.
     """
 
-    LOWEST_SHARE = 0.125
-    RECOVERY_S = 60.0
+    LOWEST_SHARE, RECOVERY_S = 0.125, 60.0
 
-    def __init__(self, limit: RateLimit | None, time_source: Time):
+    def __init__(self, limit: LocalRateLimit | None, time_source: Time):
         self._limit, self._time = limit, time_source
-        # One caller at a time waits for a token. So they come in order, and those who reach their deadline in the queue
-        # have taken none: else a burst would use up the tokens of all calls after it.
+        # One caller at a time waits for a token, so that those who reach their deadline in the queue have taken none:
+        # else a burst would use up the tokens of all calls after it.
         self._turn = asyncio.Lock()
         self._paused_until_s = -math.inf
         self._share, self._slowed_at_s = 1.0, -math.inf
 
     def share(self) -> float:
-        """The current rate as a share of the limit."""
+        """Return the current rate as a share of the limit."""
         waited_s = max(0.0, self._time.now() - self._slowed_at_s)
         return min(1.0, self._share + waited_s / self.RECOVERY_S)
 
     async def acquire(self) -> None:
-        """Returns when one request may be sent."""
+        """Return when one request may be sent."""
         async with self._turn:
             if self._limit is not None:
                 for _ in range(round(1 / self.share())):
@@ -104,7 +180,7 @@ class Throttle:
                 await self._time.sleep(wait_s)
 
     def slow_down(self, pause_s: float) -> None:
-        """The service had too much: no request for `pause_s`, fewer after that."""
+        """Send no request for `pause_s`, and fewer after that: the service said that there are too many."""
         now_s = self._time.now()
         if now_s >= self._paused_until_s:  # once per pause: thirty answers "too many" at once are one message
             self._share, self._slowed_at_s = max(self.LOWEST_SHARE, self.share() / 2), now_s + pause_s
@@ -112,42 +188,34 @@ class Throttle:
 
 
 class BreakerOpen(ConnectionError):
-    """The service has failed too often; it is left alone for now, and this call was not sent."""
+    """The service has failed too often and is left alone for now; this call was not sent."""
 
 
 class CircuitBreaker:
-    """Open after many failures; then one call at a time tries whether the service is back.
+    """Stops all calls (it is open) after many failures; then one call at a time tries whether the service is back.
 
-    closed -> open: at least `min_calls` calls in `window_s`, more than half of them failed
-    open -> half-open: after `first_pause_s`; one call is let through
-    half-open -> closed: it succeeded; -> open: it failed, and the pause doubles, up to `longest_pause_s`
+    closed -> open: at least MIN_CALLS calls in WINDOW_S, more than half of them failed
+    open -> half-open: after FIRST_PAUSE_S; one call, the probe, is let through
+    half-open -> closed: the probe succeeded; -> open: it failed, and the pause doubles, up to LONGEST_PAUSE_S
     """
 
-    def __init__(
-        self,
-        name: str,
-        time_source: Time,
-        *,
-        min_calls: int = 20,
-        window_s: float = 30.0,
-        first_pause_s: float = 15.0,
-        longest_pause_s: float = 300.0,
-    ):
+    MIN_CALLS, WINDOW_S = 20, 30.0
+    FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 300.0
+
+    def __init__(self, name: str, time_source: Time):
         self._name, self._time = name, time_source
-        self._min_calls, self._window_s = min_calls, window_s
-        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._calls: deque[tuple[float, bool]] = deque()  # (when, did it succeed), oldest first
-        self._pause_s = first_pause_s
+        self._pause_s = self.FIRST_PAUSE_S
         self._open_until_s: float | None = None
         self._is_probed = False
 
     @property
     def is_open(self) -> bool:
-        """Half-open counts as open: only the probe may pass."""
+        """True while no call but a probe may pass."""
         return self._open_until_s is not None
 
     def admit(self) -> bool:
-        """Let a call begin; True where it is the probe of a half-open breaker. Raises BreakerOpen."""
+        """Let a call begin; return True where it is the probe. Raises BreakerOpen."""
         if not self.is_open:
             return False
         if self._is_probed or self._time.now() < self._open_until_s:
@@ -156,35 +224,32 @@ class CircuitBreaker:
         return True
 
     def refuse(self) -> None:
+        """Raises BreakerOpen."""
         raise BreakerOpen(f"{self._name}: left alone after many failures")
 
     def record(self, succeeded: bool, *, is_probe: bool) -> None:
-        """A call has ended. Calls that began before the breaker opened say nothing new about the service."""
-        if is_probe:
-            self._after_probe(succeeded)
+        """Count a call that has ended; not one that began before the breaker opened, which says nothing new."""
+        self.forget(is_probe=is_probe)
+        if is_probe and succeeded:
+            self._calls.clear()
+            self._pause_s, self._open_until_s = self.FIRST_PAUSE_S, None
+            logger.warning("%s: is back", self._name)
+        elif is_probe:
+            self._pause_s = min(2 * self._pause_s, self.LONGEST_PAUSE_S)
+            self._open("still down")
         elif not self.is_open:
             now_s = self._time.now()
             self._calls.append((now_s, succeeded))
-            while self._calls[0][0] < now_s - self._window_s:
+            while self._calls[0][0] < now_s - self.WINDOW_S:
                 self._calls.popleft()
             num_failed = sum(not ok for _, ok in self._calls)
-            if len(self._calls) >= self._min_calls and num_failed > len(self._calls) / 2:
+            if len(self._calls) >= self.MIN_CALLS and num_failed > len(self._calls) / 2:
                 self._open(f"{num_failed} of {len(self._calls)} calls failed")
 
     def forget(self, *, is_probe: bool) -> None:
-        """A call ended through no doing of the service (it was cancelled, or never sent)."""
+        """Do not count a call that ended through no doing of the service (it was cancelled, or never sent)."""
         if is_probe:
             self._is_probed = False
-
-    def _after_probe(self, succeeded: bool) -> None:
-        self._is_probed = False
-        if succeeded:
-            self._calls.clear()
-            self._pause_s, self._open_until_s = self._first_pause_s, None
-            logger.warning("%s: is back", self._name)
-        else:
-            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
-            self._open("still down")
 
     def _open(self, reason: str) -> None:
         self._calls.clear()

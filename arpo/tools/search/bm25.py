@@ -1,7 +1,8 @@
 """BM25 over a jsonl corpus with tantivy: text and index in one folder, which is built once and then only read.
 
-tantivy skips blocks of passages that cannot be among the best, so a query takes milliseconds among a million passages
-(`benchmarks/search_local.py`). It rounds the length of passages of more than 40 words.
+tantivy skips blocks of passages that cannot be among the best, so a query takes milliseconds in a million passages
+(`benchmarks/search_local.py`). It rounds the length of passages of more than 40 words. Stop words are left out of
+queries: half of the corpus has them, so they rank nothing and cost most.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import time
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tantivy
@@ -23,63 +24,55 @@ from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
 
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable, lock_of
-from arpo.tools.search.corpus import ranking_terms, read_corpus
 
 logger = logging.getLogger(__name__)
 
+MAX_TERMS = 32
+"""Number of a query's terms that count; the others are ignored."""
+_STOP_WORDS = """
+    a about am an and are as at be been being but by can could did do does for from had has have he her him his how i if
+    in into is it its me my no nor not of on or our she should so such than that the their them then there these they
+    this those to was we were what when where which who whom whose why will with would you your
+"""
+STOP_WORDS = frozenset(_STOP_WORDS.split())
 FORMAT = 2
-"""Counted up when what follows changes; an index of another format, or of another tantivy, is built anew."""
+"""Version of the index, raised when the code below changes; one of another version or tantivy is built anew."""
 BUILD_MEMORY_BYTES = 1_000_000_000
-"""Memory of the builder, at most: a larger one makes fewer segments, which are searched one after the other."""
+"""Most memory of the builder: a larger one makes fewer segments, which are searched one after the other."""
 ABOUT = "arpo.json"
-"""File in the index's folder: what it was built from, and the checksum of its parts. Written last."""
-PANIC = "PanicException"
-"""What Rust raises where it would crash, on a file that has changed under it; no Exception, nor can it be imported."""
+"""File in the index's folder that says what the index was built from, with a checksum of its parts. Written last."""
 ANALYZER = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.ascii_fold()).filter(Filter.lowercase()).build()
-"""Letters and digits are words, without their accents; passages and queries go through it, in NFC."""
+"""Splits passages and queries, in NFC, into words of letters and digits without accents, in lower case."""
+SCHEMA = (
+    tantivy.SchemaBuilder()
+    .add_text_field("words", tokenizer_name="words", index_option="freq")
+    .add_bytes_field("shown", stored=True)  # not text: text fields are indexed
+    .add_integer_field("row", fast=True)
+    .build()
+)
 
 Stamp = tuple[int, int]
 """Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
-Opened = tuple[tantivy.Searcher, str]
-"""A searcher, which keeps its index even if another run replaces it, and the hash of the corpus."""
 
 
 class DamagedIndex(OSError):
-    """An index that says it is the wanted one, but is not as it was built. A checksum finds it: tantivy does not notice
-    every flipped bit, and wrong passages look like right ones."""
-
-
-def _schema() -> tantivy.Schema:
-    builder = tantivy.SchemaBuilder()
-    builder.add_text_field("words", tokenizer_name="words", index_option="freq")
-    builder.add_bytes_field("shown", stored=True)  # not text: text fields are indexed
-    builder.add_integer_field("row", fast=True)
-    return builder.build()
-
-
-SCHEMA = _schema()
+    """The index is not as it was built, says its checksum: tantivy itself does not notice every flipped bit."""
 
 
 class Bm25Index:
     """The index of one corpus. Any number of threads may search at the same time."""
 
     def __init__(self, corpus: str | Path):
-        """Opens the index of the corpus as it is now; builds it if there is none, or a damaged one.
-
-        Raises UserError for a corpus that cannot be read or indexed, see `read_corpus`.
-        """
-        self.corpus = Path(corpus)
+        """Opens the index of the corpus as it is now, or builds it. Raises UserError for an unusable corpus."""
         try:
-            self.path, (searcher, self.corpus_sha256) = _ready_index(self.corpus)
+            self.path, (searcher, self.corpus_sha256) = _ready_index(Path(corpus))
         except OSError as error:
-            raise UserError(
-                f"{corpus}: cannot read or index the corpus ({error.strerror or error}); "
-                "set tools.search.corpus to a jsonl file"
-            ) from None
+            problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
+            raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
         self._searcher: tantivy.Searcher | None = searcher
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
-        """The `top_k` best passages, best first; equally good ones in the order of the corpus. [] = nothing matches.
+        """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
 
         Raises TimeoutError after `deadline_s`, which is looked at between passes over the index, not within one (they
         take milliseconds), and OSError where the index has been damaged since it was opened.
@@ -91,15 +84,16 @@ class Bm25Index:
         each = [Query.term_query(SCHEMA, "words", term, index_option="freq") for term in terms]
         expression = Query.boolean_query([(Occur.Should, one) for one in each])
         try:
-            best = sorted(self._hits(expression, top_k, ends), key=lambda hit: (-hit[0], hit[1]))[:top_k]
-            return [self._searcher.doc(address).get_first("shown").decode() for _, _, address in best]
+            best = self._best(expression, top_k, ends)
+            return [self._searcher.doc(address).get_first("shown").decode() for address in best]
         except BaseException as error:
-            if not (isinstance(error, ValueError) or type(error).__name__ == PANIC):
+            # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
+            if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
             raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
 
-    def _hits(self, expression: Query, top_k: int, ends: float) -> list[tuple[float, int, tantivy.DocAddress]]:
-        """(score, row, address) of the `top_k` best and of all that are as good as the last of them."""
+    def _best(self, expression: Query, top_k: int, ends: float) -> list[tantivy.DocAddress]:
+        """Return the `top_k` best by score, then row; for that it looks at all that are as good as the last of them."""
         limit = 2 * top_k + 16
         while True:
             if time.monotonic() > ends:
@@ -109,20 +103,20 @@ class Bm25Index:
             if len(hits) < limit or limit == self._searcher.num_docs or hits[-1][0] < hits[top_k - 1][0]:
                 break
             limit *= 8
-        addresses = [address for _, address in hits]
-        rows = self._searcher.fast_field_values("row", addresses)
-        return [(score, row, address) for (score, address), row in zip(hits, rows, strict=True)]
+        rows = self._searcher.fast_field_values("row", [address for _, address in hits])
+        best = sorted(zip(hits, rows, strict=True), key=lambda found: (-found[0][0], found[1]))[:top_k]
+        return [address for (_, address), _ in best]
 
     def close(self) -> None:
-        """No search may be running. Safe to call twice."""
+        """Let go of the index. No search may be running. Safe to call twice."""
         self._searcher = None
 
 
 # ---- the folder beside the corpus
 
 
-def _ready_index(corpus: Path) -> tuple[Path, Opened]:
-    """The folder of the index, opened; of several ranks that come at once one builds it. Raises OSError."""
+def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
+    """Return the folder of the index, and the index opened; one of several ranks builds it. Raises OSError."""
     stat = corpus.stat()
     stamp = (stat.st_size, stat.st_mtime_ns)
     paths = derived_paths(corpus, ".tantivy")
@@ -148,8 +142,9 @@ def _ready_index(corpus: Path) -> tuple[Path, Opened]:
     return path, opened
 
 
-def _open(folder: Path, stamp: Stamp) -> Opened | None:
-    """None where the folder holds no index with that stamp. Raises DamagedIndex."""
+def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
+    """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
+    the folder holds no index with that stamp. Raises DamagedIndex."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         corpus_sha256 = about["corpus_sha256"]
@@ -166,52 +161,97 @@ def _open(folder: Path, stamp: Stamp) -> Opened | None:
 
 
 def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
-    """What the file ABOUT says of an intact index. Raises OSError."""
+    """Return what the file ABOUT says of an intact index. Raises OSError."""
     crc = zlib.crc32(corpus_sha256.encode())
-    for part in _parts(folder):
+    for part in sorted(folder.iterdir()):
+        if part.name == ABOUT or part.name.startswith("."):  # ours, locks, and what only a writer reads
+            continue
         with part.open("rb") as file:
             while block := file.read(1 << 20):
                 crc = zlib.crc32(block, crc)
     return {"built_from": [FORMAT, tantivy.__version__, *stamp], "corpus_sha256": corpus_sha256, "crc32": crc}
 
 
-def _parts(folder: Path) -> Iterator[Path]:
-    """The files that tantivy reads, which are neither ours nor locks, nor what only a writer reads."""
-    return (part for part in sorted(folder.iterdir()) if part.name != ABOUT and not part.name.startswith("."))
-
-
 def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
-    """Builds the index where no reader looks, then moves it to `path`. Raises OSError."""
+    """Build the index where no reader looks, then move it to `path`. Raises OSError."""
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     replaced = building.with_suffix(".old.tmp")
+    corpus_hash, num_passages = hashlib.sha256(), 0
     try:
         shutil.rmtree(building, ignore_errors=True)  # of a killed build with this number, where there are no locks
-        num_passages = _write(corpus, building, stamp)
+        building.mkdir()
+        index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
+        index.register_tokenizer("words", ANALYZER)
+        with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
+            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
+                words = unicodedata.normalize("NFC", indexed)
+                writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
+        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_hash.hexdigest())))
         for part in building.iterdir():
             with part.open("rb") as file:
                 os.fsync(file.fileno())
         if path.is_dir():  # no folder takes the place of another at once; who comes in between waits at the lock
             path.rename(replaced)
         building.replace(path)  # readers of the index before it keep theirs
+    except ValueError as error:  # what tantivy says when the disk is full
+        raise OSError(f"writing {building}: {error}") from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
     logger.info("%s: %d passages indexed in %.1f s", path, num_passages, time.perf_counter() - started)
 
 
-def _write(corpus: Path, folder: Path, stamp: Stamp) -> int:
-    """Returns the number of passages."""
-    folder.mkdir()
-    corpus_hash, num_passages = hashlib.sha256(), 0
+# ---- the corpus, and the terms of a query
+
+
+def ranking_terms(words: Iterable[str]) -> list[str]:
+    """Return the first MAX_TERMS words of a query that rank passages, each once; stop words if there are no others.
+
+    >>> ranking_terms(["what", "is", "the", "height", "of", "silver", "otter"])
+    ['height', 'silver', 'otter']
+    """
+    unique = list(dict.fromkeys(words))
+    return ([word for word in unique if word not in STOP_WORDS] or unique)[:MAX_TERMS]
+
+
+def read_corpus(path: Path, digest) -> Iterator[tuple[str, str]]:
+    """Yield what is indexed and what the model reads of each row; every byte read goes through `digest` too.
+
+    {"title": T, "text": P} -> (T P, T: P); {"contents": P} -> (P, P); {"key": K, "text": P} -> (K, P)
+    Raises UserError for a row that is not like this (the message names file, line and field), or where there is none.
+    """
+    is_empty = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            if not line.strip():
+                continue
+            is_empty = False
+            yield _indexed_and_shown(line, f"{path}:{number}")
+    if is_empty:
+        raise UserError(f"{path}: the corpus is empty; was the download or the export interrupted?")
+
+
+def _indexed_and_shown(line: bytes, place: str) -> tuple[str, str]:
     try:
-        index = tantivy.Index(SCHEMA, path=str(folder), reuse=False)
-        index.register_tokenizer("words", ANALYZER)
-        with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
-            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
-                words = unicodedata.normalize("NFC", indexed)
-                writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
-    except ValueError as error:  # what tantivy says when the disk is full
-        raise OSError(f"writing {folder}: {error}") from None
-    (folder / ABOUT).write_text(json.dumps(_about(folder, stamp, corpus_hash.hexdigest())))
-    return num_passages
+        row = json.loads(line)
+    except UnicodeDecodeError:
+        raise UserError(f"{place}: not UTF-8 text; save the corpus as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); fix the line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+    body = "text" if "text" in row else "contents"
+    if body not in row:
+        raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
+    for name in (body, "title", "key"):
+        if not isinstance(row.get(name, ""), str):
+            raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
+    if not row[body].strip():
+        raise UserError(f'{place}: "{body}" is empty; leave the row out')
+    # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
+    texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
+    text, title, key = (" ".join(text.split()) for text in texts)
+    shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
+    return key or f"{title} {text}", shown

@@ -1,7 +1,7 @@
 """Fetch a web page that a stranger chose: within limits, and never from inside the own network.
 
-Before a socket is made, its address is checked: every address that a name has, and again the one that is connected to.
-So a name that changes its mind between the two gains nothing, nor does a redirect. Proxies of the environment are not
+Addresses are checked twice: all that a name stands for when it is looked up, and the one of every socket. So a name
+that stands for another address a moment later gains nothing, nor does a redirect. Proxies of the environment are not
 used, since they would look the name up themselves.
 """
 
@@ -13,20 +13,15 @@ import ipaddress
 import socket
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import aiohttp
 from aiohttp.resolver import ThreadedResolver
+
+from arpo.tools.http.client import OwnsSession, read_body, split_url
 
 MAX_REDIRECTS = 3
 MAX_PAGE_BYTES = 5_000_000
-"""Of a page, decompressed."""
-KINDS = {
-    "text/html": "html",
-    "application/xhtml+xml": "html",
-    "application/pdf": "pdf",
-    "text/plain": "plain",
-}
+"""Largest accepted page, decompressed."""
+KINDS = {"text/html": "html", "application/xhtml+xml": "html", "application/pdf": "pdf", "text/plain": "plain"}
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; arpo-torch)", "Accept": ", ".join(KINDS)}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -34,18 +29,11 @@ _CLOUD_SERVICES = ("168.63.129.16", "192.0.0.192")  # metadata of Azure and Orac
 
 
 class PageRefused(OSError):
-    """Not a page that may or can be read; the message says why."""
-
-
-@dataclass(frozen=True)
-class Page:
-    body: bytes
-    kind: str
-    """html, pdf or plain."""
+    """The page may not or cannot be read; the message says why."""
 
 
 def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, multicast, reserved and metadata addresses, however they are wrapped.
+    """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, wrapped ones too.
 
     >>> is_public("93.184.215.14"), is_public("169.254.169.254"), is_public("::ffff:127.0.0.1")
     (True, False, False)
@@ -62,19 +50,6 @@ def is_public(address: str) -> bool:
     return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved or str(ip) in _CLOUD_SERVICES)
 
 
-def check_page_url(url: str) -> None:
-    """Raises PageRefused for what is not http or https, has no host, or holds a user or password."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, a bracket without its other
-        usable = False
-    if not usable:
-        raise PageRefused("not an http or https address")
-    if parts.username is not None or parts.password is not None:
-        raise PageRefused("an address with a user or password")
-
-
 class _CheckedResolver(ThreadedResolver):
     def __init__(self, check: Callable[[str], None]):
         super().__init__()
@@ -87,26 +62,26 @@ class _CheckedResolver(ThreadedResolver):
         return found
 
 
-class PageFetcher:
-    """For one event loop; at most `max_concurrent` fetches at a time."""
+class PageFetcher(OwnsSession):
+    """Fetches at most `max_concurrent` pages at a time, on one event loop."""
 
     def __init__(self, *, max_concurrent: int, may_connect: Callable[[str], bool] = is_public):
         """`may_connect` says of an IP address whether a page may come from there."""
         self._may_connect = may_connect
         self._slots = asyncio.Semaphore(max_concurrent)
-        self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, url: str, *, deadline_s: float) -> Page:
-        """The page, after at most MAX_REDIRECTS redirects; `deadline_s` begins when its turn has come.
+    async def fetch(self, url: str, *, deadline_s: float) -> tuple[bytes, str]:
+        """Return a page and its kind (html, pdf or plain), after at most MAX_REDIRECTS redirects.
 
-        Raises PageRefused, TimeoutError, or what the connection raised (aiohttp.ClientError, OSError).
+        `deadline_s` begins when the fetch gets its turn. Raises PageRefused, TimeoutError, or what the connection
+        raised (aiohttp.ClientError, OSError).
         """
         async with self._slots:
             try:
                 async with asyncio.timeout(deadline_s):
                     for _ in range(MAX_REDIRECTS + 1):
                         answer = await self._get(url)
-                        if isinstance(answer, Page):
+                        if not isinstance(answer, str):
                             return answer
                         url = urllib.parse.urljoin(url, answer)
                     raise PageRefused(f"more than {MAX_REDIRECTS} redirects")
@@ -115,16 +90,20 @@ class PageFetcher:
             except ValueError as error:  # of addresses that aiohttp or the resolver cannot encode
                 raise PageRefused(f"unusable address: {type(error).__name__}") from None
 
-    async def aclose(self) -> None:
-        """Safe to call twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    async def _get(self, url: str) -> Page | str:
-        """The page, or the address that it redirects to."""
-        check_page_url(url)
-        async with self._open_session().get(url, allow_redirects=False) as response:
+    async def _get(self, url: str) -> tuple[bytes, str] | str:
+        """Return a page and its kind, or the address that it redirects to."""
+        parts = split_url(url)
+        if parts is None:
+            raise PageRefused("not an http or https address")
+        if parts.username is not None or parts.password is not None:
+            raise PageRefused("an address with a user or password")
+        session = self._open_session(
+            resolver=_CheckedResolver(self._check),
+            socket_factory=self._checked_socket,
+            use_dns_cache=False,
+            force_close=True,  # pages are from everywhere
+        )
+        async with session.get(url, headers=_HEADERS, allow_redirects=False) as response:
             if response.status in _REDIRECTS and "Location" in response.headers:
                 return response.headers["Location"]
             if response.status != 200:
@@ -132,31 +111,13 @@ class PageFetcher:
             kind = KINDS.get(response.content_type)
             if kind is None:
                 raise PageRefused(f"not a page but {response.content_type[:40]}")
-            body = bytearray()
-            async for chunk in response.content.iter_chunked(65536):
-                body += chunk
-                if len(body) > MAX_PAGE_BYTES:
-                    raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
-            return Page(bytes(body), kind)
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                resolver=_CheckedResolver(self._check),
-                socket_factory=self._checked_socket,
-                use_dns_cache=False,
-                force_close=True,  # pages are from everywhere
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                headers=_HEADERS,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),  # ours is around it
-            )
-        return self._session
+            body = await read_body(response, MAX_PAGE_BYTES)
+            if body is None:
+                raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
+            return body, kind
 
     def _checked_socket(self, addr_info: tuple) -> socket.socket:
-        """The last gate: whatever is connected to passes here, also an address that needed no resolving."""
+        """Make a socket if its address may be connected to; addresses that need no look-up are checked here only."""
         family, kind, protocol, _, address = addr_info
         self._check(address[0])
         return socket.socket(family, kind, protocol)

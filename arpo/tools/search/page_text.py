@@ -3,7 +3,7 @@
 Pages are hostile: some are made to hang a parser or to fill the memory. So this file is also a program that extracts
 text in a process of its own, with limits on time and memory and without the environment's keys:
 
-    trainer:  kind byte, number of bytes (8, big-endian), the page      worker:  number of bytes (8), the text in UTF-8
+    trainer:  kind (5 bytes), number of bytes (8, big-endian), the page   worker:  number of bytes (8), the UTF-8 text
 
 It imports nothing of arpo, since the worker is started by its path.
 """
@@ -23,22 +23,19 @@ from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
-EXTRACT_S = 10.0
-"""Longest time of one extraction."""
 START_S = 30.0
-"""Longest start of the worker, on a machine that is busy."""
+"""Longest start of the worker, on a busy machine."""
 MAX_WORKER_BYTES = 2 << 30
-"""Address space of the worker."""
+"""Largest address space of the worker."""
 MAX_TEXT_CHARS = 50_000
-"""Text of a page that is kept; what comes later is not looked at."""
-_REQUEST, _ANSWER = struct.Struct(">cQ"), struct.Struct(">Q")
-_KINDS = {"html": b"h", "pdf": b"p", "plain": b"t"}
+"""Longest text of a page; the rest of it is not looked at."""
+_REQUEST, _ANSWER = struct.Struct(">5sQ"), struct.Struct(">Q")
 _PARSERS = {"html": "trafilatura", "pdf": "pypdf"}
 _TOKEN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|\w+")  # a word; in Chinese and the like a character
 
 
 def best_passage(text: str, needle: str, max_chars: int) -> str:
-    """At most `max_chars` characters around the place that holds most different words of `needle`, closest together.
+    """Return at most `max_chars` characters around the place with most different words of `needle`, closest together.
 
     >>> best_passage("Foxes run. Otters swim in rivers. Owls fly by night.", "do otters swim?", 28)
     '… run. Otters swim in …'
@@ -63,7 +60,7 @@ def best_passage(text: str, needle: str, max_chars: int) -> str:
 
 
 def _cut(text: str, start: int, stop: int) -> str:
-    """Without the halves of words at its ends, where these are short; an ellipsis says that there is more."""
+    """Return text[start:stop] without short halves of words at its ends; an ellipsis says that there is more."""
     part = text[start:stop]
     if start > 0 and (broken := re.match(r"\S{0,40}\s+", part)):
         part = part[broken.end() :]
@@ -77,30 +74,30 @@ class ExtractionError(OSError):
 
 
 class Extractor:
-    """One worker process, begun by the first page; one that a page has broken is replaced. For one event loop."""
+    """A worker process, which the first page starts; one that a page has broken is replaced. For one event loop."""
 
-    def __init__(self, *, limit_s: float = EXTRACT_S):
+    def __init__(self, *, limit_s: float = 10.0):
+        """`limit_s` is the longest time of one extraction."""
         self._limit_s = limit_s
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
 
     async def text(self, page: bytes, kind: str) -> str:
-        """The main text of a page of a kind of `_KINDS`. Raises ExtractionError."""
+        """Return the main text of a page of a `kind` (html, pdf or plain). Raises ExtractionError."""
         async with self._turn:
             try:
                 async with asyncio.timeout(START_S + self._limit_s):  # the worker's own limit comes first, if it obeys
-                    text = await self._ask(page, _KINDS[kind])
-            except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-                await self._kill()
+                    text = await self._ask(page, kind)
+            except BaseException as error:  # also if cancelled: what comes out of the pipe then belongs to nobody
+                await self.aclose()
+                if not isinstance(error, asyncio.IncompleteReadError | ConnectionError | TimeoutError):
+                    raise
                 raise ExtractionError(f"no text within {self._limit_s:g} s and the memory limit") from None
-            except BaseException:  # cancelled in the middle: what comes out of the pipe belongs to nobody
-                await self._kill()
-                raise
         if not text.strip():
             raise ExtractionError("no text in it")
         return text
 
-    async def _ask(self, page: bytes, kind: bytes) -> str:
+    async def _ask(self, page: bytes, kind: str) -> str:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", str(Path(__file__).resolve()), str(self._limit_s)),
@@ -109,14 +106,15 @@ class Extractor:
                 stderr=asyncio.subprocess.DEVNULL,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             )
-        self._process.stdin.write(_REQUEST.pack(kind, len(page)) + page)
+        self._process.stdin.write(_REQUEST.pack(kind.encode(), len(page)) + page)
         await self._process.stdin.drain()
         [num_bytes] = _ANSWER.unpack(await self._process.stdout.readexactly(_ANSWER.size))
         if num_bytes > 4 * MAX_TEXT_CHARS:  # a worker that a page has taken over may say anything
             raise ConnectionError("an answer that no worker gives")
         return (await self._process.stdout.readexactly(num_bytes)).decode(errors="replace")
 
-    async def _kill(self) -> None:
+    async def aclose(self) -> None:
+        """End the worker. Safe to call twice."""
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -124,50 +122,40 @@ class Extractor:
             process.stdin.close()
             await process.wait()
 
-    async def aclose(self) -> None:
-        """No call may be running. Safe to call twice."""
-        await self._kill()
-
 
 # ---- the worker
 
 
 def extract(page: bytes, kind: str) -> str:
-    """The main text of a page, at most MAX_TEXT_CHARS; empty where there is none."""
-    if kind == "pdf":
-        text = _pdf_text(page)
-    elif kind == "html":
+    """Return the main text of a page, at most MAX_TEXT_CHARS; empty where there is none."""
+    if kind == "html":
         import trafilatura
 
         text = trafilatura.extract(page, include_comments=False) or ""
+    elif kind == "pdf":
+        import pypdf
+
+        text = ""
+        for sheet in pypdf.PdfReader(io.BytesIO(page)).pages:
+            text += sheet.extract_text() + "\n"
+            if len(text) > MAX_TEXT_CHARS:
+                break
     else:
         text = page[: 4 * MAX_TEXT_CHARS].decode(errors="replace")
     return text[:MAX_TEXT_CHARS]
 
 
-def _pdf_text(page: bytes) -> str:
-    import pypdf
-
-    texts: list[str] = []
-    for sheet in pypdf.PdfReader(io.BytesIO(page)).pages:
-        texts.append(sheet.extract_text())
-        if sum(map(len, texts)) >= MAX_TEXT_CHARS:
-            break
-    return "\n".join(texts)
-
-
 def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
     """Answer until the trainer is gone. A page that takes longer than `limit_s` ends this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_WORKER_BYTES, MAX_WORKER_BYTES))
-    kinds = {letter: kind for kind, letter in _KINDS.items()}
     while len(header := requests.read(_REQUEST.size)) == _REQUEST.size:
-        letter, num_bytes = _REQUEST.unpack(header)
-        page = requests.read(num_bytes)
-        if parser := _PARSERS.get(kinds[letter]):
+        padded, num_bytes = _REQUEST.unpack(header)
+        kind, page = padded.rstrip(b"\0").decode(), requests.read(num_bytes)
+        if parser := _PARSERS.get(kind):
             importlib.import_module(parser)  # takes a second, which is not the page's fault
         signal.setitimer(signal.ITIMER_REAL, limit_s)  # its default action stops C code and endless loops alike
         try:
-            text = extract(page, kinds[letter])
+            text = extract(page, kind)
         except Exception:  # whatever a broken page does to a parser: it has no text
             text = ""
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -30,13 +29,13 @@ NOT_RECORDED = "Error: there is no recorded result for this query. Try other wor
 
 
 class Backend(Protocol):
-    """Answers clean queries. TimeoutError, OSError and sqlite3.Error mean that it is down, whatever the query was."""
+    """Answers clean queries. TimeoutError and OSError mean that it is down, whatever the query was."""
 
     params: dict[str, object]
-    """All that changes an answer besides the query; part of the cache key."""
+    """Everything but the query that changes an answer; part of the cache key."""
 
     async def search(self, query: str) -> str:
-        """The text for the model; NO_RESULTS where nothing matches."""
+        """Return the text for the model; NO_RESULTS where nothing matches."""
         ...
 
     async def aclose(self) -> None: ...
@@ -72,28 +71,22 @@ BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
     "brightdata": HttpBackend,
     "serper": HttpBackend,
 }
-"""By name. `replay` is none of them: it has nothing but the cache."""
+"""Class of each backend, by name. `replay` is none of them: it has nothing but the cache."""
 
 
 def _open_cache(cfg: SearchConfig) -> Cache | None:
-    """None where the config wants no cache. Raises UserError for a replay of nothing."""
+    """Open the cache; None where the config wants none. Raises UserError for a replay of nothing."""
     if cfg.mode == "live" and cfg.backend == "replay":
-        raise UserError(
-            "tools.search.mode live ignores the cache, and backend replay has nothing else; set mode replay"
-        )
+        raise UserError("tools.search.mode live ignores the cache; backend replay has nothing else; set mode replay")
     if cfg.replays and not cfg.cache:
         setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
-        raise UserError(
-            f"tools.search.cache is empty, and {setting} reads it; set it to a .sqlite or released .json cache, "
-            "or set tools.search.backend local and tools.search.corpus FILE.jsonl"
-        )
-    if cfg.mode == "live" or not cfg.cache:
-        return None
-    return open_cache(cfg.cache, read_only=cfg.replays)
+        fix = "a .sqlite or released .json cache, or set tools.search.backend local and tools.search.corpus FILE.jsonl"
+        raise UserError(f"tools.search.cache is empty, and {setting} reads it; set it to {fix}")
+    return open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
 
 
 class SearchTool:
-    """<search>query</search> -> "Page 1: ...". Identical queries that overlap in time are asked once."""
+    """Answers <search>query</search> with "Page 1: ...". Identical queries that overlap in time are asked once."""
 
     tag = "search"
     about = About(
@@ -118,7 +111,7 @@ class SearchTool:
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:
-        """Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on."""
+        """Answer a query. Raises UserError, to end the run, when `replay_strict` misses or a replay's cache breaks."""
         query = clean_query(argument)
         if not query:
             return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
@@ -142,10 +135,9 @@ class SearchTool:
         except TimeoutError:
             message = f"Error: search gave no answer within {self.cfg.deadline_s:g} s."
             return ToolResult(message, ok=False, error_kind="timeout", infra_error=True)
-        except BreakerOpen:  # said once, when it opened
-            return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
-        except (OSError, sqlite3.Error) as error:
-            logger.warning("search failed: %s", error)
+        except OSError as error:
+            if not isinstance(error, BreakerOpen):  # that was said once, when it opened
+                logger.warning("search failed: %s", error)
             return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
         if self.cache:
             await asyncio.to_thread(self.cache.put, self._key(query), self.cfg.backend, query, text)
@@ -158,7 +150,7 @@ class SearchTool:
         return cache_key(self.cfg.backend, self.backend.params, query)
 
     async def aclose(self) -> None:
-        """Waits for calls in flight. Safe to call twice."""
+        """Wait for calls in flight, then close all. Safe to call twice."""
         await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
         if self.backend:
             await self.backend.aclose()

@@ -1,7 +1,7 @@
-"""Search over the network, by one of services.py: its settings checked, its key read, tried before training.
+"""Search over the network: Bing through Bright Data, Google through Serper, or a retriever of your own.
 
-`http/client.py` is responsible for everything that can go wrong on the way. Keys come from the environment and stay in
-this process.
+A service is a `Service`: its address, what is sent, and where the passages are in what comes back. `http/client.py`
+is responsible for everything that can go wrong on the way. Keys come from the environment and stay in this process.
 """
 
 from __future__ import annotations
@@ -9,44 +9,171 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import urllib.parse
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
-from arpo.tools.http.client import HttpClient, check_url, read_key
-from arpo.tools.http.policy import HttpPolicy, Time
-from arpo.tools.http.rate_limit import LocalRateLimit, RateLimit, RedisRateLimit
+from arpo.tools.cache.store import clean_text
+from arpo.tools.http.client import HttpClient, bearer, check_url, read_key
+from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
-from arpo.tools.search.services import SERVICES, Passage, clean_passages
 
-PROBE_QUERY = "weather"
-_MARKET = re.compile(r"[a-z]{2}-[A-Z]{2}")
+
+@dataclass(frozen=True)
+class Passage:
+    """One result of a search."""
+
+    text: str
+    link: str = ""
+    """Address of the page that the text is from; empty where the service names none."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """The particulars of one search service."""
+
+    payload: Callable[[SearchConfig, str], dict[str, Any]]
+    """Returns the JSON that is posted for a query."""
+    passages: Callable[[Any], list[Passage]]
+    """Returns the passages of the decoded answer, best first. Raises ValueError where it answers no search."""
+    params: Callable[[SearchConfig], dict[str, object]]
+    """Returns the settings that change an answer."""
+    url: str = ""
+    """Address of the service; empty = the user must name one."""
+    key_variable: str = ""
+    """Environment variable of the key; empty = the service needs none."""
+    headers: Callable[[str], dict[str, str]] = bearer
+    """Returns the headers that carry the key."""
+
+
+def _market_of(cfg: SearchConfig, query: str) -> list[str]:
+    """Return [language, country], like ["en", "US"]."""
+    market = cfg.market if cfg.market != "auto" else "zh-CN" if re.search(r"[\u4e00-\u9fff]", query) else "en-US"
+    return market.split("-")
+
+
+def _brightdata_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
+    language, country = _market_of(cfg, query)
+    bing = {"q": query, "mkt": f"{language}-{country}", "setLang": language, "brd_json": "1", "cc": country.lower()}
+    return {"zone": cfg.zone, "url": f"https://www.bing.com/search?{urllib.parse.urlencode(bing)}", "format": "raw"}
+
+
+def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
+    language, country = _market_of(cfg, query)
+    language = "zh-cn" if language == "zh" else language
+    return {"q": query, "gl": country.lower(), "hl": language, "num": cfg.num_passages}
+
+
+def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
+    """Return the `organic` results. An answer without any must have the field `empty_mark`, or it is an error page."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("organic", []), list):
+        raise ValueError("no object with a list of organic results")
+    if "organic" not in tree and empty_mark not in tree:
+        raise ValueError(f"neither organic results nor {empty_mark!r}; fields: {', '.join(sorted(tree))}")
+    return [Passage(_text(row, text_field), _link(row, "link")) for row in tree.get("organic", [])]
+
+
+def _retrieved(tree: Any) -> list[Passage]:
+    """Return the passages of {"result": [[{"document": {"contents"}}, ...]]}, the answer to a list of one query.
+
+    A row may be the document itself, or a string; a document has `contents`, or `text` and perhaps `title`;
+    either may have a `url`.
+    """
+    rows = tree.get("result") if isinstance(tree, dict) else None
+    if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], list):
+        raise ValueError('not an object with "result", a list that holds one list of passages per query')
+    documents = [row["document"] if isinstance(row, dict) and "document" in row else row for row in rows[0]]
+    return [_document(document) for document in documents]
+
+
+def _document(document: Any) -> Passage:
+    if isinstance(document, str):
+        return Passage(document)
+    text = _text(document, "contents") or _text(document, "text")
+    if not text:
+        raise ValueError("a passage has neither contents nor text")
+    title = _text(document, "title")
+    whole = f"{title}: {text}" if title and not text.startswith(title) else text
+    return Passage(whole, _link(document, "url"))
+
+
+def _link(row: dict[str, Any], name: str) -> str:
+    """Return a link of a result; empty where it is missing or anything but a string: the text is still good."""
+    link = row.get(name)
+    return link.strip() if isinstance(link, str) else ""
+
+
+def _text(row: Any, name: str) -> str:
+    """Return a field of a result; empty where it is missing or null, as it is in ads and maps."""
+    if not isinstance(row, dict):
+        raise ValueError("a result is not an object")
+    value = row.get(name) or ""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} of a result is not a string")
+    return value
+
+
+def _web_params(cfg: SearchConfig) -> dict[str, object]:
+    return {"market": cfg.market, "max_results": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS}
+
+
+SERVICES: dict[str, Service] = {
+    "brightdata": Service(
+        url="https://api.brightdata.com/request",
+        key_variable="BRIGHTDATA_API_KEY",
+        payload=_brightdata_payload,
+        passages=lambda tree: _organic(tree, "description", "general"),
+        params=_web_params,
+    ),
+    "serper": Service(
+        url="https://google.serper.dev/search",
+        key_variable="SERPER_API_KEY",
+        headers=lambda key: {"X-API-KEY": key},
+        payload=_serper_payload,
+        passages=lambda tree: _organic(tree, "snippet", "searchParameters"),
+        params=_web_params,
+    ),
+    "http": Service(
+        payload=lambda cfg, query: {"queries": [query], "topk": cfg.num_passages},
+        passages=_retrieved,
+        params=lambda cfg: {"url": cfg.url, "top_k": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS},
+    ),
+}
+
+
+def clean_passages(passages: Iterable[Passage]) -> list[Passage]:
+    """Return the passages with clean texts, without empty and repeated ones."""
+    links: dict[str, str] = {}
+    for passage in passages:
+        # the rest is cut anyway, and a megabyte of it takes a second to clean
+        links.setdefault(clean_text(passage.text[: 4 * MAX_PASSAGE_CHARS]), passage.link)
+    return [Passage(text, link) for text, link in links.items() if text]
 
 
 class HttpBackend:
-    """A `Backend` of `search`, over one of the services."""
+    """A backend of the search tool that asks one of the services."""
 
-    def __init__(self, cfg: SearchConfig, *, policy: HttpPolicy | None = None, time_source: Time | None = None):
+    def __init__(self, cfg: SearchConfig, *, time_source: Time | None = None):
         """Unless the config replays, rank 0 asks one query, so that a wrong key or address shows before training.
 
         Raises UserError for settings that cannot work, a missing or refused key, and a service that does not answer.
         """
-        self._cfg, self._service = cfg, SERVICES[cfg.backend]
+        self._cfg, self._service, self._time_source = cfg, SERVICES[cfg.backend], time_source
         self.params = self._service.params(cfg)
         check_settings(cfg)
-        self._url = cfg.url or self._service.url
-        check_url(self._url)
-        self._policy = policy or HttpPolicy(deadline_s=cfg.deadline_s)
-        self._time_source, self._limit = time_source, None
+        check_url(cfg.url or self._service.url)
+        self._limit: LocalRateLimit | None = None
         self._client: HttpClient | None = None
         if not cfg.replays:
             variable = self._service.key_variable
             if variable and not read_key(variable):
-                raise UserError(
-                    f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}"
-                )
+                needs = f"tools.search.backend {cfg.backend} needs a key"
+                raise UserError(f"{needs}; set the environment variable {variable}")
             self._limit = rate_limit_of(cfg)
             self._client = self._make_client()
             if os.environ.get("RANK", "0") == "0":
@@ -56,21 +183,23 @@ class HttpBackend:
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
 
-    async def find(self, query: str) -> list[Passage]:
-        """The results, best first; those of `search`, with their addresses. Raises what `HttpClient.post` raises."""
-        return await self._ask(self._client, query)
+    async def find(self, query: str, client: HttpClient | None = None) -> list[Passage]:
+        """Return the results with their addresses, best first. Raises what `HttpClient.post` raises."""
+        payload = self._service.payload(self._cfg, query)
+        found = await (client or self._client).post(payload, self._service.passages)
+        return clean_passages(found)[: self._cfg.num_passages]
 
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.aclose()
-        if isinstance(self._limit, RedisRateLimit):
+        if self._limit is not None:
             self._limit.close()
 
     def _make_client(self) -> HttpClient:
         return HttpClient(
             self._cfg.backend,
-            self._url,
-            self._policy,
+            self._cfg.url or self._service.url,
+            HttpPolicy(deadline_s=self._cfg.deadline_s),
             setting=f"tools.search.backend {self._cfg.backend}",
             key_variable=self._service.key_variable,
             headers=self._service.headers,
@@ -78,27 +207,19 @@ class HttpBackend:
             time_source=self._time_source,
         )
 
-    async def _ask(self, client: HttpClient, query: str) -> list[Passage]:
-        def parse(tree: Any) -> list[Passage]:
-            passages = clean_passages(self._service.passages(tree))
-            return passages[: self._cfg.num_passages]
-
-        return await client.post(self._service.payload(self._cfg, query), parse)
-
     async def _probe(self, client: HttpClient) -> None:
         try:
-            await self._ask(client, PROBE_QUERY)
+            await self.find("weather", client)
         except OSError as error:
-            raise UserError(
-                f"tools.search.backend {error}; start or repair the service"
-                f"{' at tools.search.url' if self._cfg.url else ''}, or set tools.search.mode replay"
-            ) from None
+            place = " at tools.search.url" if self._cfg.url else ""
+            fix = f"start or repair the service{place}, or set tools.search.mode replay"
+            raise UserError(f"tools.search.backend {error}; {fix}") from None
         finally:
             await client.aclose()
 
 
-def rate_limit_of(cfg: SearchConfig) -> RateLimit | None:
-    """Over all ranks: in the Redis server that holds the cache, else an equal share for each. None = no limit."""
+def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
+    """Return the limit of all ranks, kept in the cache's Redis server, else this rank's equal share; None for none."""
     if not cfg.requests_per_second:
         return None
     if cfg.mode != "live" and is_redis_url(cfg.cache):
@@ -110,7 +231,7 @@ def check_settings(cfg: SearchConfig) -> None:
     """Raises UserError for a value that cannot work."""
     if cfg.requests_per_second < 0 or cfg.deadline_s <= 0:
         raise UserError("tools.search.requests_per_second must not be negative, and deadline_s must be positive")
-    if cfg.market != "auto" and not _MARKET.fullmatch(cfg.market):
+    if cfg.market != "auto" and not re.fullmatch(r"[a-z]{2}-[A-Z]{2}", cfg.market):
         raise UserError(f"tools.search.market must be auto or like en-US, not {cfg.market!r}")
     if cfg.backend == "brightdata" and not cfg.zone:
         raise UserError("tools.search.zone is empty; set it to the name of your Bright Data SERP API zone")

@@ -16,8 +16,8 @@ from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.cache.__main__ import main
-from arpo.tools.cache.python_cache import NOT_RECORDED, CachedPython
 from arpo.tools.options import PythonConfig, SearchConfig, ToolsConfig
+from arpo.tools.python import NOT_RECORDED, PythonTool
 from arpo.trajectory import Group, Prompt
 
 RANDOM = "import os\nos.urandom(8).hex()"
@@ -30,7 +30,7 @@ def cfg(tmp_path) -> PythonConfig:
 
 
 def ask(cfg: PythonConfig, *codes: str) -> list[ToolResult]:
-    tool = CachedPython(cfg)
+    tool = PythonTool(cfg)
     results = run(tool, *codes)
     asyncio.run(tool.aclose())
     return results
@@ -61,8 +61,8 @@ def test_a_replay_shows_what_was_recorded_errors_and_limits_included(cfg):
 
 def test_a_replay_runs_nothing_and_a_miss_is_an_error_or_the_end(cfg):
     ask(cfg, "1")
-    replay = CachedPython(dataclasses.replace(cfg, mode="replay"))
-    assert replay.tool is None
+    replay = PythonTool(dataclasses.replace(cfg, mode="replay"))
+    assert replay.sandbox is None
     assert seen(run(replay, "1", "2")) == [("1", True, None), (NOT_RECORDED, False, "not_recorded")]
     with pytest.raises(UserError, match=r"python\.sqlite: no recorded result of '2'"):
         ask(dataclasses.replace(cfg, mode="replay_strict"), "2")
@@ -92,8 +92,8 @@ def test_other_limits_or_another_interpreter_are_another_question(cfg, monkeypat
 
 
 def test_a_failure_of_the_sandbox_is_not_kept(cfg):
-    tool = CachedPython(cfg)
-    tool.tool.sandbox.close()
+    tool = PythonTool(cfg)
+    tool.sandbox.close()
     [result] = run(tool, "1")
     assert result.infra_error and not list(tool.cache.rows())
     asyncio.run(tool.aclose())
@@ -101,9 +101,9 @@ def test_a_failure_of_the_sandbox_is_not_kept(cfg):
 
 def test_a_replay_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"tools\.python\.cache is empty, and mode replay reads it"):
-        CachedPython(PythonConfig(mode="replay"))
+        PythonTool(PythonConfig(mode="replay"))
     with pytest.raises(UserError, match=r"no such cache; set tools\.python\.cache to a recorded one"):
-        CachedPython(PythonConfig(mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
+        PythonTool(PythonConfig(mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
 
 
 # ---- a batch, recorded and replayed

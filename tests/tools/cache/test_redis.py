@@ -19,7 +19,7 @@ from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.cache import merge, open_cache
 from arpo.tools.cache.redis_client import PASSWORD_VARIABLE
 from arpo.tools.cache.store import NO_RESULTS, CacheFile, cache_key, unpack
-from arpo.tools.http.rate_limit import LocalRateLimit, RedisRateLimit
+from arpo.tools.http.policy import LocalRateLimit, RedisRateLimit
 from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool
 

@@ -36,8 +36,8 @@ class Posts:
             "service",
             service.url,
             HttpPolicy(**{"deadline_s": 20.0, **policy}),
+            setting="tests",
             time_source=fake_time.source(),
-            rng=random.Random(0),
         )
 
     def post(self, count: int = 1) -> list:

@@ -21,8 +21,7 @@ from arpo.tools.base import ToolRunner
 from arpo.tools.cache.store import NO_RESULTS, cache_key
 from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool, bm25
-from arpo.tools.search.bm25 import Bm25Index
-from arpo.tools.search.corpus import MAX_TERMS, ranking_terms
+from arpo.tools.search.bm25 import MAX_TERMS, Bm25Index, ranking_terms
 from arpo.tools.search.tool import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[3]

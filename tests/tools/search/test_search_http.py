@@ -29,8 +29,7 @@ from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
 from arpo.tools.cache.store import NO_RESULTS
 from arpo.tools.http.client import proxy_of
-from arpo.tools.http.policy import HttpPolicy
-from arpo.tools.http.rate_limit import RedisRateLimit
+from arpo.tools.http.policy import HttpPolicy, RedisRateLimit
 from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool
 from arpo.tools.search.tool import BACKENDS, UNAVAILABLE
