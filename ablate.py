@@ -111,7 +111,7 @@ import subprocess
 import sys
 import time
 
-from arpo.evals.ablation import RunResult, compare, draw_curves, markdown, read_run
+from arpo.evals.ablation import algorithms_table, compare_algorithms, draw_curves, read_run
 
 ROOT = Path(__file__).resolve().parent
 POLL_S = 0.2
@@ -165,7 +165,7 @@ def main(cfg: AblationConfig) -> None:
         todo = [job for job in jobs if not job.is_done]
         print(f"{folder}: {len(jobs)} runs, {len(jobs) - len(todo)} of them finished already", flush=True)
         failed = run_all(todo, cfg.ablation.num_parallel)
-    report(jobs, folder, cfg.ablation.target_reward)
+    write_results(jobs, folder, cfg.ablation.target_reward)
     if failed:
         named = ", ".join(f"{job.name} ({job.log_path})" for job in failed)
         raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {named}; mend it and start the same command again")
@@ -295,14 +295,14 @@ def outcome(job: Job) -> str:
 # ---- the result
 
 
-def report(jobs: list[Job], folder: Path, target_reward: float) -> None:
+def write_results(jobs: list[Job], folder: Path, target_reward: float) -> None:
     """Write table and curves of the finished runs. Raises UserError where there is none."""
     runs = [read_run(job.folder, job.algorithm, job.seed) for job in jobs]
-    results: list[RunResult] = [run for run in runs if run]
+    results = [run for run in runs if run]
     if not results:
         raise UserError(f"{folder}: no finished run to report; see each log.txt")
-    table = compare(results, target_reward)
-    text = markdown(table, target_reward)
+    table = compare_algorithms(results, target_reward)
+    text = algorithms_table(table, target_reward)
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
     (folder / "TABLE.md").write_text(text)
     draw_curves(results, folder / "curves.png")
