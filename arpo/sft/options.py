@@ -11,8 +11,8 @@ class SFTDataConfig:
     """The conversations to train on, and how they become rows of tokens."""
 
     train: str = ""
-    """File of training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. It may have
-    any size: it is tokenised once, into DIR/NAME/tokens, and read from there step by step."""
+    """File of training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. Any size
+    will do: it is tokenised once, into DIR/NAME/tokens, and read from there step by step."""
     valid: str = ""
     """File of validation conversations; empty = no validation."""
     num_conversations_per_step: int = 16
