@@ -137,9 +137,9 @@ def test_a_solution_without_a_box_is_named(tmp_path):
         questions("math", BENCHMARKS["math"], tmp_path)
 
 
-def test_the_entry_that_the_readme_shows_is_a_benchmark(tmp_path):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    [line] = re.findall(r'^"\w+": Benchmark\(.*\),$', readme, re.MULTILINE)
+def test_the_entry_that_the_documentation_shows_is_a_benchmark(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    [line] = re.findall(r'^"\w+": Benchmark\(.*\),$', page, re.MULTILINE)
     [(name, entry)] = eval("{" + line + "}", {"Benchmark": Benchmark}).items()
     (tmp_path / name).mkdir()
     row = {entry.question: "Who?", entry.answer: "Ann", entry.split: "Temporal"}
