@@ -46,7 +46,6 @@ class ConversationRows(Sequence):
     """The rows of a folder that `tokenise` made. Rows are read when they are asked for."""
 
     def __init__(self, folder: Path):
-        """Raises OSError, EOFError, ValueError, KeyError or IndexError if the folder is not whole."""
         manifest = json.loads((folder / "manifest.json").read_text())
         self.folder = folder
         self.origin: dict = manifest["origin"]  # everything that the tokens depend on
@@ -55,9 +54,10 @@ class ConversationRows(Sequence):
         self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
         self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
-        for part, num_tokens in enumerate(np.diff(self._starts[self._first_rows])):
-            if _part(folder, part).stat().st_size != 4 * num_tokens:
-                raise ValueError(f"{folder}: part {part} is not whole")
+
+    def is_whole(self) -> bool:
+        sizes = np.diff(4 * self._starts[self._first_rows])
+        return all(_part(self.folder, part).stat().st_size == size for part, size in enumerate(sizes))
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -188,10 +188,8 @@ def _cut(turn_ends: list[int], cfg: SFTDataConfig) -> int:
 def _why_none(cfg: SFTDataConfig, overlong: list[dict]) -> str:
     if not overlong:
         return "the file has no conversations; was the export interrupted?"
-    shortest = min(entry["tokens"] for entry in overlong)
-    return (
-        f"no conversation has at most data.max_tokens={cfg.max_tokens} tokens (the shortest has {shortest}); raise it"
-    )
+    limit, shortest = f"data.max_tokens={cfg.max_tokens}", min(entry["tokens"] for entry in overlong)
+    return f"no conversation has at most {limit} tokens (the shortest has {shortest}); raise it"
 
 
 def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
@@ -215,6 +213,7 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
 def _state(folder: Path, origin: dict) -> str:
     """Return "ready" for rows of this origin, "other" for rows of another one, "none" for no or unfinished rows."""
     try:
-        return "ready" if ConversationRows(folder).origin == origin else "other"
+        rows = ConversationRows(folder)
+        return ("ready" if rows.origin == origin else "other") if rows.is_whole() else "none"
     except (OSError, EOFError, ValueError, KeyError, IndexError):
         return "none"
