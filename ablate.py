@@ -80,7 +80,7 @@ class AblationSection:
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """All knobs of ablate.py."""
+    """All options of ablate.py."""
 
     run: AblationRunSection = field(default_factory=AblationRunSection)
     ablation: AblationSection = field(default_factory=AblationSection)
@@ -276,6 +276,7 @@ def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
 
 
 def outcome(job: Job) -> str:
+    """Return a line that says how a run has ended."""
     seconds = time.monotonic() - job.started
     if job.process.returncode != 0:
         return f"{job.name} FAILED with code {job.process.returncode} after {seconds:.0f} s, see {job.log_path}"

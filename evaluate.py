@@ -24,7 +24,7 @@ from arpo.tools.options import ToolsConfig
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """All knobs of evaluate.py."""
+    """All options of evaluate.py."""
 
     SCRIPT: ClassVar[str] = "evaluate"
     run: RunConfig = field(default_factory=lambda: RunConfig(name="eval"))

@@ -28,7 +28,7 @@ TOTALS = {
 }
 """Column of the table -> the metric that is summed over all steps for it."""
 SMOOTHING_STEPS = 5
-"""Steps in the running mean of the training reward."""
+"""Number of steps in the running mean of the training reward."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,14 @@ class RunResult:
         return np.array([row[metric] for row in self.metrics])
 
     def steps_until(self, target_reward: float) -> int | None:
-        """The first step at which the running mean of the training reward reaches the target; None = never."""
+        """Return the first step at which the running mean of the training reward reaches the target; None = never."""
         reached = np.flatnonzero(running_mean(self.series("reward/mean")) >= target_reward)
         return int(self.metrics[reached[0]]["step"]) if len(reached) else None
 
 
 def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
     """Read a finished run; None where the run has not finished."""
-    scores = folder / "eval" / "scores.json"
-    if not scores.exists():
+    if not (scores := folder / "eval" / "scores.json").exists():
         return None
     steps = [row for row in read_metrics(folder) if "reward/mean" in row]  # step 0 is a validation only
     return RunResult(algorithm, seed, json.loads(scores.read_text()), steps)
@@ -95,8 +94,7 @@ def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
 
 def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[str, dict]:
     """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, minus_random, minus_grpo, seeds}."""
-    groups = by_algorithm(results)
-    table: dict[str, dict] = {}
+    groups, table = by_algorithm(results), {}
     for algorithm, runs in groups.items():
         reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
         row = table[algorithm] = {

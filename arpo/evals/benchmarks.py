@@ -25,7 +25,7 @@ class Benchmark:
     family: Literal["math", "qa", "deepsearch"]
     grader: Literal["math", "qa"]
     prompt: str = "code_search"
-    """Key of arpo.evals.prompts.PROMPTS."""
+    """Kind of system prompt, a key of arpo.evals.prompts.PROMPTS."""
     mixed_languages: bool = False
     """True = Chinese questions are asked with the Chinese prompt."""
     question: str = ""
@@ -81,7 +81,7 @@ def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benc
 
 
 def _check_name(word: str) -> None:
-    known = ["all", *FAMILIES, *(name for name in BENCHMARKS if name not in FAMILIES), *ALONE]
+    known = list(dict.fromkeys(("all", *FAMILIES, *BENCHMARKS, *ALONE)))
     if word in known:
         return
     lower = {name.lower(): name for name in reversed(known)}

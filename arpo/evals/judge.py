@@ -26,8 +26,6 @@ from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 BACKEND = "judge"
 KEY_VARIABLE = "JUDGE_API_KEY"
 MAX_TOKENS = 2048  # a reasoning judge thinks first; a reply that is cut before its verdict is unparsable
-DEADLINE_S = 120.0  # of one judgement: all tries and the pauses between them; one try has half of it
-MAX_TRIES = 5
 MAX_FIELD_CHARS = 8000
 """Longest question, references (all together) and prediction in a prompt; the middle of longer ones is left out."""
 PROMPT = """You grade answers to questions. Compare the prediction with the reference answers.
@@ -90,11 +88,14 @@ class Judge:
         cfg: JudgeConfig,
         cache: str | Path,
         *,
-        deadline_s: float = DEADLINE_S,
-        max_tries: int = MAX_TRIES,
+        deadline_s: float = 120.0,
+        max_tries: int = 5,
         time_source: Time | None = None,
     ):
-        """`cache` is the file of replies if `cfg.cache` is empty. Raises UserError for settings that cannot work."""
+        """`cache` is the file of replies if `cfg.cache` is empty. `deadline_s` covers all tries of a judgement.
+
+        Raises UserError for settings that cannot work.
+        """
         check_url(cfg.url, "judge.url")
         if not cfg.model:
             raise UserError("judge.model is empty; set it to a model that judge.url serves")

@@ -60,20 +60,12 @@ def write_page(
 
 def index_row(benchmark: str, record: Record, grade: Grade) -> list:
     """Return what the page's list and plots need of a transcript; the page's script names the columns."""
+    num_failed = sum(not call["ok"] for call in record.tool_calls)
+    preview = " ".join(record.question[: 2 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
     return [
-        benchmark,
-        record.question_id,
-        record.sample,
-        grade.correct,
-        grade.reason,
-        record.stop_reason,
-        record.num_tokens,
-        len(record.tool_calls),
-        sum(not call["ok"] for call in record.tool_calls),
-        record.wall_s,
-        record.split,
-        " ".join(record.question[: 2 * PREVIEW_CHARS].split())[:PREVIEW_CHARS],
-    ]
+        benchmark, record.question_id, record.sample, grade.correct, grade.reason, record.stop_reason,
+        record.num_tokens, len(record.tool_calls), num_failed, record.wall_s, record.split, preview,
+    ]  # fmt: skip
 
 
 def blocks(pairs: Sequence[Pair]) -> Iterator[str]:

@@ -10,7 +10,7 @@ _EXAMPLE_END = r"<answer> The final answer is \[ \boxed{42} \] </answer>"
 
 
 class About(NamedTuple):
-    """What a tool says about itself in the default system prompt."""
+    """Texts with which a tool is introduced in the default system prompt."""
 
     noun: str
     """Name of the tool with its article: "a search tool"."""
