@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo.config import SCRIPTS, load_or_exit, run_or_exit
-from arpo.errors import UserError
+from arpo.errors import UserError, require
 
-# Name -> what distinguishes it, as flags of train_rl.py.
+# Name -> the flags of train_rl.py that distinguish the algorithm.
 ALGORITHMS: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "arpo": ["--branching.selector", "arpo"],
@@ -32,36 +32,36 @@ ALGORITHMS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class AblationRunSection:
-    """Where the ablation lives."""
+    """The folder that the ablation writes to."""
 
     name: str = "ablation"
-    """The ablation writes to DIR/NAME."""
+    """Name of the ablation's folder, DIR/NAME."""
     dir: str = "runs"
     """Folder of all runs."""
 
 
 @dataclass(frozen=True)
 class AblationSection:
-    """What is compared, and how."""
+    """The runs of an ablation."""
 
     train: tuple[str, ...] = ()
     """Config files of train_rl.py that all runs share; later ones win."""
     eval: tuple[str, ...] = ()
-    """Config files of evaluate.py; use temperature 1, since it is the sampled policy that RL trains."""
+    """Config files of evaluate.py; use temperature 1, because RL trains the policy as it is sampled."""
     algorithms: tuple[str, ...] = tuple(ALGORITHMS)
-    """Names out of ablate.py's ALGORITHMS; "name=--flags of train_rl.py" adds one of your own."""
+    """Names in ablate.py's ALGORITHMS; "name=--flags of train_rl.py" adds one of your own."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Seeds of training: data order, sampling, branch decisions. The evaluation has the same seed for all."""
+    """Seeds of training: data order, sampling, branch decisions. Evaluations all use ablation.eval_seed."""
     eval_seed: int = 0
     """Seed of the evaluation's sampling."""
     num_steps: int = 30
-    """Training steps of each run."""
+    """Number of training steps of each run."""
     nproc_per_node: int = 1
-    """Ranks of each run."""
+    """Number of ranks of each run."""
     num_parallel: int = 1
-    """Runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
+    """Number of runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
     target_reward: float = 0.8
-    """The table says after how many steps the training reward reaches this."""
+    """Training reward for which the table says how many steps a run needs to reach it."""
 
     @property
     def overrides(self) -> dict[str, list[str]]:
@@ -70,9 +70,8 @@ class AblationSection:
         for entry in self.algorithms:
             name, has_flags, words = entry.partition("=")
             if not has_flags and name not in ALGORITHMS:
-                raise ValueError(
-                    f"ablation.algorithms: {name!r} is none of {', '.join(ALGORITHMS)}; write 'name=--flags' to add it"
-                )
+                known = ", ".join(ALGORITHMS)
+                raise ValueError(f"ablation.algorithms: {name!r} is none of {known}; write 'name=--flags' to add it")
             if name in flags or not name.isidentifier():
                 raise ValueError(f"ablation.algorithms: {name!r} occurs twice or is no plain name; rename it")
             flags[name] = shlex.split(words) if has_flags else ALGORITHMS[name]
@@ -81,7 +80,7 @@ class AblationSection:
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """All knobs of ablate.py."""
+    """All options of ablate.py."""
 
     run: AblationRunSection = field(default_factory=AblationRunSection)
     ablation: AblationSection = field(default_factory=AblationSection)
@@ -92,13 +91,10 @@ class AblationConfig:
         a = self.ablation
         needed = {"train": all(a.train) and a.train, "eval": all(a.eval) and a.eval, "seeds": a.seeds}
         for name, value in (needed | {"algorithms": a.overrides}).items():
-            if not value:
-                raise ValueError(f"ablation.{name} is empty; see ablate.py --help")
-        if len(set(a.seeds)) < len(a.seeds):
-            raise ValueError(f"ablation.seeds={a.seeds} has a seed twice; drop it")
+            require(value, f"ablation.{name} is empty; see ablate.py --help")
+        require(len(set(a.seeds)) == len(a.seeds), f"ablation.seeds={a.seeds} has a seed twice; drop it")
         for name in ("num_steps", "nproc_per_node", "num_parallel"):
-            if getattr(a, name) < 1:
-                raise ValueError(f"ablation.{name}={getattr(a, name)} must be at least 1")
+            require(getattr(a, name) >= 1, f"ablation.{name}={getattr(a, name)} must be at least 1")
 
 
 # The config is read before the rest is imported, so that --help and mistakes answer at once.
@@ -111,7 +107,7 @@ import subprocess
 import sys
 import time
 
-from arpo.evals.ablation import RunResult, compare, draw_curves, markdown, read_run
+from arpo.evals.ablation import RunResult, algorithms_table, compare_algorithms, draw_curves, read_run
 
 ROOT = Path(__file__).resolve().parent
 POLL_S = 0.2
@@ -119,13 +115,13 @@ POLL_S = 0.2
 
 @dataclass
 class Job:
-    """One run: its commands, done one after the other, and where it stands."""
+    """A run: its commands, which are run one after the other, and its progress."""
 
     algorithm: str
     seed: int
     folder: Path
     commands: list[list[str]]
-    """Script and arguments, for torchrun."""
+    """Script and arguments of each command still to be run, for torchrun."""
     num_ranks: int
     process: subprocess.Popen | None = None
     started: float = 0.0
@@ -138,9 +134,8 @@ class Job:
     def log_path(self) -> Path:
         return self.folder / "log.txt"
 
-    @property
-    def is_done(self) -> bool:
-        return (self.folder / "eval" / "scores.json").exists()
+    def result(self) -> RunResult | None:
+        return read_run(self.folder, self.algorithm, self.seed)
 
     def start_next(self) -> None:
         """Start the next command; its output is added to the run's log."""
@@ -162,10 +157,10 @@ def main(cfg: AblationConfig) -> None:
         inputs = shared_inputs(cfg.ablation)
         for job in jobs:
             claim_folder(job, inputs | {"ranks": job.num_ranks, "commands": job.commands})
-        todo = [job for job in jobs if not job.is_done]
+        todo = [job for job in jobs if not job.result()]
         print(f"{folder}: {len(jobs)} runs, {len(jobs) - len(todo)} of them finished already", flush=True)
         failed = run_all(todo, cfg.ablation.num_parallel)
-    report(jobs, folder, cfg.ablation.target_reward)
+    write_results(jobs, folder, cfg.ablation.target_reward)
     if failed:
         named = ", ".join(f"{job.name} ({job.log_path})" for job in failed)
         raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {named}; mend it and start the same command again")
@@ -175,7 +170,7 @@ def main(cfg: AblationConfig) -> None:
 
 
 def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
-    """All runs, seed by seed, so that an unfinished ablation compares the algorithms on the same seeds."""
+    """Make all runs, seed by seed, so that an unfinished ablation compares the algorithms on the same seeds."""
     jobs = []
     for seed in cfg.seeds:
         for algorithm, overrides in cfg.overrides.items():
@@ -190,20 +185,18 @@ def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
 
 
 def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
-    """What all results depend on besides the commands: the config files' contents, and the states of model and data."""
+    """Return what all results depend on besides the commands: the config files' contents, and model and data files."""
     train, evaluation = read_settings(cfg.train, "train_rl"), read_settings(cfg.eval, "evaluate")
     try:
         paths = [train["model"]["path"], train["data"]["train"], *evaluation["eval"]["files"]]
     except KeyError as error:
-        raise UserError(
-            f"{' '.join(cfg.train)} needs model.path and data.train, {' '.join(cfg.eval)} needs eval.files; "
-            f"{error} is missing"
-        ) from None
+        needs = f"{' '.join(cfg.train)} needs model.path and data.train, {' '.join(cfg.eval)} needs eval.files"
+        raise UserError(f"{needs}; {error} is missing") from None
     return {"train": train, "eval": evaluation, "files": stamps(paths)}
 
 
 def read_settings(paths: Sequence[str], script: str) -> dict[str, dict]:
-    """What config files say to a script, unchecked: the runs themselves check it. UserError if unreadable."""
+    """Read the settings of config files for a script, unchecked: the runs check them. UserError if unreadable."""
     import yaml
 
     settings: dict[str, dict] = {}
@@ -243,10 +236,8 @@ def claim_folder(job: Job, inputs: dict[str, object]) -> None:
         found = json.loads(path.read_text()) if path.exists() else {}
         differing = [name for name, value in inputs.items() if found.get(name) != value]
         if differing:
-            raise UserError(
-                f"{job.folder} comes from other inputs ({', '.join(differing)}; see {path}); "
-                "remove the folder or choose another run.name"
-            )
+            reason = f"{job.folder} comes from other inputs ({', '.join(differing)}; see {path})"
+            raise UserError(f"{reason}; remove the folder or choose another run.name")
     job.folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(inputs, indent=1) + "\n")
 
@@ -272,7 +263,7 @@ def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
                     continue
                 running.remove(job)
                 num_ended += 1
-                if not job.is_done or job.process.returncode != 0:
+                if not job.result() or job.process.returncode != 0:
                     failed.append(job)
                 left_s = (time.monotonic() - started) / num_ended * (len(jobs) - num_ended)
                 print(f"[{num_ended}/{len(jobs)}] {outcome(job)}, {left_s / 60:.0f} min left", flush=True)
@@ -285,30 +276,29 @@ def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
 
 
 def outcome(job: Job) -> str:
+    """Return a line that says how a run has ended."""
     seconds = time.monotonic() - job.started
     if job.process.returncode != 0:
         return f"{job.name} FAILED with code {job.process.returncode} after {seconds:.0f} s, see {job.log_path}"
-    run = read_run(job.folder, job.algorithm, job.seed)
-    return f"{job.name}: accuracy {run.accuracy:.3f}, {seconds:.0f} s"
+    return f"{job.name}: accuracy {job.result().accuracy:.3f}, {seconds:.0f} s"
 
 
 # ---- the result
 
 
-def report(jobs: list[Job], folder: Path, target_reward: float) -> None:
+def write_results(jobs: list[Job], folder: Path, target_reward: float) -> None:
     """Write table and curves of the finished runs. Raises UserError where there is none."""
-    runs = [read_run(job.folder, job.algorithm, job.seed) for job in jobs]
-    results: list[RunResult] = [run for run in runs if run]
+    runs = {job.name: job.result() for job in jobs}
+    results, missing = [run for run in runs.values() if run], [name for name, run in runs.items() if not run]
     if not results:
         raise UserError(f"{folder}: no finished run to report; see each log.txt")
-    table = compare(results, target_reward)
-    text = markdown(table, target_reward)
+    table = compare_algorithms(results, target_reward)
+    text = algorithms_table(table, target_reward)
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
     (folder / "TABLE.md").write_text(text)
     draw_curves(results, folder / "curves.png")
-    missing = [job.name for job, run in zip(jobs, runs, strict=True) if not run]
-    print(text + (f"\nnot finished: {', '.join(missing)}\n" if missing else "") + f"\n{folder / 'TABLE.md'}")
-    print(f"{folder / 'curves.png'}", flush=True)
+    print(text + (f"\nnot finished: {', '.join(missing)}\n" if missing else ""))
+    print(f"{folder / 'TABLE.md'}\n{folder / 'curves.png'}", flush=True)
 
 
 if __name__ == "__main__":

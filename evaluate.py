@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from arpo.checks import check_result_room
 from arpo.config import load_or_exit, run_or_exit
-from arpo.errors import UserError
+from arpo.errors import UserError, require
 from arpo.evals.options import EvalSection, JudgeConfig
 from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 from arpo.tools.options import ToolsConfig
@@ -24,7 +24,7 @@ from arpo.tools.options import ToolsConfig
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """All knobs of evaluate.py."""
+    """All options of evaluate.py."""
 
     SCRIPT: ClassVar[str] = "evaluate"
     run: RunConfig = field(default_factory=lambda: RunConfig(name="eval"))
@@ -49,10 +49,11 @@ class EvalConfig:
         return self.eval.max_prompt_tokens + self.rollout.max_response_tokens
 
     def __post_init__(self) -> None:
-        if not (self.eval.benchmarks or self.eval.files or self.eval.regrade or self.eval.compare):
-            raise ValueError("nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
-        if not (self.eval.regrade or self.eval.compare):  # those search nothing
-            check_result_room(self.tools.search, self.rollout)
+        if self.eval.regrade or self.eval.compare:
+            return
+        some = self.eval.benchmarks or self.eval.files
+        require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
+        check_result_room(self.tools.search, self.rollout)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -92,7 +93,7 @@ def main(cfg: EvalConfig) -> None:
         return
     if cfg.eval.regrade:
         run = Path(cfg.eval.regrade)
-        report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
+        grade_and_report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
         return
     dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
 
@@ -149,11 +150,11 @@ def main(cfg: EvalConfig) -> None:
     dist.close()  # the other ranks need not wait for the judge
 
     if dist.is_main:
-        report(cfg, folder, judge)
+        grade_and_report(cfg, folder, judge)
 
 
 def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec) -> dict[str, list[Prompt]]:
-    """Name -> its tokenized questions: the chosen benchmarks, then the question files by their stems."""
+    """Return the tokenized questions of the chosen benchmarks, by name, and of the question files, by file stem."""
     sets = {name: questions(name, b, cfg.data_dir, max_questions=cfg.max_questions) for name, b in chosen.items()}
     for file in cfg.files:
         if Path(file).stem in sets:
@@ -173,17 +174,12 @@ def save_group(path: Path, name: str, metric: str, tools: tuple[str, ...], group
 def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEngine:
     if not cfg.eval.server:
         return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + index)
-    return ServerEngine(
-        cfg.eval.server,
-        cfg.eval.server_model,
-        codec,
-        max_model_len=cfg.max_model_len,
-        max_concurrent=cfg.engine.max_num_seqs,
-    )
+    limits = {"max_model_len": cfg.max_model_len, "max_concurrent": cfg.engine.max_num_seqs}
+    return ServerEngine(cfg.eval.server, cfg.eval.server_model, codec, **limits)
 
 
 def open_judge(cfg: JudgeConfig, folder: Path, *, probe: bool) -> Judge | None:
-    """None without a judge. With `probe`, one that cannot be reached ends the run here, before any generation."""
+    """Return the judge, or None without one. With `probe`, UserError is raised at once if it cannot be reached."""
     if not cfg.url:
         return None
     judge = Judge(cfg, folder / "judge.sqlite")
@@ -192,18 +188,18 @@ def open_judge(cfg: JudgeConfig, folder: Path, *, probe: bool) -> Judge | None:
     return judge
 
 
-def report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None:
+def grade_and_report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None:
     """Grade all records of a run, and write its tables and pages."""
     settings = read_settings(folder)
-    by_name: dict[str, list[Record]] = {}
+    found: dict[str, list[Record]] = {}
     for record in read_records(folder / "records"):
-        by_name.setdefault(record.benchmark, []).append(record)
-    names = [*(name for name in BENCHMARKS if name in by_name), *(name for name in by_name if name not in BENCHMARKS)]
+        found.setdefault(record.benchmark, []).append(record)
+    by_name = {name: found[name] for name in [*BENCHMARKS, *found] if name in found}  # benchmarks in their own order
     custom = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    grades = {}
-    for name in names:
-        metric = by_name[name][0].metric
-        grades[name] = grade_records(by_name[name], metric=metric, judge=judge, reward=cfg.reward, custom=custom)
+    grades = {
+        name: grade_records(records, metric=records[0].metric, judge=judge, reward=cfg.reward, custom=custom)
+        for name, records in by_name.items()
+    }
     meta = RunMeta(
         title=settings["model"],
         judge=cfg.judge.model,
@@ -211,7 +207,7 @@ def report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None:
         seed=settings["seed"],
         notes=("All tool calls were refused.",) if settings["mute_tools"] else (),
     )
-    write_report(folder, {name: by_name[name] for name in names}, grades, meta)
+    write_report(folder, by_name, grades, meta)
     if judge is not None:
         judge.close()
     print(summary(folder))

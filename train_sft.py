@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arpo.config import load_or_exit, run_or_exit
+from arpo.errors import require
 from arpo.options import ModelConfig, OptimConfig, RunConfig
 from arpo.sft.options import SFTDataConfig
 
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """All knobs of train_sft.py. The defaults are the paper's recipe."""
+    """All options of train_sft.py. The defaults are the paper's recipe."""
 
     SCRIPT: ClassVar[str] = "train_sft"
     run: RunConfig = field(
@@ -31,13 +32,13 @@ class SFTConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.data.train:
-            raise ValueError("data.train is empty; pass a parquet or jsonl file of conversations")
-        if self.data.max_tokens > self.data.max_tokens_per_microbatch:
-            raise ValueError(
-                f"data.max_tokens_per_microbatch={self.data.max_tokens_per_microbatch} cannot hold one conversation of "
-                f"data.max_tokens={self.data.max_tokens}; raise it, or lower data.max_tokens"
-            )
+        data = self.data
+        require(data.train, "data.train is empty; pass a parquet or jsonl file of conversations")
+        require(
+            data.max_tokens <= data.max_tokens_per_microbatch,
+            f"data.max_tokens_per_microbatch={data.max_tokens_per_microbatch} cannot hold one conversation of "
+            f"data.max_tokens={data.max_tokens}; raise it, or lower data.max_tokens",
+        )
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -155,7 +156,7 @@ def main(cfg: SFTConfig) -> None:
 
 
 def share(rows: list[Row], max_tokens: int, dist: Ranks) -> list[MicroBatch]:
-    """This rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
+    """Return this rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
     option = "data.max_tokens_per_microbatch"
     micros = microbatches(rows, dist.data_rank, dist.data_size, max_tokens, device=dist.device, option=option)
     return spread(micros, dist.group)
@@ -163,7 +164,7 @@ def share(rows: list[Row], max_tokens: int, dist: Ranks) -> list[MicroBatch]:
 
 @torch.no_grad()
 def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: int, dist: Ranks) -> float:
-    """Mean negative log-likelihood per loss token (nats) over all rows and ranks."""
+    """Return the mean negative log-likelihood per loss token (nats) over all rows and ranks."""
     total = 0.0
     for micro in share(rows, max_tokens_per_microbatch, dist):
         logprobs, _ = policy(micro)
@@ -172,7 +173,7 @@ def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: i
 
 
 def console_text(values: dict[str, float]) -> str:
-    """What the console says of a step."""
+    """Return the console's line about a step."""
     parts = [
         f"loss {values['loss/nll']:.4f}",
         *([f"valid {values['valid/nll']:.4f}"] if "valid/nll" in values else []),

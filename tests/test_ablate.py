@@ -14,7 +14,7 @@ import ablate
 from ablate import AblationConfig
 from arpo.config import load_config
 from arpo.errors import UserError
-from arpo.evals.ablation import compare, markdown, read_run
+from arpo.evals.ablation import algorithms_table, compare_algorithms, read_run
 
 TRAIN = """
 run: {save_every: 0}
@@ -93,7 +93,7 @@ def test_the_table_is_worked_out_from_metrics_and_scores(tmp_path):
         for seed, accuracy in enumerate(values):
             write_run(tmp_path / f"{algorithm}_seed{seed}", accuracy, [0.1, 0.9, 0.9, 0.9], calls=10 + seed)
             runs.append(read_run(tmp_path / f"{algorithm}_seed{seed}", algorithm, seed))
-    table = compare(runs, target_reward=0.6)
+    table = compare_algorithms(runs, target_reward=0.6)
     assert table["arpo"]["accuracy"]["mean"] == pytest.approx(0.84)
     assert table["arpo"]["reward"]["mean"] == pytest.approx(0.74)
     assert table["arpo"]["tool_calls"] == {"mean": 42.0, "low": 40.0, "high": 44.0, "seeds": 2}
@@ -109,7 +109,7 @@ def test_algorithms_are_compared_seed_by_seed(tmp_path):
         for seed in seeds:
             write_run(tmp_path / f"{algorithm}_seed{seed}", 0.2 * seed + 0.1 + offset, [0.5])
             runs.append(read_run(tmp_path / f"{algorithm}_seed{seed}", algorithm, seed))
-    difference = compare(runs, 0.8)["arpo"]["minus_random"]
+    difference = compare_algorithms(runs, 0.8)["arpo"]["minus_random"]
     assert difference["seeds"] == 2
     assert [difference[k] for k in ("mean", "low", "high")] == pytest.approx([0.02] * 3)
 
@@ -119,7 +119,7 @@ def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
     for algorithm in ("grpo", "arpo"):
         write_run(tmp_path / f"{algorithm}_seed0", 0.5, [0.1, 0.2])
         runs.append(read_run(tmp_path / f"{algorithm}_seed0", algorithm, 0))
-    head, line, grpo, arpo = markdown(compare(runs, 0.8), 0.8).splitlines()
+    head, line, grpo, arpo = algorithms_table(compare_algorithms(runs, 0.8), 0.8).splitlines()
     assert head.count("|") == line.count("|") == grpo.count("|") == arpo.count("|")
     assert grpo.startswith("| grpo | 1 | 0.500 [0.500, 0.500] | 0.400 |  |") and arpo.endswith("| never |")
     assert "| +0.000 [+0.000, +0.000] |" in arpo and "decode" not in head

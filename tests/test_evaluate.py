@@ -39,9 +39,8 @@ FLAGS = {
 
 
 def flags_of(**changes: str) -> list[str]:
-    changed = {name.replace("__", "."): value for name, value in changes.items()}
-    flags = FLAGS | changed
-    if "eval.server" in changed:  # which has an engine of its own
+    flags = FLAGS | {name.replace("__", "."): value for name, value in changes.items()}
+    if "eval.server" in flags:  # which has an engine of its own
         flags = {name: value for name, value in flags.items() if name not in ("engine.dtype", "engine.kv_cache_gib")}
     return [part for name, value in flags.items() for part in (f"--{name}", *value.split())]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.evals import bootstrap_interval
+from arpo.evals import bootstrap_interval, mean
+from arpo.evals.tables import markdown_table, with_interval
 from arpo.log import read_metrics
 
 REFERENCES = ("random", "grpo")
@@ -25,14 +26,14 @@ TOTALS = {
     "rollout_s": "time/rollout",
     "step_s": "time/step",
 }
-"""Name in the table -> metric, summed over all steps."""
+"""Column of the table -> the metric that is summed over all steps for it."""
 SMOOTHING_STEPS = 5
-"""Steps in the running mean of the training reward."""
+"""Number of steps in the running mean of the training reward."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One finished run."""
+    """Scores and metrics of one finished run."""
 
     algorithm: str
     seed: int
@@ -44,36 +45,27 @@ class RunResult:
     @property
     def accuracy(self) -> float:
         """Mean over the question files."""
-        return float(np.mean([s["accuracy"] for s in self.scores.values()]))
-
-    @property
-    def reward(self) -> float:
-        return float(np.mean([s["reward"] for s in self.scores.values()]))
-
-    @property
-    def totals(self) -> dict[str, float]:
-        return {name: sum(row[metric] for row in self.metrics) for name, metric in TOTALS.items()}
+        return mean(s["accuracy"] for s in self.scores.values())
 
     def series(self, metric: str) -> np.ndarray:
         return np.array([row[metric] for row in self.metrics])
 
     def steps_until(self, target_reward: float) -> int | None:
-        """The first step at which the running mean of the training reward reaches the target; None = never."""
+        """Return the first step at which the running mean of the training reward reaches the target; None = never."""
         reached = np.flatnonzero(running_mean(self.series("reward/mean")) >= target_reward)
         return int(self.metrics[reached[0]]["step"]) if len(reached) else None
 
 
 def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
     """Read a finished run; None where the run has not finished."""
-    scores = folder / "eval" / "scores.json"
-    if not scores.exists():
+    if not (scores := folder / "eval" / "scores.json").exists():
         return None
     steps = [row for row in read_metrics(folder) if "reward/mean" in row]  # step 0 is a validation only
     return RunResult(algorithm, seed, json.loads(scores.read_text()), steps)
 
 
 def running_mean(values: Sequence[float]) -> np.ndarray:
-    """Mean of each value and those before it, at most SMOOTHING_STEPS in all.
+    """Return for each value the mean of it and those before it, at most SMOOTHING_STEPS in all.
 
     >>> running_mean([1.0, 3.0]).tolist()
     [1.0, 2.0]
@@ -82,13 +74,13 @@ def running_mean(values: Sequence[float]) -> np.ndarray:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """Mean over seeds with its 95 % bootstrap interval."""
+    """Return the mean over seeds with its 95 % bootstrap interval."""
     low, high = bootstrap_interval(values)
-    return {"mean": float(np.mean(values)), "low": low, "high": high, "seeds": len(values)}
+    return {"mean": mean(values), "low": low, "high": high, "seeds": len(values)}
 
 
 def paired_difference(runs: list[RunResult], reference: list[RunResult]) -> dict[str, float] | None:
-    """Accuracy of `runs` minus that of `reference` with the same seed; None where no seed is in both."""
+    """Estimate the accuracy of `runs` minus that of `reference`, seed by seed; None where no seed is in both."""
     base = {run.seed: run.accuracy for run in reference}
     differences = [run.accuracy - base[run.seed] for run in runs if run.seed in base]
     return estimate(differences) if differences else None
@@ -96,54 +88,52 @@ def paired_difference(runs: list[RunResult], reference: list[RunResult]) -> dict
 
 def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
     """Group runs by algorithm, in the order in which each first appears."""
-    groups: dict[str, list[RunResult]] = {}
-    for run in results:
-        groups.setdefault(run.algorithm, []).append(run)
-    return groups
+    algorithms = dict.fromkeys(run.algorithm for run in results)
+    return {algorithm: [run for run in results if run.algorithm == algorithm] for algorithm in algorithms}
 
 
-def compare(results: list[RunResult], target_reward: float) -> dict[str, dict]:
+def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[str, dict]:
     """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, minus_random, minus_grpo, seeds}."""
-    groups = by_algorithm(results)
-    table: dict[str, dict] = {}
+    groups, table = by_algorithm(results), {}
     for algorithm, runs in groups.items():
         reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
         row = table[algorithm] = {
             "accuracy": estimate([run.accuracy for run in runs]),
-            "reward": estimate([run.reward for run in runs]),
-            "steps_to_target": {"mean": float(np.mean(reached)) if reached else None, "seeds": len(reached)},
+            "reward": estimate([mean(s["reward"] for s in run.scores.values()) for run in runs]),
+            "steps_to_target": {"mean": mean(reached) if reached else None, "seeds": len(reached)},
             "seeds": {run.seed: run.accuracy for run in runs},
         }
-        row |= {name: estimate([run.totals[name] for run in runs]) for name in TOTALS}
+        for name, metric in TOTALS.items():
+            row[name] = estimate([sum(step[metric] for step in run.metrics) for run in runs])
         for reference in REFERENCES:
             if reference != algorithm and reference in groups:
                 row[f"minus_{reference}"] = paired_difference(runs, groups[reference])
     return table
 
 
-def markdown(table: dict[str, dict], target_reward: float) -> str:
-    """The table as Markdown: one row per algorithm."""
+def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
+    """Write what `compare_algorithms` returned as a Markdown table, one row per algorithm."""
 
     def interval(cell: dict | None, sign: str = "") -> str:
-        return f"{cell['mean']:{sign}.3f} [{cell['low']:{sign}.3f}, {cell['high']:{sign}.3f}]" if cell else ""
+        return with_interval(cell["mean"], cell["low"], cell["high"], sign) if cell else ""
 
     references = [r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())]
     head = ["algorithm", "seeds", "accuracy [95 %]", "reward", *(f"minus {r} [95 %]" for r in references)]
     head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in TOTALS]
     head += [f"steps to reward {target_reward:g}"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for algorithm, row in table.items():
         num_seeds, reached = len(row["seeds"]), row["steps_to_target"]
         cells = [algorithm, str(num_seeds), interval(row["accuracy"]), f"{row['reward']['mean']:.3f}"]
         cells += [interval(row.get(f"minus_{r}"), sign="+") for r in references]
         cells += [f"{row[name]['mean']:,.0f}" for name in TOTALS]
         cells += [f"{reached['mean']:.1f} ({reached['seeds']} of {num_seeds} seeds)" if reached["seeds"] else "never"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return "\n".join(markdown_table(head, rows)) + "\n"
 
 
 def draw_curves(results: list[RunResult], path: Path) -> None:
-    """Training reward and accuracy over the steps, and reward over the tool calls executed so far.
+    """Draw training reward and accuracy over the steps, and reward over the tool calls executed so far.
 
     Lines are means over seeds of the running means, bands their standard deviation.
     """

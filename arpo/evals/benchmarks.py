@@ -1,6 +1,6 @@
-"""The benchmarks: where a test set lies, how its questions are asked, how its answers are graded. One entry each.
+"""The table of benchmarks. An entry says where a test set lies, how its questions are asked and its answers graded.
 
-DATA_DIR/<file>, as published: questions(BENCHMARKS["gaia"], "gaia", data_dir) -> Prompts with their system prompt
+questions("gaia", BENCHMARKS["gaia"], data_dir) -> Prompts with their system prompt, from DATA_DIR/gaia/test.jsonl
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from arpo.trajectory import Prompt
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One test set. Question and answer are found in any of the usual fields, unless they are named here."""
+    """A test set. Question and answer are found in any of the usual fields, unless their fields are named here."""
 
     family: Literal["math", "qa", "deepsearch"]
     grader: Literal["math", "qa"]
     prompt: str = "code_search"
-    """Key of arpo.evals.prompts.PROMPTS."""
+    """Kind of system prompt, a key of arpo.evals.prompts.PROMPTS."""
     mixed_languages: bool = False
-    """Its Chinese questions are asked with the Chinese prompt."""
+    """True = Chinese questions are asked with the Chinese prompt."""
     question: str = ""
     """Field of the question."""
     answer: str = ""
-    """Field of the answer. A solution in GSM8K's or MATH's style stands for what follows "####", or its last box."""
+    """Field of the answer. Of a solution in GSM8K's or MATH's style, what follows "####" or the last box is taken."""
     split: str = ""
-    """Field whose values are reported one by one: "Level" -> "level 1"; text values stand as they are."""
+    """Field whose values are reported one by one. "Level" with the number 1 -> "level 1"; texts stay as they are."""
     file: str = "{name}/test.jsonl"
-    """Below the data folder; parquet, json and jsonl can be read."""
+    """Path below the data folder, of a parquet, json or jsonl file."""
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -54,39 +54,33 @@ BENCHMARKS: dict[str, Benchmark] = {
     "xbench": Benchmark("deepsearch", grader="qa", prompt="chinese"),
 }
 FAMILIES = ("math", "qa", "deepsearch")
-
-
 ALONE = {"MATH": "math"}
-"""Names of single benchmarks that are a family's name too."""
+"""Another name for each benchmark that has a family's name."""
 
 
 def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benchmark], list[str]]:
-    """("all",), families or names -> (the chosen benchmarks, names left out because their file is not there).
+    """Return the benchmarks of ("all",), families or names, and the names left out because their file is not there.
 
     Raises UserError for an unknown name, a named benchmark without its file, and where nothing is left.
     """
     for word in names:
         _check_name(word)
-    chosen: dict[str, Benchmark] = {}
-    absent: list[str] = []
     named = {ALONE.get(word, word) for word in names if word not in FAMILIES}
-    for name, benchmark in BENCHMARKS.items():
-        path = Path(data_dir) / benchmark.file.format(name=name)
-        if name not in named and benchmark.family not in names and "all" not in names:
-            continue
-        if path.exists():
-            chosen[name] = benchmark
-        elif name not in named:
-            absent.append(name)
-        else:
-            raise UserError(f"eval.benchmarks: {name} needs {path}, which is not there; get it, or set eval.data_dir")
+    wanted = {n: b for n, b in BENCHMARKS.items() if n in named or b.family in names or "all" in names}
+    paths = {name: Path(data_dir) / benchmark.file.format(name=name) for name, benchmark in wanted.items()}
+    absent = [name for name, path in paths.items() if not path.exists()]
+    for name in absent:
+        if name in named:
+            there = f"{paths[name]}, which is not there"
+            raise UserError(f"eval.benchmarks: {name} needs {there}; get it, or set eval.data_dir")
+    chosen = {name: benchmark for name, benchmark in wanted.items() if name not in absent}
     if names and not chosen:
         raise UserError(f"eval.benchmarks: {data_dir} has none of {', '.join(absent)}; set eval.data_dir")
     return chosen, absent
 
 
 def _check_name(word: str) -> None:
-    known = ["all", *FAMILIES, *(name for name in BENCHMARKS if name not in FAMILIES), *ALONE]
+    known = list(dict.fromkeys(("all", *FAMILIES, *BENCHMARKS, *ALONE)))
     if word in known:
         return
     lower = {name.lower(): name for name in reversed(known)}
@@ -96,7 +90,7 @@ def _check_name(word: str) -> None:
 
 
 def questions(name: str, benchmark: Benchmark, data_dir: str | Path, *, max_questions: int = 0) -> list[Prompt]:
-    """The first questions of a benchmark (0 = all), with its system prompt; `meta` holds the split alone.
+    """Read the first questions of a benchmark (0 = all), with its system prompt; `meta` holds the split alone.
 
     Raises UserError naming file, line and field at the first row that cannot be used: a score over part of a published
     set would be compared with scores over all of it.
@@ -112,20 +106,18 @@ def questions(name: str, benchmark: Benchmark, data_dir: str | Path, *, max_ques
             raise UserError(f"{place}: {error}; repair the file, or get it again") from None
         split = row.get(benchmark.split, "")
         label = split if isinstance(split, str) else f"{benchmark.split.lower()} {split}"
-        kind = (
-            "chinese" if benchmark.mixed_languages and is_chinese(prompt.messages[-1]["content"]) else benchmark.prompt
-        )
+        in_chinese = benchmark.mixed_languages and is_chinese(prompt.messages[-1]["content"])
+        kind = "chinese" if in_chinese else benchmark.prompt
         prompts.append(asked_as(replace(prompt, data_source=name, meta={"split": label}), kind))
     return prompts
 
 
 def _usual_fields(row: dict, benchmark: Benchmark) -> dict:
-    """The row with question and answer under the names that `parse_prompt` knows first."""
+    """Return the row with question and answer under the names that `parse_prompt` knows first."""
     row = dict(row)
     if benchmark.question in row:
         row["prompt"] = row[benchmark.question]
     if benchmark.answer in row:
-        row["answer"] = answer = row[benchmark.answer]
-        if isinstance(answer, str) and "\\boxed" in answer:
-            row["answer"] = last_box(answer)
+        answer = row[benchmark.answer]
+        row["answer"] = last_box(answer) if isinstance(answer, str) and "\\boxed" in answer else answer
     return row

@@ -6,23 +6,23 @@ Pairing takes the questions' difficulty out, so that a difference is seen that t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from arpo.errors import UserError
-from arpo.evals import bootstrap_means, interval_of
+from arpo.evals import bootstrap_means, interval_of, mean
 from arpo.evals.grading import read_grades
 from arpo.evals.report import GRADES_FOLDER
 from arpo.evals.scores import correct_by_question, ks_of, pass_values
-from arpo.evals.tables import Table, markdown, replace_text
+from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 
 ByQuestion = dict[str, list[float]]
-"""question -> `correct` of its samples."""
+"""Question -> `correct` of its samples."""
 Differences = dict[str, list[float]]
-"""accuracy, pass@2, ... -> run minus reference, a number per question that both answered."""
+"""Score (accuracy, pass@2, ...) -> run minus reference, a number per question that both answered."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class EvaluatedRun:
     name: str
     benchmarks: dict[str, ByQuestion]
     graders: dict[str, str]
-    """benchmark -> who graded, as it must be the same for numbers to be compared: "f1", "judge (Qwen2.5-72B)"."""
+    """Benchmark -> the grader, like "f1" or "judge (Qwen2.5-72B)"; numbers of different graders are not compared."""
 
 
 def compare_runs(folders: Sequence[str | Path], out: str | Path | None = None, *, seed: int = 0) -> str:
-    """The comparison as Markdown; also written to compare.md and compare.json in `out` (default: the last folder).
+    """Return the comparison as Markdown, after writing it to `out` (default: the last folder) as compare.{md,json}.
 
     Raises UserError for a folder that holds no evaluation, and where nothing can be compared.
     """
@@ -50,20 +50,18 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path | None = None, *
     if not any(result["benchmarks"] for result in results.values()):
         reasons = "; ".join(line for result in results.values() for line in result["left_out"])
         raise UserError(f"--compare: nothing to compare ({reasons or 'no benchmark'}); grade the runs alike")
-    notes = [
-        "Mean over the questions that both answered, with 95 % bootstrap intervals; * = the interval is without 0."
-    ]
-    notes += [f"{title}: {line}" for title, result in results.items() for line in result["left_out"]]
-    text = markdown("Comparison", notes, [_table(title, result) for title, result in results.items()])
+    head = "Mean over the questions that both answered, with 95 % bootstrap intervals; * = the interval is without 0."
+    notes = [head, *(f"{title}: {line}" for title, result in results.items() for line in result["left_out"])]
+    text = markdown_report("Comparison", notes, [_table(title, result) for title, result in results.items()])
     folder = Path(folders[-1] if out is None else out)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / "compare.json", json.dumps(results, indent=1) + "\n")
-    replace_text(folder / "compare.md", text)
+    replace_file(folder / "compare.json", [json.dumps(results, indent=1), "\n"])
+    replace_file(folder / "compare.md", [text])
     return text
 
 
 def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
-    """Raises UserError where the folder holds no finished evaluation."""
+    """Read a run's grades. Raises UserError where the folder holds no finished evaluation."""
     try:
         scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
         graders = {b: f"judge ({s['judge']})" if s["metric"] == "judge" else s["metric"] for b, s in scores.items()}
@@ -81,7 +79,7 @@ def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
 
 
 def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:
-    """{benchmarks: name -> numbers, overall: numbers, left_out: lines that say what is not in them}."""
+    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines that say what is not in them}."""
     differences: dict[str, Differences] = {}
     table: dict[str, dict] = {}
     left_out = []
@@ -101,8 +99,8 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
             differences[name] = question_differences(own, other)
             table[name] = {
                 "questions": len(common),
-                "reference": _mean_accuracy(other),
-                "run": _mean_accuracy(own),
+                "reference": mean(mean(samples) for samples in other.values()),
+                "run": mean(mean(samples) for samples in own.values()),
                 **estimates([differences[name]], seed=seed),
             }
     return {
@@ -113,36 +111,34 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
 
 
 def question_differences(own: ByQuestion, other: ByQuestion) -> Differences:
-    """Return the differences of two runs by question. Pass@k only where both have k samples of every question."""
+    """Return the differences of two runs over the same questions, which stand in the same order.
+
+    Pass@k is there only where both have k samples of every question.
+    """
     fewest = min(len(samples) for samples in [*own.values(), *other.values()])
     found = {"accuracy": [float(np.mean(own[q]) - np.mean(other[q])) for q in own]}
     for k in ks_of(fewest):
         if k > 1:
-            mine, theirs = pass_values(own, k), pass_values({q: other[q] for q in own}, k)
-            found[f"pass@{k}"] = [a - b for a, b in zip(mine, theirs, strict=True)]
+            pairs = zip(pass_values(own.values(), k), pass_values(other.values(), k), strict=True)
+            found[f"pass@{k}"] = [a - b for a, b in pairs]
     return found
 
 
 def estimates(parts: Sequence[Differences], *, seed: int) -> dict[str, dict[str, float]]:
-    """Score -> difference, low, high: the mean over the parts (benchmarks), each counting the same."""
+    """Score -> {difference, low, high}, each a mean over the parts (benchmarks), which all count the same."""
     found = {}
     for score in [score for score in parts[0] if all(score in part for part in parts)]:
         resampled = [bootstrap_means(part[score], seed=(seed, number)) for number, part in enumerate(parts)]
         low, high = interval_of(np.mean(resampled, axis=0))
-        mean = float(np.mean([np.mean(part[score]) for part in parts]))
-        found[score] = {"difference": mean, "low": low, "high": high}
+        found[score] = {"difference": mean(mean(part[score]) for part in parts), "low": low, "high": high}
     return found
-
-
-def _mean_accuracy(by_question: Mapping[str, Sequence[float]]) -> float:
-    return float(np.mean([np.mean(samples) for samples in by_question.values()]))
 
 
 def _table(title: str, result: dict) -> Table:
     rows_of = {**result["benchmarks"]}
     if len(rows_of) > 1:
         rows_of[f"mean of {len(rows_of)}"] = result["overall"]
-    columns = {k: None for numbers in rows_of.values() for k in numbers if k.startswith("pass@")}
+    columns = {k for numbers in rows_of.values() for k in numbers if k.startswith("pass@")}
     columns = sorted(columns, key=lambda k: int(k[len("pass@") :]))
     head = ["benchmark", "questions", "reference", "run", "difference [95 %]", *(f"{k} difference" for k in columns)]
     rows = [
@@ -150,13 +146,13 @@ def _table(title: str, result: dict) -> Table:
             name,
             str(numbers.get("questions", "")),
             *(f"{numbers[k]:.3f}" if k in numbers else "" for k in ("reference", "run")),
-            *(_interval(numbers[k]) if k in numbers else "" for k in ("accuracy", *columns)),
+            *(_difference(numbers[k]) if k in numbers else "" for k in ("accuracy", *columns)),
         ]
         for name, numbers in rows_of.items()
     ]
     return Table(title, head, rows)
 
 
-def _interval(d: Mapping[str, float]) -> str:
+def _difference(d: dict[str, float]) -> str:
     star = " *" if d["low"] > 0 or d["high"] < 0 else ""
-    return f"{d['difference']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]{star}"
+    return with_interval(d["difference"], d["low"], d["high"], sign="+") + star

@@ -13,12 +13,13 @@ import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from arpo.evals.grading import Grade, segments_of
 from arpo.evals.records import Record
-from arpo.evals.tables import Table
+from arpo.evals.tables import Table, replace_file
 from arpo.log import script_json
 
 BLOCK = 64
@@ -28,7 +29,7 @@ MAX_TRANSCRIPT_BYTES = 150_000_000
 PREVIEW_CHARS = 160
 
 Pair = tuple[str, Record, Grade]
-"""Benchmark, trajectory, its grade."""
+"""A benchmark's name, one of its trajectories, and the grade of that."""
 
 
 def write_page(
@@ -40,7 +41,7 @@ def write_page(
     scores: Mapping[str, Mapping[str, Any]],
     pairs: Sequence[Pair],
 ) -> None:
-    """Write the page, whole or not at all. `scores` by benchmark; `pairs` are all trajectories of theirs."""
+    """Write the page, whole or not at all. `scores` are by benchmark; `pairs` are all trajectories of these."""
     order = {name: number for number, name in enumerate(scores)}
     pairs = sorted(pairs, key=lambda pair: (order[pair[0]], pair[1].question_id, pair[1].sample))
     data = {
@@ -51,37 +52,24 @@ def write_page(
         "index": [index_row(*pair) for pair in pairs],
         "block": BLOCK,
     }
-    head, tail = resources.files("arpo.evals").joinpath("report.html").read_text(encoding="utf-8").split("@@DATA@@")
-    middle, tail = tail.split("@@BLOCKS@@")
-    writing = path.with_name(path.name + ".tmp")
-    with writing.open("w", encoding="utf-8") as file:
-        file.write(head + script_json(data) + middle)
-        for block in blocks(pairs):
-            file.write(f'<script type="text/plain" class="block">{block}</script>\n')
-        file.write(tail)
-    writing.replace(path)
+    template = resources.files("arpo.evals").joinpath("report.html").read_text(encoding="utf-8")
+    head, tail = template.split("@@BLOCKS@@")
+    packed = (f'<script type="text/plain" class="block">{block}</script>\n' for block in blocks(pairs))
+    replace_file(path, chain([head.replace("@@DATA@@", script_json(data))], packed, [tail]))
 
 
 def index_row(benchmark: str, record: Record, grade: Grade) -> list:
-    """Return the row that the page's list and plots need; the page's script names the columns."""
+    """Return what the page's list and plots need of a transcript; the page's script names the columns."""
+    num_failed = sum(not call["ok"] for call in record.tool_calls)
+    preview = " ".join(record.question[: 2 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
     return [
-        benchmark,
-        record.question_id,
-        record.sample,
-        grade.correct,
-        grade.reason,
-        record.stop_reason,
-        record.num_tokens,
-        len(record.tool_calls),
-        sum(not call["ok"] for call in record.tool_calls),
-        record.wall_s,
-        record.split,
-        " ".join(record.question[: 2 * PREVIEW_CHARS].split())[:PREVIEW_CHARS],
-    ]
+        benchmark, record.question_id, record.sample, grade.correct, grade.reason, record.stop_reason,
+        record.num_tokens, len(record.tool_calls), num_failed, record.wall_s, record.split, preview,
+    ]  # fmt: skip
 
 
 def blocks(pairs: Sequence[Pair]) -> Iterator[str]:
-    """The packed transcripts, BLOCK in each, until the page is full."""
+    """Yield the packed transcripts, BLOCK of them at a time, until the page is full."""
     num_bytes = 0
     for start in range(0, len(pairs), BLOCK):
         views = [transcript(record, grade) for _, record, grade in pairs[start : start + BLOCK]]
@@ -94,7 +82,7 @@ def blocks(pairs: Sequence[Pair]) -> Iterator[str]:
 
 
 def transcript(record: Record, grade: Grade) -> dict[str, Any]:
-    """One trajectory as the page shows it; results are in the segments, so calls come without them."""
+    """Return a trajectory as the page shows it; results are in the segments, so calls come without them."""
     shown = ("tag", "ok", "error_kind", "cached", "seconds", "executed")
     return {
         "question": record.question,

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF001 (the Chinese prompt's punctuation is meant)
-"""The system prompts of the benchmarks, by kind, each with the tools that it offers."""
+"""The system prompts that benchmarks are asked with, each with the tools that it offers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from arpo.protocol.prompts import with_system_prompt
+from arpo.protocol.prompts import ANSWER_RULE, with_system_prompt
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
@@ -18,7 +18,6 @@ class AskedAs:
     tools: tuple[str, ...]
 
 
-_ANSWER = r"When you are sure, give the final answer inside <answer> </answer>, the exact answer in \boxed{}."
 _EXAMPLE_END = r"<think> done </think><answer> The final answer is \[ \boxed{42} \] </answer>"
 PROMPTS: dict[str, AskedAs] = {
     "code_search": AskedAs(system_prompt_for("default", ("python", "search")), ("python", "search")),
@@ -26,16 +25,16 @@ PROMPTS: dict[str, AskedAs] = {
         "You are a helpful assistant that solves the given question step by step, with the help of a search tool.\n"
         "Think inside <think> </think>. To search, write <search> query </search>; after each search what was found "
         "appears between <result> and </result>; then think again, and search again if you need to. "
-        f"{_ANSWER}\nExample: <think> what is needed </think><search> query </search> <result> found passages </result>"
-        f"{_EXAMPLE_END}",
+        f"{ANSWER_RULE}\nExample: <think> what is needed </think><search> query </search> <result> found passages "
+        f"</result>{_EXAMPLE_END}",
         ("search",),
     ),
     "math": AskedAs(
         "You are a helpful assistant that solves the given problem step by step, with the help of a Python "
         "interpreter.\nThink inside <think> </think>. To run code, write <python> code </python> and print what you "
         "need; after each call the output appears between <result> and </result>; then think again, and call again if "
-        f"you need to. {_ANSWER}\nExample: <think> what is needed </think><python> print(6 * 7) </python> <result> 42 "
-        f"</result>{_EXAMPLE_END}",
+        f"you need to. {ANSWER_RULE}\nExample: <think> what is needed </think><python> print(6 * 7) </python> "
+        f"<result> 42 </result>{_EXAMPLE_END}",
         ("python",),
     ),
     "base": AskedAs(system_prompt_for("default", ()), ()),
@@ -51,14 +50,13 @@ PROMPTS: dict[str, AskedAs] = {
         ("python", "search"),
     ),
 }
-"""System prompt and tools by kind. code_search is the prompt of training."""
+"""Kind -> system prompt and tools. code_search is the prompt of training."""
 
 
 def asked_as(prompt: Prompt, system_prompt: str) -> Prompt:
     """Give a prompt the system prompt and tools of a kind of PROMPTS; other texts act as in `with_system_prompt`."""
-    if kind := PROMPTS.get(system_prompt):
-        return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
-    return replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt))
+    kind = PROMPTS.get(system_prompt) or AskedAs(system_prompt, prompt.tools)
+    return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
 
 
 def is_chinese(text: str) -> bool:
@@ -68,4 +66,4 @@ def is_chinese(text: str) -> bool:
     (True, False)
     """
     letters = [c for c in text if c.isalpha()]
-    return len(letters) > 0 and sum("\u4e00" <= c <= "\u9fff" for c in letters) * 3 >= len(letters)
+    return bool(letters) and sum("\u4e00" <= c <= "\u9fff" for c in letters) * 3 >= len(letters)

@@ -1,4 +1,4 @@
-"""What the papers report, to stand beside ours. Their claims, in percent; users could not reproduce several of them.
+"""The numbers that the papers report, in percent, to stand beside ours. Users could not reproduce several of them.
 
 AEPO's (arXiv 2510.14545) are those of its abstract. ARPO's (arXiv 2507.19849, tables 1 and 2) were collected from
 secondary sources: check with the paper before citing. Numbers known from memory or one unsure source are left out.
@@ -13,7 +13,7 @@ SOURCES = (
     "not reproduce several of them. They compare with ours only where model, grader and questions are the same."
 )
 F1, JUDGE = "token F1", "72B judge"
-"""How they graded: knowledge questions by F1; math and deep search by Qwen2.5-72B-Instruct."""
+"""The papers' graders: F1 for knowledge questions; Qwen2.5-72B-Instruct for math and deep search."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Published:
     """One number of a paper."""
 
     benchmark: str
-    """Name in our table of benchmarks; with the split after a colon ("gaia: level 1")."""
+    """Name in our table of benchmarks; a split follows a colon ("gaia: level 1")."""
     score: str
     """"pass@1" (mean accuracy) or "pass@5"."""
     percent: float
@@ -30,13 +30,12 @@ class Published:
     metric: str
 
 
-def _rows(model: str, method: str, metric: str, **percents: float) -> list[Published]:
-    return [Published(name, "pass@1", percent, model, method, metric) for name, percent in percents.items()]
+def _rows(model: str, method: str, metric: str, *, score: str = "pass@1", **percents: float) -> list[Published]:
+    return [Published(name, score, percent, model, method, metric) for name, percent in percents.items()]
 
 
 _3B, _7B, _LLAMA = "Qwen2.5-3B", "Qwen2.5-7B", "Llama3.1-8B"
 _8B, _14B = "Qwen3-8B", "Qwen3-14B"
-
 PUBLISHED: tuple[Published, ...] = (
     *_rows(_3B, "ARPO", JUDGE, aime24=23.3, aime25=20.0),
     *_rows(_3B, "ARPO", F1, webwalker=24.5, hotpotqa=58.5, **{"2wiki": 67.4}, musique=28.7, bamboogle=66.8),
@@ -52,13 +51,9 @@ PUBLISHED: tuple[Published, ...] = (
     *_rows(_14B, "GRPO", JUDGE, **{"gaia: level 1": 51.3, "gaia: level 2": 34.6, "gaia: level 3": 0.0}),
     *_rows(_14B, "ARPO", JUDGE, gaia=43.7, webwalker=36.0, hle=10.0, xbench=32.0),
     *_rows(_14B, "ARPO", JUDGE, **{"gaia: level 1": 56.4, "gaia: level 2": 40.4, "gaia: level 3": 16.7}),
-    Published("gaia", "pass@5", 61.2, _14B, "ARPO", JUDGE),
-    Published("hle", "pass@5", 24.0, _14B, "ARPO", JUDGE),
-    Published("xbench", "pass@5", 59.0, _14B, "ARPO", JUDGE),
+    *_rows(_14B, "ARPO", JUDGE, score="pass@5", gaia=61.2, hle=24.0, xbench=59.0),
     *_rows(_14B, "AEPO", JUDGE, gaia=47.6, hle=11.2, webwalker=43.0),
-    Published("gaia", "pass@5", 65.0, _14B, "AEPO", JUDGE),
-    Published("hle", "pass@5", 26.0, _14B, "AEPO", JUDGE),
-    Published("webwalker", "pass@5", 70.0, _14B, "AEPO", JUDGE),
+    *_rows(_14B, "AEPO", JUDGE, score="pass@5", gaia=65.0, hle=26.0, webwalker=70.0),
 )
 
 TEN = ("aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki", "musique", "bamboogle")
@@ -75,5 +70,5 @@ TEN_AVERAGES: tuple[tuple[str, str, float], ...] = (
 
 
 def published_for(benchmark: str) -> list[Published]:
-    """The papers' numbers of a benchmark and its splits."""
+    """Return the papers' numbers of a benchmark and its splits."""
     return [row for row in PUBLISHED if row.benchmark.split(":")[0] == benchmark]

@@ -1,8 +1,8 @@
-"""Records of finished trajectories. Grading and reports need nothing else of an evaluation.
+"""Records of an evaluation's finished trajectories, from which grades and reports are made.
 
     RUN/records/<benchmark>.jsonl, <benchmark>.rank1.jsonl, ...     one line per trajectory, only ever appended to
 
-A group's lines are on disk before the next group is looked at, so a killed run continues behind its last whole line.
+A group's lines are on disk before the next group is handled, so a killed run continues behind its last whole line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Record:
     benchmark: str
     """Name in the table of benchmarks, or stem of the question file."""
     question_id: str
-    """Unique within the benchmark."""
+    """Name of the question, unique within the benchmark."""
     sample: int
-    """0 .. n-1 within the question."""
+    """Number of the trajectory among the n of its question, from 0."""
     question: str
     answers: list[str]
     """Accepted answers (aliases)."""
@@ -35,29 +35,29 @@ class Record:
     split: str
     """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
     metric: str
-    """The way to grade it: "math", "qa", or "reward" (for question files of one's own)."""
+    """Grading rule: "math", "qa", or "reward" (for question files of one's own)."""
     text: str
     """The whole response, tool results included."""
     segments: list
     """`text` as [text, written by the model] runs."""
     stop_reason: str
     num_tokens: int
-    """Tokens of the response, tool results included."""
+    """Number of tokens of the response, tool results included."""
     num_sampled_tokens: int
     wall_s: float
     """Seconds from the first token to the end, with tool calls, without the wait for a place in the batch."""
     tool_calls: list[dict]
-    """Tool calls in order; each has the fields of arpo.trajectory.ToolCall."""
+    """The tool calls in order, each with the fields of arpo.trajectory.ToolCall."""
     meta: dict = field(default_factory=dict)
     """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
     tools: list[str] = field(default_factory=lambda: list(PAPER_TOOLS))
-    """Tags of the tools that were loaded, whose calls the format is about."""
+    """Tags of the tools that were loaded; their calls must be well-formed."""
 
 
 def group_records(
     group: Group, benchmark: str, metric: str, wall_s: Sequence[float], tools: Sequence[str] = PAPER_TOOLS
 ) -> list[Record]:
-    """One record per trajectory of a finished group; `wall_s` goes by trajectory, `tools` are those loaded."""
+    """Make a record of each trajectory of a finished group; `wall_s[i]` are the seconds of trajectory i."""
     prompt = group.prompt
     return [
         Record(
@@ -84,9 +84,9 @@ def group_records(
 
 
 def append_records(path: str | Path, records: Sequence[Record]) -> None:
-    """Add whole lines in one write, and wait until they are on disk. One process at a time may write to a file.
+    """Append records in one write, and wait until they are on disk. Only one process at a time may write to a file.
 
-    What a killed writer left of a line at the end is cut off first.
+    First an incomplete last line, which a killed writer left, is cut off.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,56 +99,49 @@ def append_records(path: str | Path, records: Sequence[Record]) -> None:
 
 
 def _end_of_last_line(file) -> int:
-    """Position behind the last newline; 0 without one."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - 65536)
-        file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
+    """Return the position behind the last newline; 0 without one."""
+    end = file.seek(0, os.SEEK_END)
+    for start in range(end - 65536, -65536, -65536):
+        file.seek(max(0, start))
+        found = file.read(65536 + min(0, start)).rfind(b"\n")
         if found >= 0:
-            return start + found + 1
-        position = start
+            return max(0, start) + found + 1
     return 0
 
 
 def read_records(folder_or_path: str | Path) -> list[Record]:
-    """Records of one file, or of all files of a folder, ordered by benchmark, question and sample.
+    """Read the records of a file, or of all files of a folder, ordered by benchmark, question and sample.
 
-    A torn last line is dropped; of a trajectory that is there twice, the first record counts. Raises UserError that
+    An incomplete last line is dropped; if a trajectory is there twice, its first record counts. Raises UserError that
     names file and line for any other damage.
     """
     path = Path(folder_or_path)
     found: dict[tuple[str, str, int], Record] = {}
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        for record in _read_file(file):
+        try:
+            lines = file.read_bytes().split(b"\n")
+        except OSError as error:
+            raise UserError(f"{file}: cannot read the records ({error.strerror}); check the path") from None
+        for number, line in enumerate(lines[:-1], 1):  # the last piece is empty, or a line that never got its newline
+            try:
+                record = _parse(line)
+            except ValueError as error:
+                raise UserError(f"{file}:{number}: {error}; remove the line, and run again") from None
             found.setdefault((record.benchmark, record.question_id, record.sample), record)
     return [found[key] for key in sorted(found)]
 
 
-def _read_file(path: Path) -> list[Record]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the records ({error.strerror}); check the path") from None
-    records = []
-    for number, line in enumerate(lines[:-1], 1):  # the last piece is empty, or a line that never got its newline
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not valid JSON ({error}); remove the line, and run again") from None
-        records.append(_parse(row, f"{path}:{number}"))
-    return records
-
-
-def _parse(row: object, place: str) -> Record:
+def _parse(line: bytes) -> Record:
     kinds = {"sample": int, "num_tokens": int, "num_sampled_tokens": int, "wall_s": float | int, "meta": dict}
     kinds |= dict.fromkeys(("answers", "segments", "tool_calls", "tools"), list)
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(row, dict):
-        raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}; remove the line, and run again")
+        raise ValueError(f"must be a JSON object, not {type(row).__name__}")
     row = {"tools": list(PAPER_TOOLS)} | row  # older records do not name them: there were no others
     for f in fields(Record):
         if not isinstance(row.get(f.name), kinds.get(f.name, str)):
-            raise UserError(
-                f"{place}: field {f.name!r} is missing or of the wrong kind; remove the line, and run again"
-            )
+            raise ValueError(f"field {f.name!r} is missing or of the wrong kind")
     return Record(**{f.name: row[f.name] for f in fields(Record)})

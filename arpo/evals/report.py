@@ -14,10 +14,14 @@ from arpo.evals.grading import Grade, write_grades
 from arpo.evals.page import write_page
 from arpo.evals.published import F1, SOURCES, TEN, TEN_AVERAGES, published_for
 from arpo.evals.records import Record
-from arpo.evals.scores import Scores, averages, benchmark_scores
-from arpo.evals.tables import Table, markdown, replace_text
+from arpo.evals.scores import MEANS, Scores, averages, benchmark_scores
+from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 
 GRADES_FOLDER = "grades"
+JUDGE_REASONS = {
+    "judge_unparsable": "with a judgement that is not clearly a verdict",
+    "judge_failed": "that the judge could not be asked about (grading again asks again)",
+}
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,11 @@ class RunMeta:
     """Facts about the run that a report states besides its numbers."""
 
     title: str
-    """The model."""
+    """Name of the model."""
     judge: str = ""
     """Name of the judge's model; "" = there was none."""
     families: dict[str, str] = field(default_factory=dict)
-    """benchmark -> family (math, qa, deepsearch); those without one are only in the average over all."""
+    """Benchmark -> family (math, qa, deepsearch); those without one are only in the average over all."""
     seed: int = 0
     """Seed of the bootstrap."""
     notes: tuple[str, ...] = ()
@@ -44,7 +48,7 @@ def write_report(
 ) -> dict[str, Scores]:
     """Write all files of the report; returns the scores by benchmark, as in scores.json.
 
-    Records and grades of a benchmark go in pairs. A benchmark without any record is left out, and named.
+    A benchmark's grades stand in the order of its records. A benchmark without any record is left out, and named.
     """
     names = [name for name, records in records_by_benchmark.items() if records]
     grades = {name: grades_by_benchmark[name] for name in names}
@@ -52,101 +56,86 @@ def write_report(
     for s in scores.values():
         if s["metric"] == "judge":
             s["judge"] = meta.judge
-    means = averages(grades, meta.families, seed=meta.seed)
-    empty = [name for name in records_by_benchmark if name not in scores]
-    notes = [*meta.notes, *grader_notes(scores, meta.judge), *(f"{name}: no finished trajectory." for name in empty)]
-    tables = report_tables(scores, means)
+    empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
+    notes = [*meta.notes, *grader_notes(scores, meta.judge), *empty]
+    tables = report_tables(scores, averages(grades, meta.families, seed=meta.seed))
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         write_grades(folder / GRADES_FOLDER / f"{name}.jsonl", grades[name])
-    replace_text(folder / "report.md", markdown(meta.title, notes, tables))
+    replace_file(folder / "report.md", [markdown_report(meta.title, notes, tables)])
     pairs = [(name, *pair) for name in names for pair in zip(records_by_benchmark[name], grades[name], strict=True)]
     write_page(folder / "report.html", title=meta.title, notes=notes, tables=tables, scores=scores, pairs=pairs)
-    replace_text(folder / "scores.json", json.dumps(scores, indent=1) + "\n")  # last: what is there is whole
+    replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])  # last: what is there is whole
     return scores
 
 
 def summary(folder: Path) -> str:
-    """What the console shows of a report that is written: the head and the first table, accuracy by benchmark."""
+    """Return what the console shows of a written report: its head and the first table, accuracy by benchmark."""
     return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
 
 
 def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
-    """Who graded, and how often that went wrong."""
+    """Return lines that say who graded, and how often that went wrong."""
     notes = []
-    metrics = {name: s["metric"] for name, s in scores.items()}
-    judged = [name for name, metric in metrics.items() if "judge" in metric]
-    if judged:
+    if judged := [name for name, s in scores.items() if "judge" in s["metric"]]:
         notes.append(f"Judge: {judge or 'unnamed'} graded {', '.join(judged)}.")
-    if ruled := [name for name, metric in metrics.items() if metric == "f1"]:
+    if ruled := [name for name, s in scores.items() if s["metric"] == "f1"]:
         notes.append(f"No judge: {', '.join(ruled)} graded by rule (token F1; solved = an F1 of 1).")
-    reasons = {r: sum(s["grade_reasons"].get(r, 0) for s in scores.values()) for r in JUDGE_REASONS}
     for reason, words in JUDGE_REASONS.items():
-        if reasons[reason]:
-            notes.append(f"{reasons[reason]} trajectories {words}; they count as not correct.")
+        if number := sum(s["grade_reasons"].get(reason, 0) for s in scores.values()):
+            notes.append(f"{number} trajectories {words}; they count as not correct.")
     return notes
-
-
-JUDGE_REASONS = {
-    "judge_unparsable": "with a judgement that is not clearly a verdict",
-    "judge_failed": "that the judge could not be asked about (grading again asks again)",
-}
 
 
 # ---- tables
 
 
-def report_tables(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> list[Table]:
+def report_tables(scores: Mapping[str, Scores], averages: Mapping[str, Scores]) -> list[Table]:
     """Return all tables that are not empty."""
-    tables = [
-        _main_table(scores, means),
-        _pass_table(scores, means),
-        _splits_table(scores),
-        _metrics_table(scores),
-        _papers_table(scores),
-        _tools_table(scores),
-        _failures_table(scores),
-    ]
+    means = {f"mean of {s['benchmarks']} ({family})": s for family, s in averages.items()}
+    tables = [_main_table(scores, means), _pass_table({**scores, **means})]
+    tables += [make(scores) for make in (_splits_table, _metrics_table, _papers_table, _tools_table, _failures_table)]
     return [table for table in tables if table.rows]
 
 
-def interval(s: Scores) -> str:
-    return f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
+def _accuracy(s: Scores) -> str:
+    return with_interval(s["accuracy"], s["accuracy_low"], s["accuracy_high"])
 
 
-def pass_n(s: Scores) -> str:
-    n = s["samples"]
-    return f"{s[f'pass@{n}']:.3f}"
+def _pass_n(s: Scores) -> str:
+    return f"{s['pass@' + str(s['samples'])]:.3f}"
+
+
+def _numbers(s: Scores, names: Sequence[str]) -> list[str]:
+    return [f"{s[name]:.3f}" if name in s else "" for name in names]
 
 
 def _main_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Table:
     head = ["benchmark", "questions", "n", "accuracy [95 %]", "pass@n", "grader", "well-formed", "calls", "tokens"]
     rows = [
         [
-            name, str(s["questions"]), str(s["samples"]), interval(s), pass_n(s), s["metric"],
+            name, str(s["questions"]), str(s["samples"]), _accuracy(s), _pass_n(s), s["metric"],
             f"{s['well_formed']:.3f}", f"{s['tool_calls']:.2f}", f"{s['response_tokens']:.0f}",
             f"{s['seconds']:.1f}", f"{s['truncated']:.3f}",
         ]
         for name, s in scores.items()
     ]  # fmt: skip
-    for family, s in means.items():
-        rows.append([f"mean of {s['benchmarks']} ({family})", "", "", interval(s), *[""] * 7])
+    rows += [[name, "", "", _accuracy(s), *[""] * 7] for name, s in means.items()]
     note = "accuracy: mean over questions and n samples, intervals over questions; calls, tokens, seconds: means over "
     note += "trajectories; truncated: share that ran out of tokens."
     return Table("Accuracy", [*head, "seconds", "truncated"], rows, note)
 
 
-def _pass_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Table:
-    rows_of = {**scores, **{f"mean of {s['benchmarks']} ({family})": s for family, s in means.items()}}
-    columns = sorted({k for s in rows_of.values() for k in s if k.startswith("pass@")}, key=lambda k: int(k[5:]))
-    rows = [[name, *(f"{s[k]:.3f}" if k in s else "" for k in columns)] for name, s in rows_of.items()]
+def _pass_table(scores: Mapping[str, Scores]) -> Table:
+    columns = sorted({k for s in scores.values() for k in s if k.startswith("pass@")}, key=lambda k: int(k[5:]))
+    rows = [[name, *_numbers(s, columns)] for name, s in scores.items()]
     return Table("Pass@k", ["benchmark", *columns], rows if len(columns) > 1 else [], "Unbiased estimates.")
 
 
 def _splits_table(scores: Mapping[str, Scores]) -> Table:
     rows = [
-        [name, split, str(s["questions"]), interval(s), pass_n(s)]
+        [name, split, str(s["questions"]), _accuracy(s), _pass_n(s)]
         for name, whole in scores.items()
         for split, s in whole.get("splits", {}).items()
     ]
@@ -154,14 +143,14 @@ def _splits_table(scores: Mapping[str, Scores]) -> Table:
 
 
 def _metrics_table(scores: Mapping[str, Scores]) -> Table:
-    columns = [k for k in ("em", "f1", "math_equal", "reward") if any(k in s for s in scores.values())]
-    rows = [[name, *(f"{s[k]:.3f}" if k in s else "" for k in columns)] for name, s in scores.items()]
+    columns = [name for name in MEANS if any(name in s for s in scores.values())]
+    rows = [[name, *_numbers(s, columns)] for name, s in scores.items()]
     note = "Means over trajectories, whatever the grader of the accuracy is."
     return Table("Rule-based metrics", ["benchmark", *columns], rows if columns else [], note)
 
 
 def _papers_table(scores: Mapping[str, Scores]) -> Table:
-    """A row per benchmark, split, score and grader: ours, and what the papers' models have."""
+    """A row per benchmark, split, score and grader: our number, and those of the papers' models."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, whole in scores.items():
         for theirs in published_for(name):
@@ -177,22 +166,19 @@ def _papers_table(scores: Mapping[str, Scores]) -> Table:
         ours = sum(scores[name]["accuracy"] for name in TEN) / len(TEN)
         cells = ("mean of ten", "pass@1", f"{100 * ours:.1f}", "as above", "as above")
         rows[cells] = [f"{model} {method} {percent:.1f}" for model, method, percent in TEN_AVERAGES]
-    return Table(
-        "The papers' numbers",
-        ["benchmark", "score", "ours", "our grader", "their grader", "their models"],
-        [[*cells, "; ".join(found)] for cells, found in rows.items()],
-        f"In percent. {SOURCES}",
-    )
+    head = ["benchmark", "score", "ours", "our grader", "their grader", "their models"]
+    models = [[*cells, "; ".join(found)] for cells, found in rows.items()]
+    return Table("The papers' numbers", head, models, f"In percent. {SOURCES}")
 
 
 def _tools_table(scores: Mapping[str, Scores]) -> Table:
-    columns = {"calls": 2, "failed_share": 3, "cached_share": 3, "seconds": 2}
+    head = ["benchmark", "tool", "calls per trajectory", "failed", "cached", "seconds per call"]
     rows = [
-        [name, tag, *(f"{s[k]:.{digits}f}" for k, digits in columns.items())]
+        [name, tag, f"{s['calls']:.2f}", *_numbers(s, ["failed_share", "cached_share"]), f"{s['seconds']:.2f}"]
         for name, whole in scores.items()
         for tag, s in whole["tools"].items()
     ]
-    return Table("Tools", ["benchmark", "tool", "calls per trajectory", "failed", "cached", "seconds per call"], rows)
+    return Table("Tools", head, rows)
 
 
 def _failures_table(scores: Mapping[str, Scores]) -> Table:
@@ -203,6 +189,5 @@ def _failures_table(scores: Mapping[str, Scores]) -> Table:
         for kind, words in kinds.items()
         for reason, count in s[kind].items()
     ]
-    head = ["benchmark", "what", "reason", "count", "per trajectory"]
     note = "not right: the first thing that kept a trajectory from being right. The others are of all trajectories."
-    return Table("Stops and failures", head, rows, note)
+    return Table("Stops and failures", ["benchmark", "what", "reason", "count", "per trajectory"], rows, note)

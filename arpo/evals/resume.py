@@ -1,4 +1,4 @@
-"""When a run folder may be continued: what decides the trajectories is the same as when it was begun.
+"""Continuing a run folder, which needs the settings with which it was begun.
 
 RUN/records/settings.json     model, seed, samples, rollout, tools; written before the first trajectory
 """
@@ -25,9 +25,9 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 65536
 
 
 def model_identity(path: str) -> str:
-    """Name and digest of a model folder's weights, of blocks all over its files; of a hub name, the name.
+    """Return the path of a model folder with a digest of blocks all over its weights; a hub name is returned as it is.
 
-    A model that was trained anew into the same folder is another one; a copy of it elsewhere is not.
+    A model trained anew into the same folder has another digest; a copy has the same.
     """
     digest = hashlib.sha256()
     files = sorted(Path(path).glob("*.safetensors"))
@@ -42,7 +42,7 @@ def model_identity(path: str) -> str:
 
 
 def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: RolloutConfig, tools: ToolsConfig) -> dict:
-    """The settings under which trajectories may stand in one table: more questions or benchmarks may join them."""
+    """Return the settings that must not change within a run. (More questions or benchmarks may be added to it.)"""
     return {
         "model": f"server {cfg.server_model}".strip() if cfg.server else model_identity(model.path),
         "enable_thinking": model.enable_thinking,
@@ -56,9 +56,9 @@ def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: Rollo
 
 
 def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
-    """Say in RUN/records what decides its trajectories, or check that it was the same when they were made.
+    """Write the settings of a new run to RUN/records, or check that those of a begun run are the same.
 
-    Raises UserError naming the first setting that differs, and for a run that is there where `resume` is False.
+    Raises UserError that names the first setting that differs, and for a begun run if `resume` is False.
     """
     path = folder / "records" / SETTINGS_FILE
     settings = json.loads(json.dumps(settings))  # as it will be read back
@@ -78,7 +78,7 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
 
 
 def read_settings(folder: Path) -> dict:
-    """Read what `claim_run` wrote. Raises UserError where the folder holds no evaluation."""
+    """Read the settings that `claim_run` wrote. Raises UserError if the folder holds no evaluation."""
     path = folder / "records" / SETTINGS_FILE
     try:
         return json.loads(path.read_text())
@@ -87,20 +87,17 @@ def read_settings(folder: Path) -> dict:
 
 
 def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: Sequence[Record]) -> list[Prompt]:
-    """The questions of a benchmark that lack samples in the records of a run.
+    """Return the questions of a benchmark that lack samples in the records of a run.
 
-    Raises UserError where a recorded question is another one now.
+    Raises UserError if a recorded question has changed.
     """
     prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
     num_recorded: Counter[str] = Counter()
     for record in records:
-        prompt = prompts_by_id.get(record.question_id) if record.benchmark == name else None
-        if prompt is None:
+        if record.benchmark != name or not (prompt := prompts_by_id.get(record.question_id)):
             continue
         num_recorded[record.question_id] += 1
-        if record.question != prompt.messages[-1]["content"] or record.answers != prompt.answers:
-            raise UserError(
-                f"{name} has changed: {prompt.prompt_id} is another question than when the run was begun; "
-                "choose another run.name"
-            )
+        if (record.question, record.answers) != (prompt.messages[-1]["content"], prompt.answers):
+            reason = f"{prompt.prompt_id} is another question than when the run was begun"
+            raise UserError(f"{name} has changed: {reason}; choose another run.name")
     return [prompt for prompt in prompts if num_recorded[prompt.prompt_id] < num_samples]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table, cells as text."""
+    """A titled table whose cells are text."""
 
     title: str
     head: list[str]
@@ -17,18 +17,19 @@ class Table:
     note: str = ""
 
 
-def markdown(title: str, notes: Sequence[str], tables: Sequence[Table]) -> str:
-    """A report as Markdown."""
+def markdown_report(title: str, notes: Sequence[str], tables: Sequence[Table]) -> str:
+    """Return a report as Markdown: the title, a list of the notes, then the tables."""
     lines = [f"# {_cell(title)}", "", *(f"- {_cell(note)}" for note in notes)]
     for table in tables:
-        lines += ["", f"## {table.title}", "", _row(table.head), "|" + "---|" * len(table.head)]
-        lines += [_row(row) for row in table.rows]
+        lines += ["", f"## {table.title}", "", *markdown_table(table.head, table.rows)]
         lines += ["", table.note] if table.note else []
     return "\n".join(lines) + "\n"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_cell, cells)) + " |"
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    head_line, *lines = ["| " + " | ".join(map(_cell, cells)) + " |" for cells in (head, *rows)]
+    return [head_line, "|" + "---|" * len(head), *lines]
 
 
 def _cell(text: str) -> str:
@@ -36,8 +37,14 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def with_interval(mean: float, low: float, high: float, sign: str = "") -> str:
+    """(0.5, 0.4, 0.6) -> "0.500 [0.400, 0.600]"; `sign` "+" writes the sign of positive numbers too."""
+    return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def replace_file(path: Path, parts: Iterable[str]) -> None:
+    """Write a file made of these parts, whole or not at all."""
     writing = path.with_name(path.name + ".tmp")
-    writing.write_text(text, encoding="utf-8", errors="replace")
+    with writing.open("w", encoding="utf-8", errors="replace") as file:
+        file.writelines(parts)
     writing.replace(path)

@@ -1,9 +1,10 @@
-"""Text <-> tokens for one tokenizer and its chat template; the same in SFT, RL and evaluation."""
+"""Text to tokens and back, for one tokenizer and its chat template; the same in SFT, RL and evaluation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from arpo.errors import UserError
@@ -21,22 +22,21 @@ class Rendered(NamedTuple):
     loss_mask: list[int]
     """1 on what the policy must produce; as long as token_ids."""
     turn_ends: list[int]
-    """Numbers of tokens up to the end of each turn (a call before its result, an EOS): where a row may be cut."""
+    """Token counts at which the row may be cut: up to the end of each turn (a call before its result, an EOS)."""
 
 
 class Codec:
-    """Text <-> tokens for one tokenizer. What the model sampled is never re-tokenised; only our own text is.
+    """Turns text into tokens and back. What the model sampled is never re-tokenised; only our own text is.
 
     Raises UserError for a chat template with which prompts or masks cannot be exact: none at all, no generation
     prompt, assistant turns that do not end with the tokenizer's EOS.
     """
 
     def __init__(self, tokenizer, *, tools: Sequence[str] = PAPER_TOOLS, enable_thinking: bool = False):
-        """`tools`: the tags of the loaded tools, which are escaped in results."""
+        """`tools` are the tags of the loaded tools, which are escaped in results."""
+        name = tokenizer.name_or_path
         if not tokenizer.chat_template:
-            raise UserError(
-                f"{tokenizer.name_or_path}: the tokenizer has no chat template; add chat_template.jinja to it"
-            )
+            raise UserError(f"{name}: the tokenizer has no chat template; add chat_template.jinja to it")
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
         self.enable_thinking = enable_thinking
@@ -45,7 +45,7 @@ class Codec:
         self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
 
     def encode(self, text: str) -> list[int]:
-        """Without BOS, and with special tokens in the text as plain characters: for text that is data."""
+        """Tokenise text that is data: without BOS, and with special tokens in the text as plain characters."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -61,7 +61,7 @@ class Codec:
         )
 
     def _probe_template(self) -> tuple[str, bool]:
-        """(what the template writes behind the EOS of an assistant turn, does it trim the turn's text)."""
+        """Return what the template writes behind the EOS of an assistant turn, and whether it trims that turn."""
         name, eos = self.tokenizer.name_or_path, self.tokenizer.eos_token
         question = [{"role": "user", "content": "question"}]
         if self._template(question, generation=True) == self._template(question, generation=False):
@@ -85,13 +85,13 @@ class Codec:
         return closing[len(eos) :], trims
 
     def render_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Chat messages -> token ids up to where the response begins."""
+        """Tokenise chat messages up to where the response begins."""
         return self.tokenizer.encode(self._template(messages, generation=True), add_special_tokens=False)
 
     def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
-        """Escape, render and tokenise a result within `max_tokens`; (text as the model reads it, token ids).
+        """Escape, render and tokenise a result within `max_tokens`; return (text as the model reads it, token ids).
 
-        None when not even the truncation mark fits.
+        Returns None when not even the truncation mark fits.
         """
         if max_tokens < self._min_result_tokens:
             return None
@@ -109,13 +109,9 @@ class Codec:
             keep -= len(token_ids) - max_tokens
 
     def segments(self, token_ids: list[int], loss_mask: list[int]) -> list[tuple[str, bool]]:
-        """The response as (text, written by the model) runs."""
-        runs: list[tuple[list[int], bool]] = []
-        for token, mask in zip(token_ids, loss_mask, strict=True):
-            if not runs or runs[-1][1] != bool(mask):
-                runs.append(([], bool(mask)))
-            runs[-1][0].append(token)
-        return [(self.decode(ids), by_model) for ids, by_model in runs]
+        """Return the response as (text, written by the model) runs."""
+        runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
+        return [(self.decode([token for token, _ in run]), by_model) for by_model, run in runs]
 
     def render_conversation(
         self,
@@ -124,13 +120,14 @@ class Codec:
         mask_results: bool = True,
         train_turns: Literal["all", "last"] = "all",
     ) -> Rendered:
-        """A whole SFT conversation; the mask is 1 on assistant text and its EOS, but not on <result> spans.
+        """Tokenise an SFT conversation; the mask is 1 on assistant text and its EOS, but not on <result> spans.
 
         The template renders what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant
         says is never put through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands
         as the file has it, each result tokenised apart from the text around it, as in a rollout.
 
-        `mask_results` False trains on results too, as upstream; `train_turns` "last" only on the last assistant turn.
+        `mask_results=False` trains on results too, as the released code does; `train_turns="last"` trains only on the
+        last assistant turn.
         Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all.
         """
         messages = merge_tool_messages(messages, self.tools)

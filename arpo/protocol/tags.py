@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 PAPER_TOOLS = ("search", "python")
-"""The tools of the published runs; meant wherever nobody says which tools there are."""
+"""Tags of the tools of the published runs; the default wherever tools are not named."""
 
 TRUNCATION_MARK = "\n[... result truncated]"
 UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
@@ -26,13 +26,13 @@ TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without
 
 
 def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
-    """All tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
+    """Return all tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
     return ("think", *tools, "result", "answer")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A parsed tool call; `error_kind` is set, and `error` says to the model what is wrong, where it is malformed."""
+    """A parsed tool call. Only a malformed one has an `error_kind`, and an `error` that tells the model the mistake."""
 
     argument: str
     error_kind: str | None = None
@@ -45,7 +45,7 @@ def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_call(turn_text: str, tag: str) -> Call:
-    """The call that ends a turn: what stands between the last <tag> of this turn and its closing tag.
+    """Parse the call that ends a turn: the text between the last <tag> of this turn and its closing tag.
 
     Only the turn's own text is searched, never the prompt or an earlier result (UPSTREAM B14).
 
@@ -57,13 +57,11 @@ def parse_call(turn_text: str, tag: str) -> Call:
     if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
         return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag))
     argument = head[opened + len(tag) + 2 :].strip()
-    if not argument:
-        return Call("", "empty_call", EMPTY_CALL.format(tag=tag))
-    return Call(argument)
+    return Call(argument) if argument else Call("", "empty_call", EMPTY_CALL.format(tag=tag))
 
 
 def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
-    """The result with the protocol's tags made plain text, so that a web page cannot answer or call for the model.
+    """Make the protocol's tags in a result plain text, so that a web page cannot answer or call for the model.
 
     >>> escape_result("see <answer>4</answer>")
     'see &lt;answer&gt;4&lt;/answer&gt;'
@@ -73,27 +71,28 @@ def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
 
 @cache
 def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches an opening or closing tag; its groups are "" or "/", and the name. Without tags it matches nothing."""
+    """Return a pattern of an opening or closing tag, with groups "" or "/" and the name; no tags = no match."""
     return re.compile(rf"<(/?)({'|'.join(map(re.escape, tags)) or '(?!)'})>")
 
 
 def render_result(text: str) -> str:
-    """What is appended to the response after a call."""
+    """Return the text that is appended to the response after a call."""
     return f" <result>\n{text}\n</result>"
 
 
 def merge_tool_messages(messages: list[dict[str, str]], tools: Sequence[str] = PAPER_TOOLS) -> list[dict[str, str]]:
-    """assistant / tool / assistant ... -> one assistant turn with <result> spans, as the rollout writes it."""
+    """Join assistant / tool / assistant ... into one assistant turn with <result> spans, as the rollout writes it."""
     merged: list[dict[str, str]] = []
+    last_role = ""
     for message in messages:
-        previous = merged[-1] if merged else None
-        if message["role"] == "tool":
-            if previous is None or previous["role"] != "assistant":
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            if last_role not in ("assistant", "tool"):
                 raise ValueError("a tool message must follow an assistant message")
-            previous["content"] += render_result(escape_result(message["content"], tools))
-            previous["after_tool"] = "yes"
-        elif message["role"] == "assistant" and previous is not None and previous.pop("after_tool", None):
-            previous["content"] += message["content"]
+            merged[-1]["content"] += render_result(escape_result(text, tools))
+        elif role == "assistant" and last_role == "tool":
+            merged[-1]["content"] += text
         else:
-            merged.append({"role": message["role"], "content": message["content"]})
-    return [{"role": m["role"], "content": m["content"]} for m in merged]
+            merged.append({"role": role, "content": text})
+        last_role = role
+    return merged

@@ -1,8 +1,8 @@
-r"""From a finished trajectory to a number.
+r"""The reward of a finished trajectory.
 
--1 where the format is wrong; 0 where it is right and the answer wrong; else the accuracy of the answer, plus 0.1 where
-all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is mathematical
-equality for math and token F1 for questions.
+It is -1 if the format is wrong; 0 if the format is right and the answer wrong; else the accuracy of the answer, plus
+0.1 if all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is
+mathematical equality for math and token F1 for questions.
 
 >>> score(r"<think>t</think><answer>\boxed{4}</answer>", ["4"], "gsm8k").total
 1.0
@@ -31,33 +31,24 @@ TOOL_BONUS = 0.1
 RewardFn = Callable[[str, list[str]], float]
 ABILITIES: dict[str, RewardFn] = {"math": math_accuracy, "qa": qa_accuracy}
 REWARDS: dict[str, RewardFn] = {
-    "aime24": math_accuracy,
-    "aime25": math_accuracy,
-    "math500": math_accuracy,
-    "math": math_accuracy,
-    "gsm8k": math_accuracy,
-    "hotpotqa": qa_accuracy,
-    "2wiki": qa_accuracy,
-    "musique": qa_accuracy,
-    "bamboogle": qa_accuracy,
-    "SimpleQA": qa_accuracy,
-    "webwalker": qa_accuracy,
-    "xbench": qa_accuracy,
+    **dict.fromkeys(("aime24", "aime25", "math500", "math", "gsm8k"), math_accuracy),
+    **dict.fromkeys(("hotpotqa", "2wiki", "musique", "bamboogle", "SimpleQA", "webwalker", "xbench"), qa_accuracy),
     "demo": exact_accuracy,
 }
-"""By data_source; a prompt's own `ability` comes first. Sources of mixed content are judged by their answers."""
+"""Data source -> accuracy. A prompt's own `ability` comes first; sources of mixed content are not listed."""
 
 _LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`parts`: format (1 or 0), accuracy (of the boxed answer, whatever the rest of the format), tool_bonus."""
+    """The reward of a response, and what it is made of."""
 
     total: float
     parts: dict[str, float]
+    """format (1 or 0), accuracy (of the boxed answer, even if the format is wrong), tool_bonus."""
     reason: str = ""
-    """Why the total is -1, as a short stable name ("missing_answer", "call_without_result", ...); else ""."""
+    """Short stable name of the defect if the total is -1 ("missing_answer", "call_without_result", ...); else ""."""
 
 
 def score(
@@ -72,7 +63,7 @@ def score(
     tools: Sequence[str] = PAPER_TOOLS,
     bonus_tools: Sequence[str] = PAPER_TOOLS,
 ) -> RewardResult:
-    """The reward of one response. Without `segments` and `tool_calls`, both are derived from the text.
+    """Return the reward of one response. Without `segments` and `tool_calls`, both are derived from the text.
 
     `tools` are the tags of the loaded tools; all of `bonus_tools` must have succeeded for the bonus (none = no bonus).
     `compat="upstream"` gives the released score and looks at nothing but text and answers.
@@ -84,24 +75,20 @@ def score(
     answer, _ = extract_answer(segments)
     accuracy = 0.0 if answer is None else accuracy_function(answers, data_source, ability)(answer, answers)
     reason = format_error(segments, tools)
-    bonus = 0.0
-    if not reason and accuracy > 0 and bonus_tools:
-        if tool_calls is None:
-            successful = answered_calls(segments, tools)
-        else:
-            successful = {call.tag for call in tool_calls if call.ok and call.executed}
-        bonus = TOOL_BONUS if set(bonus_tools) <= successful else 0.0
+    if tool_calls is None:
+        successful = answered_calls(segments, tools)
+    else:
+        successful = {call.tag for call in tool_calls if call.ok and call.executed}
+    earns_bonus = not reason and accuracy > 0 and bonus_tools and set(bonus_tools) <= successful
+    bonus = TOOL_BONUS if earns_bonus else 0.0
     parts = {"format": float(not reason), "accuracy": accuracy, "tool_bonus": bonus}
     return RewardResult(-1.0 if reason else accuracy + bonus, parts, reason)
 
 
 def accuracy_function(answers: list[str], data_source: str, ability: str | None) -> RewardFn:
-    """By `ability`, else by data source, else by what the answers look like: numbers and formulas are math."""
-    if ability in ABILITIES:
-        return ABILITIES[ability]
-    if data_source in REWARDS:
-        return REWARDS[data_source]
-    return math_accuracy if all(_LOOKS_LIKE_MATH.fullmatch(answer.strip()) for answer in answers) else qa_accuracy
+    """Choose by `ability`, else by data source, else by what the answers look like: numbers and formulas are math."""
+    looks_like_math = all(_LOOKS_LIKE_MATH.fullmatch(answer.strip()) for answer in answers)
+    return ABILITIES.get(ability) or REWARDS.get(data_source) or (math_accuracy if looks_like_math else qa_accuracy)
 
 
 def score_trajectories(
@@ -132,6 +119,6 @@ def score_trajectories(
 def score_groups(
     groups: list[Group], cfg: RewardConfig, custom: CustomReward | None = None, *, tools: Sequence[str]
 ) -> None:
-    """`score_trajectories` over all trajectories of all groups at once."""
+    """Apply `score_trajectories` to all trajectories of all groups at once."""
     prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
     score_trajectories([t for group in groups for t in group.trajectories], prompts_by_id, cfg, custom, tools=tools)

@@ -1,4 +1,4 @@
-"""Your own reward: a function in a Python file, called per response or once per batch.
+"""A reward of one's own: a function in a Python file, called per response or once per batch.
 
 def compute_score(data_source, solution_str, ground_truth, extra_info): ...   # -> float, or dict with "score"
 def compute_score(samples): ...            # list of {output, answer, data_source} -> list of float
@@ -20,19 +20,17 @@ from arpo.trajectory import Prompt, Trajectory
 
 @dataclass(frozen=True)
 class CustomReward:
-    """A loaded reward function; `batched` tells which of the two forms it has."""
+    """A loaded reward function."""
 
     function: Callable
     batched: bool
+    """True if it takes all samples at once."""
     place: str
-    """ "my_reward.py: compute_score", for messages."""
-
-    def __call__(self, *args):
-        return self.function(*args)
+    """File and function, like "my_reward.py: compute_score", for messages."""
 
 
 def load_custom(file: str, function: str) -> CustomReward:
-    """Import `function` from a Python file. The number of required parameters (4 or 1) tells which form it has.
+    """Import `function` from a Python file. One required parameter means that it takes all samples at once.
 
     Raises UserError where the file cannot be imported or holds no such function.
     """
@@ -53,47 +51,44 @@ def load_custom(file: str, function: str) -> CustomReward:
     if not callable(found):
         defined = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v)) or "no function"
         raise UserError(f"reward.function={function}: {file} does not define it (it has {defined})")
-    required = [
-        p
-        for p in inspect.signature(found).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return CustomReward(found, batched=len(required) == 1, place=f"{file}: {function}")
+    parameters = inspect.signature(found).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    num_required = sum(p.default is p.empty for p in positional)
+    return CustomReward(found, batched=num_required == 1, place=f"{file}: {function}")
 
 
 def score_with_custom(custom: CustomReward, trajectories: list[Trajectory], prompts_by_id: dict[str, Prompt]) -> None:
     """Fill reward, parts (the numbers a dict result holds besides `score`) and reason (its `reason`, if text)."""
     pairs = [(t, prompts_by_id[t.prompt_id]) for t in trajectories]
     results = _batch(custom, pairs) if custom.batched else (_single(custom, t, prompt) for t, prompt in pairs)
-    for (t, _), result in zip(pairs, results, strict=True):
+    for t, result in zip(trajectories, results, strict=True):
         t.reward, t.reward_parts, t.reward_reason = _parse(result, f"{custom.place}: {_sample(t)}")
 
 
 def _single(custom: CustomReward, t: Trajectory, prompt: Prompt) -> object:
-    truth = prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers)
-    try:
-        return custom(prompt.data_source, t.text, truth, prompt.meta.get("extra_info", prompt.meta))
-    except Exception as error:
-        raise UserError(f"{custom.place} failed on {_sample(t)} ({_brief(error)})") from error
+    extra_info = prompt.meta.get("extra_info", prompt.meta)
+    return _call(custom, _sample(t), prompt.data_source, t.text, _truth(prompt), extra_info)
 
 
 def _batch(custom: CustomReward, pairs: list[tuple[Trajectory, Prompt]]) -> list:
-    samples = [
-        {
-            "output": t.text,
-            "answer": prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers),
-            "data_source": prompt.data_source,
-        }
-        for t, prompt in pairs
-    ]
+    samples = [{"output": t.text, "answer": _truth(p), "data_source": p.data_source} for t, p in pairs]
     where = f"{len(samples)} samples from {_sample(pairs[0][0])}" if pairs else "0 samples"
-    try:
-        results = list(custom(samples))
-    except Exception as error:
-        raise UserError(f"{custom.place} failed on {where} ({_brief(error)})") from error
+    results = _call(custom, where, samples)
     if len(results) != len(samples):
         raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
     return results
+
+
+def _call(custom: CustomReward, where: str, *args: object):
+    try:
+        result = custom.function(*args)
+        return list(result) if custom.batched else result
+    except Exception as error:
+        raise UserError(f"{custom.place} failed on {where} ({_brief(error)})") from error
+
+
+def _truth(prompt: Prompt) -> str | list[str]:
+    return prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers)
 
 
 def _parse(result: object, where: str) -> tuple[float, dict[str, float], str]:

@@ -20,7 +20,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def derive_segments(response_text: str, tools: Sequence[str] = PAPER_TOOLS) -> Segments:
-    r"""Segments of a response known only as text: a result directly after a closed call is taken for the tool's.
+    r"""Segment a response that is known only as text: a result directly after a closed call is taken for the tool's.
 
     >>> derive_segments("<search>q</search> <result>\nr\n</result><think>t</think>")
     [('<search>q</search>', True), (' <result>\nr\n</result>', False), ('<think>t</think>', True)]
@@ -40,7 +40,7 @@ def model_text(segments: Segments) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last \boxed{} (or \fbox{}); None where there is none or it never closes.
+    r"""Return the content of the last \boxed{} (or \fbox{}); None where there is none or it never closes.
 
     >>> last_box(r"first \boxed{1}, then \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -49,38 +49,31 @@ def last_box(text: str) -> str | None:
     if not boxes:
         return None
     depth, start = 1, boxes[-1].end()
-    position = start
-    while position < len(text):
-        if text[position] == "\\":
-            position += 2  # \{ and \} are characters of the formula, not groups
-            continue
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    # \{ and \} are characters of the formula, not groups: a backslash is matched together with what follows it
+    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start:position].strip()
-        position += 1
+            return text[start : start + brace.start()].strip()
     return None
 
 
 def extract_answer(segments: Segments) -> tuple[str | None, str]:
-    """(the boxed answer, "") or (None, why there is none): missing_answer, several_answers, unclosed_answer, ..."""
+    """Return (the boxed answer, "") or (None, the defect): missing_answer, several_answers, unclosed_answer, ..."""
     text = model_text(segments)
-    num_opened, num_closed = text.count("<answer>"), text.count("</answer>")
-    if num_opened == 0:
+    if "<answer>" not in text:
         return None, "missing_answer"
-    if num_opened > 1 or num_closed > 1:
+    if text.count("<answer>") > 1 or text.count("</answer>") > 1:
         return None, "several_answers"
-    start, end = text.find("<answer>") + len("<answer>"), text.find("</answer>")
-    if end < start:
+    block, closing, _ = text.partition("<answer>")[2].partition("</answer>")
+    if not closing:
         return None, "unclosed_answer"
-    block = text[start:end]
-    box = last_box(block)
-    if box is None:
-        return None, "unbalanced_box" if _BOX.search(block) else "missing_box"
-    return box, ""
+    if (box := last_box(block)) is not None:
+        return box, ""
+    return None, "unbalanced_box" if _BOX.search(block) else "missing_box"
 
 
 def format_error(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> str:
-    """ "" for a well-formed response, else a short stable name of the first defect found.
+    """Return "" for a well-formed response, else a short stable name of the first defect found.
 
     `tools` are the tags of the loaded tools: their calls must be closed and answered. Any other tag is plain text.
     """
@@ -92,8 +85,7 @@ def _think_error(text: str) -> str:
     tags = re.findall(r"</?think>", text)
     if not tags:
         return "missing_think"
-    paired = tags == ["<think>", "</think>"] * (len(tags) // 2)
-    return "" if paired else "unpaired_think"
+    return "" if tags == ["<think>", "</think>"] * (len(tags) // 2) else "unpaired_think"
 
 
 def _call_error(segments: Segments, call_tag: re.Pattern[str]) -> str:
@@ -110,31 +102,22 @@ def _call_error(segments: Segments, call_tag: re.Pattern[str]) -> str:
 
 
 def _call_tags_error(tags: list[tuple[bool, str]], has_result: bool) -> str:
-    """`tags`: (is it closing, name) in one model run, which ends at its first call: the rollout stops there."""
-    opened = None
-    for position, (closing, name) in enumerate(tags):
-        if not closing:
-            if opened:
-                return "unclosed_call"
-            opened = name
-        elif opened != name:
-            return "unclosed_call" if opened else "unopened_call"
-        elif position + 1 < len(tags) or not has_result:
-            return "call_without_result"
-        else:
-            opened = None
-    return "unclosed_call" if opened else ""
+    """Return the defect of a model run with these (is closing, name) tags; a sound one ends at its first call."""
+    if not tags:
+        return ""
+    if tags[0][0]:
+        return "unopened_call"
+    if tags[1:2] != [(True, tags[0][1])]:
+        return "unclosed_call"
+    return "" if len(tags) == 2 and has_result else "call_without_result"
 
 
 def answered_calls(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> set[str]:
-    """Tags of the calls whose result does not start with "Error"; where the executed calls themselves are not known."""
-    call_tag = tag_pattern(tuple(tools))
+    """Return the tags of the calls whose result does not start with "Error", for a response known only as text."""
     answered = set()
     for (text, by_model), (result, result_by_model) in pairwise(segments):
-        if not by_model or result_by_model:
-            continue
-        closing = [match[2] for match in call_tag.finditer(text) if match[1]]
-        body = result.strip().removeprefix("<result>").lstrip()
-        if closing and not body.startswith("Error"):
+        closing = [match[2] for match in tag_pattern(tuple(tools)).finditer(text) if match[1]]
+        has_failed = result.strip().removeprefix("<result>").lstrip().startswith("Error")
+        if by_model and not result_by_model and closing and not has_failed:
             answered.add(closing[-1])
     return answered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from arpo.rewards.qa import option_letter, unwrap
 
 MAX_CHARS = 1000
-"""Longer answers count only where they are literally equal."""
+"""Longest answer that is compared as a formula; longer ones must be literally equal."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)")
 _FRACTION = re.compile(r"([-+]?\d+)/(\d*[1-9]\d*)|([-+]?)\\frac\{(\d+)\}\{(\d*[1-9]\d*)\}")
@@ -24,12 +25,12 @@ _BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 
 
 def math_accuracy(prediction: str, answers: list[str]) -> float:
-    """1.0 where the prediction equals one of the accepted answers, else 0.0."""
+    """Return 1.0 if the prediction equals one of the accepted answers, else 0.0."""
     return float(any(math_equal(prediction, answer) for answer in answers))
 
 
 def exact_accuracy(prediction: str, answers: list[str]) -> float:
-    """1.0 for the same number or the same text; "37*482" is not 17834 where the arithmetic is the task."""
+    """Return 1.0 for the same number or text, else 0.0. "37*482" is not 17834: the arithmetic is the task."""
     numbers = [_rational(answer.strip()) for answer in answers]
     number, text = _rational(prediction.strip()), prediction.strip().casefold()
     return float((number is not None and number in numbers) or text in [a.strip().casefold() for a in answers])
@@ -37,7 +38,7 @@ def exact_accuracy(prediction: str, answers: list[str]) -> float:
 
 @lru_cache(maxsize=65536)
 def math_equal(prediction: str, answer: str) -> bool:
-    r"""Are the two the same value? Sign, decimals and slashes count; spelling, units and LaTeX spacing do not.
+    r"""Return whether the two are the same value. Sign, decimals, slashes count; spelling, units, LaTeX spacing do not.
 
     >>> math_equal("0.5", r"\frac{1}{2}"), math_equal("5", "-5"), math_equal("105", "1.05"), math_equal("1,000", "1000")
     (True, False, False, True)
@@ -71,14 +72,14 @@ def _clean(text: str) -> str:
 
 
 def _without_spacing(text: str) -> str:
-    r"""LaTeX spacing and sizes removed, blanks too unless they part two words or numbers ("1 2" is not "12")."""
+    r"""Remove LaTeX spacing and sizes, and blanks unless they part two words or numbers ("1 2" is not "12")."""
     text = re.sub(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\[!,;: ]|~", " ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
 
 
 def _rational(text: str) -> Fraction | None:
-    r"""The exact value of a plain number or fraction: "1,000.5", "-3/4", "\frac{3}{4}"."""
+    r"""Return the exact value of a plain number or fraction: "1,000.5", "-3/4", "\frac{3}{4}"; else None."""
     if len(text) > 100:
         return None
     if _NUMBER.fullmatch(text):
@@ -92,14 +93,12 @@ class _Worker:
     """math_worker.py behind a pipe; restarted when a comparison killed it. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
+        self._forget()
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """The child of a fork must not talk into its parent's pipe."""
-        self._lock = threading.Lock()
-        self._process = None
+        """Drop the process: the child of a fork must not talk into its parent's pipe."""
+        self._lock, self._process = threading.Lock(), None
 
     def _start(self) -> subprocess.Popen:
         path = Path(__file__).with_name("math_worker.py")
@@ -108,24 +107,21 @@ class _Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
         )  # fmt: skip
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(
-                f"the math-verify worker did not start (exit code {process.wait()}); see its message above"
-            )
+            code = process.wait()
+            raise RuntimeError(f"the math-verify worker did not start (exit code {code}); see its message above")
         return process
 
     def equal(self, prediction: str, answer: str) -> bool:
-        """math-verify's verdict; False where it ran out of time or memory."""
+        """Return math-verify's verdict; False where it ran out of time or memory."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
             process = self._process
             reply = ""
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps([prediction, answer]) + "\n")
                 process.stdin.flush()
                 reply = process.stdout.readline()
-            except BrokenPipeError:
-                pass
             if not reply:  # killed by its own timer
                 process.communicate()
                 self._process = None

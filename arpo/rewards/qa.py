@@ -17,18 +17,23 @@ _EXACT_ONLY = ("yes", "no", "noanswer")
 
 
 def unwrap(text: str) -> str:
-    r"""LaTeX around plain words removed. "\text{(B)}" -> "(B)", "$5$" -> "5" """
+    r"""Remove LaTeX around plain words. "\text{(B)}" -> "(B)", "$5$" -> "5" """
     return _WRAPPER.sub(r"\1", text).strip().strip("$").strip()
 
 
 def option_letter(text: str) -> str | None:
-    """ "B", "(B)", "B." and "B. Paris" -> "B"; anything else -> None."""
+    """Return the option that a text chooses: "B" for "B", "(B)", "B." and "B. Paris", None for anything else."""
     match = _OPTION.match(unwrap(text))
     return match[1] if match else None
 
 
+def wanted_option(answer: str) -> str | None:
+    """Return the option that an answer asks for; None unless the answer is a single letter, like "B" or "(B)"."""
+    return option_letter(answer) if len(unwrap(answer).strip("().:")) == 1 else None
+
+
 def tokens(text: str) -> list[str]:
-    """Lower case, without punctuation and articles (unless nothing else is left); one token per CJK character.
+    """Split a text into lower-case words and single CJK characters, without punctuation and, unless alone, articles.
 
     >>> tokens("The  PARIS, France."), tokens("-1,000.5"), tokens("北京市"), tokens("A")
     (['paris', 'france'], ['-1000.5'], ['北', '京', '市'], ['a'])
@@ -45,7 +50,7 @@ def tokens(text: str) -> list[str]:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """F1 of the two bags of tokens; yes and no count only when they are the whole answer.
+    """Return the F1 of the two bags of tokens; yes and no count only when they are the whole answer.
 
     >>> round(token_f1("Paris France", "Paris"), 4), token_f1("yes it is", "yes"), token_f1("A", "A")
     (0.6667, 0.0, 1.0)
@@ -54,16 +59,14 @@ def token_f1(prediction: str, answer: str) -> float:
     if predicted != expected and (" ".join(predicted) in _EXACT_ONLY or " ".join(expected) in _EXACT_ONLY):
         return 0.0
     num_common = sum((Counter(predicted) & Counter(expected)).values())
-    if num_common == 0:
-        return 0.0
-    return 2 * num_common / (len(predicted) + len(expected))
+    return 2 * num_common / (len(predicted) + len(expected)) if num_common else 0.0
 
 
 def qa_accuracy(prediction: str, answers: list[str]) -> float:
-    """The best F1 over the accepted answers; a single letter as the answer is an option and must be that option."""
-    return max(_one(prediction, answer) for answer in answers)
+    """Return the best F1 over the accepted answers; an answer that is an option's letter needs that very option."""
 
+    def one(answer: str) -> float:
+        letter = wanted_option(answer)
+        return float(option_letter(prediction) == letter) if letter else token_f1(prediction, answer)
 
-def _one(prediction: str, answer: str) -> float:
-    letter = option_letter(answer) if len(unwrap(answer).strip("().:")) == 1 else None
-    return float(option_letter(prediction) == letter) if letter else token_f1(prediction, answer)
+    return max(map(one, answers))

@@ -14,7 +14,7 @@ TOOL_BONUS = 0.1
 
 
 def upstream_score(response_text: str, answers: list[str]) -> tuple[float, float, float, str]:
-    """(total, F1, bonus, reason); the reason is "" unless the total is -1."""
+    """Return (total, F1, bonus, reason); the reason is "" unless the total is -1."""
     reason = _format_error(response_text)
     if reason:
         return -1.0, 0.0, 0.0, reason
@@ -50,8 +50,7 @@ def _format_error(text: str) -> str:
 
 
 def _last_box(text: str) -> str | None:
-    start = max(text.rfind("\\boxed{") + len("\\boxed{"), 0)
-    depth = 1
+    start, depth = text.rfind("\\boxed{") + len("\\boxed{"), 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
@@ -65,7 +64,7 @@ def _normalize(text: str) -> str:
 
 
 def word_f1(prediction: str, truth: str) -> float:
-    """SQuAD's token F1; yes / no / noanswer only as an exact match."""
+    """Return SQuAD's token F1; yes, no and noanswer count only as an exact match."""
     predicted, expected = _normalize(prediction), _normalize(truth)
     exact_only = ("yes", "no", "noanswer")
     if predicted != expected and (predicted in exact_only or expected in exact_only):

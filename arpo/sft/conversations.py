@@ -1,14 +1,15 @@
-"""SFT conversations of every style that is around -> messages, one row after the other.
+"""Reading SFT conversations of every common style as messages, one row after the other.
 
-ShareGPT `conversations` (from / value, as LLaMA-Factory reads them, `system` beside them), OpenAI `messages` (role /
-content, tool_calls), and whole trajectories inside one assistant turn. Function calls written as JSON become the text
-protocol's tags. A `tools` field is not rendered: the system prompt says what the tools are.
+The styles are ShareGPT `conversations` (from / value, as LLaMA-Factory reads them, `system` beside them), OpenAI
+`messages` (role / content, tool_calls), and whole trajectories inside one assistant turn. Function calls written as
+JSON become the text protocol's tags. A `tools` field is ignored: the system prompt says what the tools are.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from arpo.data import BOX, DAMAGED_BOX, BadRow, parse_message, read_rows
@@ -18,7 +19,7 @@ from arpo.errors import UserError
 def read_conversations(
     path: str | Path, *, part: int = 0, num_parts: int = 1
 ) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """(place, [{role: system | user | assistant | tool, content}]) of each row, streamed; parts as in `read_rows`.
+    """Yield (place, [{role: system | user | assistant | tool, content}]) of each row; parts are as in `read_rows`.
 
     Raises UserError naming file and line at the first conversation that cannot be used.
 
@@ -33,12 +34,12 @@ def read_conversations(
 
 
 def parse_conversation(row: dict) -> list[dict[str, str]]:
-    """One conversation of either style. Raises BadRow."""
+    """Parse one conversation of either style. Raises BadRow."""
     turns = row.get("conversations") or row.get("messages")
     if not isinstance(turns, list) or not turns:
         raise BadRow("needs a list 'conversations' (ShareGPT) or 'messages' (OpenAI)")
-    sharegpt = isinstance(turns[0], dict) and "from" in turns[0]
-    messages = [_turn(turn, *(("from", "value") if sharegpt else ("role", "content"))) for turn in turns]
+    keys = ("from", "value") if isinstance(turns[0], dict) and "from" in turns[0] else ("role", "content")
+    messages = [_turn(turn, *keys) for turn in turns]
     if row.get("system") and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": str(row["system"])})
     _check_order([message["role"] for message in messages])
@@ -48,15 +49,13 @@ def parse_conversation(row: dict) -> list[dict[str, str]]:
 
 
 def _check_order(roles: list[str]) -> None:
-    previous = ""
-    for role in roles:
+    for previous, role in pairwise(["", *roles]):
         if role == "system" and previous:
             raise BadRow("the system message must come first")
         if role == "tool" and previous not in ("assistant", "tool"):
             raise BadRow("a tool message must follow an assistant message")
         if role == "assistant" and previous in ("", "system"):
             raise BadRow("the first message must be a user's: an assistant has nothing to answer")
-        previous = role
     if "assistant" not in roles:
         raise BadRow("there is no assistant message to learn from")
     if roles[-1] == "tool":
@@ -64,13 +63,11 @@ def _check_order(roles: list[str]) -> None:
 
 
 def _turn(turn: object, role_key: str, text_key: str) -> dict[str, str]:
-    """A message, its calls as text: <search> query </search>."""
-    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
-    if calls:
+    """Parse a message and write its calls as text: <search> query </search>."""
+    if isinstance(turn, dict) and (calls := turn.get("tool_calls")):
         if not isinstance(calls, list) or len(calls) > 1:
             raise BadRow("one message has several tool_calls, but in the text protocol a turn ends with its first call")
-        text = turn.get(text_key) or ""
-        message = parse_message({**turn, text_key: text}, role_key, text_key)
+        message = parse_message({**turn, text_key: turn.get(text_key) or ""}, role_key, text_key)
         return {**message, "content": message["content"] + _tag_of_call(calls[0])}
     message = parse_message(turn, role_key, text_key)
     if turn[role_key] == "function_call":

@@ -1,4 +1,4 @@
-"""The data of train_sft.py, as knobs. This file imports nothing, so that `--help` answers at once."""
+"""The data options of train_sft.py. This file imports nothing slow, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    """Conversations."""
+    """The conversations to train on, and how they become rows of tokens."""
 
     train: str = ""
-    """Training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. Of any size: they
-    are tokenised once, into DIR/NAME/tokens, and read from there step by step."""
+    """File of training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. Any size
+    will do: it is tokenised once, into DIR/NAME/tokens, and read from there step by step."""
     valid: str = ""
-    """Validation conversations; empty = no validation."""
+    """File of validation conversations; empty = no validation."""
     num_conversations_per_step: int = 16
-    """Conversations per optimizer step, over all ranks."""
+    """Number of conversations per optimizer step, over all ranks."""
     max_tokens: int = 15000
-    """Cut-off: longer conversations are handled as `overlong` says."""
+    """Longest conversation, in tokens; `overlong` says what becomes of longer ones."""
     overlong: Literal["drop", "truncate"] = "drop"
     """drop = leave longer conversations out; truncate = keep what fits, up to the end of a turn (a tool call or an
     EOS). Either way they are counted, and listed in DIR/NAME/tokens/*/overlong.jsonl."""
     max_tokens_per_microbatch: int = 16384
-    """Token budget of one forward/backward pass on one rank; must hold the longest conversation. What does not fit into
-    one pass is accumulated."""
+    """Token budget of one forward/backward pass on one rank; must hold the longest conversation. Gradients of the
+    passes of a step are accumulated."""
     mask_results: bool = True
-    """False = train on <result> spans too, as the released code does: the model learns to make up results."""
+    """Leave <result> spans out of the loss. False = train on them, as the released code does: the model learns to make
+    up results."""
     train_turns: Literal["all", "last"] = "all"
-    """all = every assistant turn; last = only the last one, the turns before it as the chat template shows them: for
-    templates that rewrite earlier turns, as Qwen3's does with thinking. (Calls and results are within one turn.)"""
+    """all = train on every assistant turn; last = only on the last one, with earlier turns as the chat template shows
+    them: for templates that rewrite these, as Qwen3's does with thinking. (A turn includes its calls and results.)"""
     tools: tuple[str, ...] = ("python", "search")
     """Tools of the later rollouts: the default system prompt offers them, and their tags are escaped in results."""
     system_prompt: str = "keep"
-    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
+    """System prompt. keep = as the file has it; none = without; default = the protocol's; anything else = that text."""

@@ -1,12 +1,12 @@
-"""Tokenised conversations on disk: made once by all ranks together, then read row by row, whatever their size.
+"""Tokenised conversations on disk, made once by all ranks together, then read row by row, whatever their size.
 
     runs/NAME/tokens/train/manifest.json   what they were made of, and how many there are
                            part_00000.bin  little-endian uint32 per token: id * 2 + loss mask; one file per rank
                            lengths.npy     int32 tokens of each row, in file order
                            overlong.jsonl  what was cut or left out: {"place", "tokens", "kept_tokens"}
 
-Which rows there are, and their order, depends on the file and the options alone, not on the number of ranks. In memory
-are 12 bytes per row.
+The rows and their order depend on the file and the options alone, not on the number of ranks. Only 12 bytes per row are
+kept in memory.
 """
 
 from __future__ import annotations
@@ -48,11 +48,16 @@ class ConversationRows(Sequence):
     def __init__(self, folder: Path):
         manifest = json.loads((folder / "manifest.json").read_text())
         self.folder = folder
+        self.origin: dict = manifest["origin"]  # everything that the tokens depend on
         self.num_dropped: int = manifest["num_dropped"]
         self.num_truncated: int = manifest["num_truncated"]
         self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
         self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
+
+    def is_whole(self) -> bool:
+        sizes = np.diff(4 * self._starts[self._first_rows])
+        return all(_part(self.folder, part).stat().st_size == size for part, size in enumerate(sizes))
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -62,7 +67,7 @@ class ConversationRows(Sequence):
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`; its "response" begins with the first token that counts in the loss."""
+        """Read row `index`; its "response" begins with the first token that counts in the loss."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = int(np.searchsorted(self._first_rows, index, side="right")) - 1
@@ -74,11 +79,11 @@ class ConversationRows(Sequence):
 
 
 def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> ConversationRows:
-    """The conversations of `path` as rows of at most `cfg.max_tokens`, in file order, kept in `folder`.
+    """Turn the conversations of `path` into rows of at most `cfg.max_tokens`, in file order, kept in `folder`.
 
-    Collective: each rank tokenises its part of the file, into a folder that all ranks see. What an earlier run made of
-    the same file with the same tokenizer and options is used again. Raises UserError, the same on every rank, for a
-    conversation that cannot be used or masked exactly, and where none is short enough.
+    A collective operation: each rank tokenises its part of the file, into a folder that all ranks see. Rows that are
+    there already, from the same file, tokenizer and options, are used again. Raises UserError, the same on every rank,
+    for a conversation that cannot be used or masked exactly, and where none is short enough.
     """
     cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, codec.tools))
     origin = _origin(Path(path), cfg, codec)
@@ -106,11 +111,22 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
     try:
         if error := next((part.error for part in parts if part.error), ""):
             raise UserError(error)
-        lengths = np.concatenate([np.frombuffer(part.lengths, np.int32) for part in parts])
-        if not len(lengths):
-            raise UserError(_why_none(path, cfg, parts))
+        overlong = [entry for part in parts for entry in part.overlong]
+        if not any(part.lengths for part in parts):
+            raise UserError(f"{path}: {_why_none(cfg, overlong)}")
         if dist.is_main:
-            _finish(building, folder, parts, lengths, origin)
+            num_truncated = sum(entry["kept_tokens"] > 0 for entry in overlong)
+            manifest = {
+                "origin": origin,
+                "rows_per_part": [len(part.lengths) for part in parts],
+                "num_dropped": len(overlong) - num_truncated,
+                "num_truncated": num_truncated,
+            }
+            np.save(building / "lengths.npy", np.concatenate([np.frombuffer(p.lengths, np.int32) for p in parts]))
+            (building / OVERLONG).write_text("".join(json.dumps(entry) + "\n" for entry in overlong))
+            (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            shutil.rmtree(folder, ignore_errors=True)
+            building.rename(folder)
     finally:
         if dist.is_main:
             shutil.rmtree(building, ignore_errors=True)
@@ -169,30 +185,11 @@ def _cut(turn_ends: list[int], cfg: SFTDataConfig) -> int:
     return max((end for end in turn_ends if cfg.overlong == "truncate" and end <= cfg.max_tokens), default=0)
 
 
-def _finish(building: Path, folder: Path, parts: list[_Part], lengths: np.ndarray, origin: dict) -> None:
-    np.save(building / "lengths.npy", lengths)
-    overlong = [entry for part in parts for entry in part.overlong]
-    (building / OVERLONG).write_text("".join(json.dumps(entry) + "\n" for entry in overlong))
-    num_truncated = sum(entry["kept_tokens"] > 0 for entry in overlong)
-    manifest = {
-        "origin": origin,
-        "rows_per_part": [len(part.lengths) for part in parts],
-        "num_dropped": len(overlong) - num_truncated,
-        "num_truncated": num_truncated,
-    }
-    (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
-
-
-def _why_none(path: str | Path, cfg: SFTDataConfig, parts: list[_Part]) -> str:
-    overlong = [entry["tokens"] for part in parts for entry in part.overlong]
+def _why_none(cfg: SFTDataConfig, overlong: list[dict]) -> str:
     if not overlong:
-        return f"{path}: the file has no conversations; was the export interrupted?"
-    return (
-        f"{path}: no conversation has at most data.max_tokens={cfg.max_tokens} tokens (the shortest has "
-        f"{min(overlong)}); raise it"
-    )
+        return "the file has no conversations; was the export interrupted?"
+    limit, shortest = f"data.max_tokens={cfg.max_tokens}", min(entry["tokens"] for entry in overlong)
+    return f"no conversation has at most {limit} tokens (the shortest has {shortest}); raise it"
 
 
 def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
@@ -214,15 +211,9 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
 
 
 def _state(folder: Path, origin: dict) -> str:
-    """ready = made of the same; other = made of something else; none = not there, or not whole."""
+    """Return "ready" for rows of this origin, "other" for rows of another one, "none" for no or unfinished rows."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        starts = np.concatenate([[0], np.cumsum(np.load(folder / "lengths.npy"), dtype=np.int64)])
-        first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
-        sizes = [_part(folder, i).stat().st_size for i in range(len(manifest["rows_per_part"]))]
-        whole = sizes == (4 * np.diff(starts[first_rows])).tolist()
+        rows = ConversationRows(folder)
+        return ("ready" if rows.origin == origin else "other") if rows.is_whole() else "none"
     except (OSError, EOFError, ValueError, KeyError, IndexError):
         return "none"
-    if not whole:
-        return "none"
-    return "ready" if manifest["origin"] == origin else "other"

@@ -1,1 +1,1 @@
-"""A trajectory dump as one static page."""
+"""The trajectory viewer, which turns a dump into one static page."""

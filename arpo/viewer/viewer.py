@@ -13,7 +13,8 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
-from arpo.errors import UserError, exit_with
+from arpo.config import run_or_exit
+from arpo.errors import UserError
 from arpo.log import script_json
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 
@@ -25,37 +26,31 @@ SHOWN = (
 
 
 def find_dump(run: Path, *, step: int | None = None) -> Path:
-    """The dump of training step `step`, by default the newest; a run without any has validation or test dumps.
+    """Return the dump of training step `step`, by default the newest, or else the newest validation or test dump.
 
     Raises UserError where there is no such run, or no such dump in it.
     """
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder; pass runs/NAME")
-    dumps: dict[str, dict[int, Path]] = {}  # kind -> step -> file
-    for path in sorted((run / "trajectories").glob("*.jsonl")):
-        if match := re.fullmatch(r"(.+)_(\d+)", path.stem):
-            dumps.setdefault(match[1], {})[int(match[2])] = path
-    steps = dumps.pop("step", {})
+    matches = [(re.fullmatch(r"(.+)_(\d+)", path.stem), path) for path in (run / "trajectories").glob("*.jsonl")]
+    dumps = [(match[1] == "step", int(match[2]), path) for match, path in matches if match]
+    steps = {number: path for of_training, number, path in dumps if of_training}
     if step is not None and step not in steps:
         known = ", ".join(map(str, sorted(steps))) or "of no training step"
         raise UserError(f"{run}: --step {step} was not dumped; there are dumps {known}; or name one with --file")
-    if not steps and not dumps:
+    if not dumps:
         raise UserError(f"{run}: no trajectory dumps in {run / 'trajectories'}; train with run.dump_every above 0")
-    if steps:
-        return steps[max(steps) if step is None else step]
-    return max((number, path) for files in dumps.values() for number, path in files.items())[1]
+    return max(dumps)[2] if step is None else steps[step]
 
 
 def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
-    """(the first `max_groups` groups as the page shows them, number of groups in the dump).
+    """Return the first `max_groups` groups as the page shows them, and the number of groups in the dump.
 
     The dump has one trajectory a line, group after group. Raises UserError with the line's number where a line is not
     a whole, consistent trajectory.
     """
     groups: list[dict] = []
-    num_groups = 0
-    prompt_id: str | None = None
-    seen: set[str] = set()  # trajectory ids of the current group
+    num_groups, prompt_id, seen = 0, None, set()  # `seen`: trajectory ids of the current group
     try:
         with dump.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -65,9 +60,8 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
                     trajectory = parse_trajectory(row)
                 except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    raise UserError(
-                        f"{dump}:{number}: not a trajectory ({reason}); drop the line or dump again"
-                    ) from None
+                    place = f"{dump}:{number}"
+                    raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
                 # One prompt may come twice in a step: a path that comes again starts the next group.
                 if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
                     prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
@@ -87,7 +81,7 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
 
 
 def parse_trajectory(row: dict) -> Trajectory:
-    """The inverse of Trajectory.to_dict, for well-formed rows; ValueError, TypeError or AssertionError for others."""
+    """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
     trajectory = Trajectory(**row)
     trajectory.turns = [Turn(**turn) for turn in trajectory.turns]
     for turn in trajectory.turns:
@@ -102,20 +96,11 @@ def parse_trajectory(row: dict) -> Trajectory:
     return trajectory
 
 
-SHOWN = (
-    "trajectory_id", "parent_id", "fork_at", "stop_reason",
-    "reward", "reward_parts", "reward_reason", "kl_penalty", "advantage",
-)  # fmt: skip
-
-
 def trajectory_view(t: Trajectory) -> dict:
-    """Return what the page shows of a trajectory: each turn with its text and its result's, without token lists."""
+    """Return what the page shows of a trajectory: each turn with its text and its result's text, but no tokens."""
     num_sampled = t.num_sampled_tokens
-    view = {name: getattr(t, name) for name in SHOWN} | {
-        "num_tokens": len(t.token_ids),
-        "num_sampled": num_sampled,
-        "mean_logprob": sum(t.rollout_logprobs) / num_sampled if num_sampled else None,
-    }
+    view = {name: getattr(t, name) for name in SHOWN} | {"num_tokens": len(t.token_ids), "num_sampled": num_sampled}
+    view["mean_logprob"] = sum(t.rollout_logprobs) / num_sampled if num_sampled else None
     texts = iter([text for text, _ in t.segments])
     view["turns"] = []
     for turn in t.turns:  # segments are the runs of the loss mask: a turn's sampled tokens, then those of its result
@@ -129,14 +114,14 @@ def trajectory_view(t: Trajectory) -> dict:
 
 
 def group_summary(rewards: list[float | None]) -> dict:
-    """Mean reward, and `kind`: "mixed" = rewards differ, "dead" = all alike, "single" = only one trajectory."""
+    """Return mean reward and `kind`: "mixed" = rewards differ, "dead" = all alike, "single" = one trajectory."""
     known = [reward for reward in rewards if reward is not None]
     kind = "single" if len(rewards) == 1 else "mixed" if len(set(known)) > 1 else "dead"
     return {"mean_reward": sum(known) / len(known) if known else None, "kind": kind}
 
 
 def render(title: str, dump: Path, groups: list[dict], num_groups: int) -> str:
-    """The page's HTML with the data in it."""
+    """Return the page's HTML with the data in it."""
     data = {"title": title, "dump": str(dump), "num_groups": num_groups, "groups": groups}
     template = resources.files("arpo.viewer").joinpath("viewer.html").read_text(encoding="utf-8")
     return template.replace("@@DATA@@", script_json(data))
@@ -150,17 +135,18 @@ def main(argv: list[str] | None = None) -> None:
     which.add_argument("--file", type=Path, help="a dump by its path, e.g. runs/NAME/trajectories/valid_000100.jsonl")
     parser.add_argument("--out", type=Path, help="page to write; default: RUN/viewer.html")
     parser.add_argument("--max_groups", type=int, default=200, help="show only the first N prompts (default 200)")
-    args = parser.parse_args(argv)
+    run_or_exit(make_page, parser.parse_args(argv))
+
+
+def make_page(args: argparse.Namespace) -> None:
+    """Write the page that the command line asks for, and print its path."""
+    if args.max_groups < 1:
+        raise UserError(f"--max_groups {args.max_groups}: must be at least 1")
+    dump = args.file or find_dump(args.run, step=args.step)
+    groups, num_groups = read_groups(dump, args.max_groups)
+    out = args.out or args.run / "viewer.html"
     try:
-        if args.max_groups < 1:
-            raise UserError(f"--max_groups {args.max_groups}: must be at least 1")
-        dump = args.file or find_dump(args.run, step=args.step)
-        groups, num_groups = read_groups(dump, args.max_groups)
-        out = args.out or args.run / "viewer.html"
-        try:
-            out.write_text(render(f"{args.run.resolve().name} · {dump.stem}", dump, groups, num_groups), "utf-8")
-        except OSError as error:
-            raise UserError(f"{out}: cannot write the page ({error.strerror}); choose another --out") from None
-    except UserError as error:
-        exit_with(error)
+        out.write_text(render(f"{args.run.resolve().name} · {dump.stem}", dump, groups, num_groups), "utf-8")
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the page ({error.strerror}); choose another --out") from None
     print(out)
