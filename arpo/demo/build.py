@@ -29,7 +29,7 @@ from arpo.tools.search.passages import format_passages
 
 # Task -> its world, and how its demonstrator writes one trajectory.
 TASKS: dict[str, tuple[type[World], type[Trace]]] = {"plain": (World, Trace), "hard": (HardWorld, HardTrace)}
-NUM_TRACES = {"sft_train": 16000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
+NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
 
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 150, 54, 64, 3e-3
+RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 250, 54, 64, 3e-3
 
 
 def build(out: Path, seed: int, task: str = "plain") -> None:
@@ -209,7 +209,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:  # norms stay at 1
-            std = 0.02 if "embed_tokens" in name else weight.shape[1] ** -0.5
+            # Also of the embedding, whose rows then have length 1: with Qwen's 0.02, copying took half as long again.
+            std = weight.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= (2 * config.num_hidden_layers) ** -0.5
             torch.nn.init.normal_(weight, std=std)
