@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arpo.errors import check_name
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, StopReason, Trajectory
 
@@ -44,20 +45,33 @@ class CriticEvidence:
 
 
 def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    """(reward - mean) / (std + 1e-6) within each group; without cfg.normalize_std only reward - mean (Dr.GRPO).
+    """Return `group_advantages`; without cfg.normalize_std this is Dr.GRPO."""
+    return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize_std)
+
+
+def group_advantages(
+    rewards: Tensor | Sequence[float],
+    group_ids: Tensor | Sequence[Hashable],
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """(reward - mean) / (std + eps) within each group; without normalize_std only reward - mean. (N,), (N,) -> (N,)
 
     std is unbiased. A constant group gives zeros; a group of one has mean 0 and std 1, so it keeps its reward.
     Rewards [1, 0, 1, 1] in one group -> [0.5, -1.5, 0.5, 0.5].
     """
-    advantages = torch.empty_like(evidence.rewards)
-    for indices in members(evidence.group_ids):
-        group = evidence.rewards[indices].double()
+    rewards = torch.as_tensor(rewards)
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
+    advantages = torch.empty_like(rewards)
+    for indices in members(group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids):
+        group = rewards[indices].double()
         alone = len(indices) == 1
         centred = group if alone else group - group.mean()
         if not alone and (group == group[0]).all():
-            centred = torch.zeros_like(group)  # exactly: 1e-6 would blow up the rounding of the mean
+            centred = torch.zeros_like(group)  # exactly: eps would blow up the rounding of the mean
         std = 1.0 if alone else group.std(unbiased=True)
-        advantages[indices] = (centred / (std + 1e-6) if cfg.normalize_std else centred).to(advantages.dtype)
+        advantages[indices] = (centred / (std + eps) if normalize_std else centred).to(rewards.dtype)
     return advantages
 
 
@@ -70,21 +84,28 @@ def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
 
 
 def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438) and returns = advantages + values; 0 where the mask is.
+    """Return `gae_advantages`."""
+    return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
+
+
+def gae_advantages(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438), and returns = advantages + values; 0 where the mask is; (B, T).
 
     Only the policy's own tokens are steps: tool results are passed over. A reward on a mask-0 position counts for the
     last own token before it. Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> [0.5, 0.75], returns [1, 1].
     """
-    rewards, values, own = evidence.rewards, evidence.values, evidence.mask
-    assert rewards.shape == values.shape == own.shape, (rewards.shape, values.shape, own.shape)
+    assert token_rewards.shape == values.shape == mask.shape, (token_rewards.shape, values.shape, mask.shape)
+    own = mask.bool()
     next_value = torch.zeros_like(values[:, 0])
     advantage = torch.zeros_like(next_value)
     late_reward = torch.zeros_like(next_value)
     columns = []
     for t in reversed(range(values.shape[1])):
-        reward = late_reward + rewards[:, t]
-        delta = reward + cfg.gamma * next_value - values[:, t]
-        advantage = torch.where(own[:, t], delta + cfg.gamma * cfg.lam * advantage, advantage)
+        reward = late_reward + token_rewards[:, t]
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = torch.where(own[:, t], delta + gamma * lam * advantage, advantage)
         next_value = torch.where(own[:, t], values[:, t], next_value)
         late_reward = torch.where(own[:, t], 0.0, reward)
         columns.append(torch.where(own[:, t], advantage, 0.0))
@@ -140,6 +161,12 @@ TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]
 """Each returns trajectory_id -> (T,) advantage of every response token, for the trajectories that teach, from the
 group's tree and their `advantage` (and `reward`). A (advantage 1) and its branch B (advantage -1, forked at 2), three
 tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1]."""
+
+
+def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
+    """Return TREE_CREDITS[tree] of a group. Raises ValueError for a name that is not there."""
+    check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
+    return TREE_CREDITS[tree](group, cfg or AdvantageConfig())
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:

@@ -46,7 +46,7 @@ class LossInputs:
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (`rollout_weights`), multiplied to each token's loss."""
     entropy_statistics: tuple[float, float] | None = None
-    """(mean, standard deviation) of `entropy` over the whole mini-batch, for AEPO; None = over these rows."""
+    """(mean, standard deviation) of `entropy` over the mini-batch; `policy_loss` sets it where the options use it."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -72,11 +72,18 @@ BOUNDS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
 """Metrics that every loss logs: shares of tokens held at the ratio's upper bound, at its lower, and by dual clip."""
 
 
-def policy_loss(inputs: LossInputs, cfg: LossConfig, *, denominator: float | None = None) -> tuple[Tensor, Metrics]:
+def policy_loss(
+    inputs: LossInputs,
+    cfg: LossConfig,
+    *,
+    denominator: float | None = None,
+    entropy_statistics: tuple[float, float] | None = None,
+) -> tuple[Tensor, Metrics]:
     """Policy loss + kl_coefficient * KL - entropy_coefficient * entropy. Returns (scalar loss, metrics).
 
     `denominator` is the global count of what is averaged: loss tokens for token_mean, sequences with loss tokens for
     the sequence means (`loss_denominator`, summed over micro-batches and ranks); None = these rows.
+    `entropy_statistics` are (mean, std) of the entropies over the mini-batch, for AEPO; None = of these rows.
 
     Metrics are to be merged over micro-batches and ranks: the sum `policy` (this share of the policy loss, without KL
     and entropy terms); means over loss tokens of BOUNDS, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl`
@@ -87,7 +94,7 @@ def policy_loss(inputs: LossInputs, cfg: LossConfig, *, denominator: float | Non
     -1.2000000476837158
     """
     assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
-    keep, entropy, entropy_statistics = inputs.mask.bool(), inputs.entropy, inputs.entropy_statistics
+    keep, entropy = inputs.mask.bool(), inputs.entropy
     if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
     if uses_entropy_statistics(cfg) and entropy_statistics is None:

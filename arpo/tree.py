@@ -28,8 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack
+from arpo.advantages import training_trajectories
+from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack, row_of
 from arpo.errors import UserError
+from arpo.options import AdvantageConfig
+from arpo.trajectory import Group
 
 
 @dataclass(kw_only=True)
@@ -45,13 +48,16 @@ class TreeBatch(MicroBatch):
     loss_nodes: torch.Tensor
     """(U,) nodes that are a loss token of at least one row, ascending"""
 
+    def gather(self, node_values: torch.Tensor) -> torch.Tensor:
+        """(B, T) value (N,) of each response token's node, 0 beyond a row's end. Differentiable."""
+        return torch.where(self.nodes >= 0, node_values[self.nodes.clamp(min=0)], 0)
+
     def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.parents[self.loss_nodes], self.input_ids[0, self.loss_nodes]
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         node_values = torch.zeros(len(self.parents), dtype=torch.float32, device=values.device)
-        node_values = node_values.index_put((self.loss_nodes,), values)
-        return torch.where(self.loss_mask, node_values[self.nodes.clamp(min=0)], 0)
+        return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
 
     def attention_mask(self, config: Any) -> Any:
         """Return flex_attention's sparse BlockMask (not yet run on a GPU), and None for other kernels."""
@@ -80,6 +86,12 @@ def check_attention(config: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------- which rows come together
+
+
+def pack_trees(groups: list[Group], max_tokens: int, cfg: AdvantageConfig | None = None) -> list[TreeBatch]:
+    """Return all training rows of `groups` on one rank, at most `max_tokens` unique tokens in each micro-batch."""
+    rows = [row_of(groups[index], t) for index, t in training_trajectories(groups, cfg or AdvantageConfig())]
+    return tree_microbatches(rows, 0, 1, max_tokens) if rows else []
 
 
 def tree_microbatches(

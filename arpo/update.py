@@ -200,9 +200,8 @@ def update_policy(
             entropy=entropies,
             ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,
-            entropy_statistics=statistics,
         )
-        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count)
+        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
         (loss * dist.world_size).backward()
         metrics.merge(loss_metrics, prefix="loss/")

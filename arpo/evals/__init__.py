@@ -14,9 +14,10 @@ def mean(values: Iterable[float]) -> float:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of P(at least one of k samples is correct): 1 - C(n - c, k) / C(n, k)  (arXiv 2107.03374).
 
-    (4, 1, 2) -> 0.5
+    Raises ValueError unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples. (4, 1, 2) -> 0.5
     """
-    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples, (num_samples, num_correct, k)
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(f"pass@{k} of {num_correct} correct among {num_samples} samples is not defined")
     if num_samples - num_correct < k:
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))

@@ -6,7 +6,7 @@ from arpo.losses import LossInputs, policy_loss
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
-INPUTS = ("entropy", "ref_logprobs", "rollout_weights", "entropy_statistics")
+INPUTS = ("entropy", "ref_logprobs", "rollout_weights")
 
 
 def loss_of(
@@ -14,6 +14,6 @@ def loss_of(
 ) -> tuple[Tensor, Metrics]:
     """The loss of these rows, (B, T) each; `options`: other fields of LossInputs, of LossConfig, and of policy_loss."""
     given = {name: options.pop(name) for name in INPUTS if name in options}
-    denominator = options.pop("denominator", None)
+    sums = {name: options.pop(name, None) for name in ("denominator", "entropy_statistics")}
     inputs = LossInputs(logprobs, old_logprobs, advantages, mask, **given)
-    return policy_loss(inputs, LossConfig(**options), denominator=denominator)
+    return policy_loss(inputs, LossConfig(**options), **sums)
