@@ -91,7 +91,7 @@ def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]
 def gae_advantages(
     token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438), and returns = advantages + values. All (B, T), 0 off the mask.
+    """Generalised advantage estimation (arXiv 1506.02438), returns = advantages + values. All (B, T), 0 off the mask.
 
     Only the policy's own tokens are steps: tool results are passed over. A reward on a mask-0 position counts for the
     last own token before it. Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> [0.5, 0.75], returns [1, 1].
