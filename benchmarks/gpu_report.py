@@ -61,7 +61,7 @@ class Outcome:
 
 
 def sections(device: str) -> list[Section]:
-    """In the order of a first look at a new machine: what is quick and basic comes first."""
+    """Return the parts of the report; those that are quick and basic come first."""
     tests = re.findall(r"^def (test_\w+)\(", (ROOT / "tests" / "test_gpu.py").read_text(), re.MULTILINE)
     with_engine = ("vllm", "fifty_cycles")
     found = [
@@ -161,7 +161,7 @@ def judge_tests(junit: Path, text: str) -> tuple[str, str]:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the numbers were taken on."""
+    """Describe the machine on which the numbers were taken."""
     found = {"python": platform.python_version(), "device": device}
     for name in PACKAGES:
         try:

@@ -29,7 +29,7 @@ SIZES = {  # N tokens, D hidden size, V vocabulary
 
 
 def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one writes first: all logits at once, upcast to float32, autograd does the rest."""
+    """The plain way: all logits at once, upcast to float32; autograd does the rest."""
     log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)  # (N, V)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

@@ -110,7 +110,7 @@ def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[fl
 
 
 def trl_steps(folder: Path, model: str, size: str, python: Path) -> list[tuple[float, int]]:
-    """The same of TRL, by this file's --trl in TRL's environment."""
+    """Measure TRL's steps, by this file's --trl in TRL's environment."""
     out = run([python, __file__, "--trl", folder / model, *(["--quick"] if size == "quick" else [])])
     return [tuple(step) for step in json.loads(out.splitlines()[-1])]
 

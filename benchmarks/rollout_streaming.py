@@ -52,7 +52,7 @@ SIZES = {  # tokens of a turn from, to (log-uniform); repeats
 
 
 class PrescribedTokens:
-    """What each request "samples", by its id "prompt|trajectory|turn": a call, or an answer and the end."""
+    """The tokens that each request "samples", by its id "prompt|trajectory|turn": a call, or an answer and the end."""
 
     def __init__(self, codec: Codec, shortest: int, longest: int):
         self.codec, self.shortest, self.longest = codec, shortest, longest
@@ -138,7 +138,7 @@ def lock_step(prompts: list[Prompt], engine: Engine, tools: ToolRunner, codec: C
 
 
 def spec_of(prompt: Prompt, tools: ToolRunner) -> SamplingSpec:
-    """As the rollout asks."""
+    """Return the sampling parameters that the rollout asks for."""
     return SamplingSpec(
         max_tokens=2000, stop=stop_strings(tuple(t for t in prompt.tools if t in tools.tools)), seed=7,
         num_entropy_tokens=BranchingConfig().entropy_tokens,
@@ -152,7 +152,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec, repeats: int) -> dict[str, float]:
-    """Of our loop, of LLM.generate with the same sampling parameters, and of bare requests; alternating.
+    """Measure our loop, LLM.generate with the same sampling parameters, and bare requests, in turn.
 
     On a CPU, where nothing is waited for, in CPU seconds: other processes do not count.
     """
@@ -188,7 +188,7 @@ def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec,
 
 
 def longest_chain_s(groups: list[Group], seconds_per_token: float) -> float:
-    """Of a trajectory whose tokens are decoded as fast as if it were alone, and whose calls start at once."""
+    """Return the time of the longest trajectory, decoded as if it were alone, its calls started at once."""
     return max(
         t.num_sampled_tokens * seconds_per_token + sum(SlowTool.latency_s(c.argument) for c in t.tool_calls)
         for group in groups

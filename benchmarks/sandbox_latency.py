@@ -1,4 +1,4 @@
-"""How long a <python> call takes in the sandbox, against a fresh interpreter per call, which isolates nothing.
+"""Time of a <python> call in the sandbox, against a fresh interpreter per call, which isolates nothing.
 
     python benchmarks/sandbox_latency.py [--quick]
 
@@ -84,7 +84,7 @@ def calls_per_second(
 
 
 def waiting_calls_s(loop: asyncio.AbstractEventLoop) -> float:
-    """Of 256 calls that wait 0.3 s each, 64 at a time: 1.2 s if nothing else took any time."""
+    """Time 256 calls that wait 0.3 s each, 64 at once: 1.2 s if nothing else took time."""
     tool = PythonTool(PythonConfig(max_concurrent=64))
 
     async def run() -> float:

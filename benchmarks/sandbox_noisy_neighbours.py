@@ -1,4 +1,4 @@
-"""How much hostile calls slow down the good ones that run beside them in the same sandbox.
+"""Slow-down of good calls by hostile ones that run beside them in the same sandbox.
 
     python benchmarks/sandbox_noisy_neighbours.py [--quick]
 

@@ -1,4 +1,4 @@
-"""What fits, and how long is a step: a small model of memory and time, for five model sizes on 1 to 128 nodes.
+"""Estimate of what fits and how long a step takes, for five model sizes on 1 to 128 nodes.
 
     python benchmarks/scaling.py [--hardware 8xH100-80GB] [--config configs/qwen2.5_7b.yaml] [--quick]
 
@@ -99,7 +99,7 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
 
 
 def shape_of(path: str) -> Shape:
-    """Of a folder with config.json, or of a name that contains one of ours."""
+    """Return the shape of a folder with config.json, or of a name that contains one of ours."""
     from arpo.errors import UserError
 
     if (Path(path) / "config.json").exists():

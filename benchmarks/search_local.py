@@ -82,7 +82,7 @@ class Fts5:
 
 
 def ask(ways: dict[str, Callable[[str], list[str]]], queries: list[tuple[int, str]]) -> dict[str, dict[str, float]]:
-    """For each way, the p50, p95 and longest time in ms, and the hit rate."""
+    """Return for each way the p50, p95 and longest time in ms, and the hit rate."""
     times_ms: dict[str, list[float]] = {way: [] for way in ways}
     hits = dict.fromkeys(ways, 0)
     for wanted, query in queries:

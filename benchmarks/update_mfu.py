@@ -54,7 +54,7 @@ SHAPES = {
 
 
 def build_policy(shape: Shape, cfg: ModelConfig, ranks: Ranks) -> Policy:
-    """As `load_policy`, but for the weights: small random numbers."""
+    """Load a policy as `load_policy` does, with small random numbers as its weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(

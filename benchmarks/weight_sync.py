@@ -1,4 +1,4 @@
-"""How long the policy's new weights take from FSDP2 shards to the engine, against one memcpy of the same bytes.
+"""Time of the policy's new weights from FSDP2 shards to the engine, against one memcpy of the same bytes.
 
     python benchmarks/weight_sync.py [--quick]          (starts its own ranks: one per GPU, two on a machine without)
 
@@ -54,7 +54,7 @@ def seconds(action: Callable[[], object], repeats: int) -> float:
 
 
 def copy_seconds(num_parameters: int, source_dtype: torch.dtype, device: torch.device, repeats: int) -> float:
-    """To bfloat16: a memcpy, or a cast."""
+    """Time a copy to bfloat16: a memcpy, or a cast."""
     source = torch.zeros(num_parameters, dtype=source_dtype, device=device)
     target = torch.ones_like(source, dtype=torch.bfloat16)
     return seconds(lambda: target.copy_(source), repeats)

@@ -1,4 +1,4 @@
-"""What a training step costs in memory and time, by formula: the model behind benchmarks/scaling.py.
+"""The cost of a training step in memory and time, by formula: the model behind benchmarks/scaling.py.
 
 Parameters, gradients and AdamW's moments are float32 shards; each GPU also gathers layers in bfloat16, holds
 activations, and has an engine with all weights in bfloat16 and a KV cache. Decoding is bound by memory traffic, all
@@ -50,7 +50,7 @@ class Shape:
         return 2 * BF16 * self.layers * self.kv_heads * self.head_dim
 
     def forward_flops(self, num_tokens: float, mean_context: float) -> float:
-        """Of matrices (2 per weight and token; the embedding is a lookup) and causal attention."""
+        """FLOPs of matrices (2 per weight and token; the embedding is a lookup) and causal attention."""
         matrices = self.parameters - (0 if self.tied else self.vocab * self.hidden)
         return num_tokens * (2 * matrices + 4 * self.layers * self.heads * self.head_dim * mean_context)
 
@@ -106,15 +106,15 @@ class Hardware:
     network_gb_s: float
     """Per GPU and direction, between nodes."""
     train_share: float = 0.40
-    """Of bf16_tflops in forward and backward of long packed batches."""
+    """Share of bf16_tflops reached in forward and backward of long packed batches."""
     prefill_share: float = 0.50
     memory_share: float = 0.60
-    """Of memory_gb_s while decoding."""
+    """Share of memory_gb_s reached while decoding."""
     link_share: float = 0.70
     overlap: float = 0.80
     """Share of the collectives' time that hides behind compute, while there is enough of it."""
     step_overhead_ms: float = 6.0
-    """Of one engine step: Python, kernel launches (eager)."""
+    """Overhead of one engine step: Python and kernel launches (eager)."""
     overhead_ms_per_sequence: float = 0.03
     reserved_gib: float = 3.0
     """CUDA context, NCCL buffers, fragmentation."""
@@ -155,9 +155,9 @@ class Workload:
     sampled_tokens: float = 900.0
     result_tokens: float = 600.0
     longest_sampled_tokens: float = 3000.0
-    """Of the trajectory that the rollout waits for."""
+    """Tokens of the trajectory that the rollout waits for."""
     longest_tool_seconds: float = 20.0
-    """All calls of that trajectory."""
+    """Seconds of all tool calls of that trajectory."""
     tree_token_ratio: float = 1.5
     """Tokens of all rows / tokens computed."""
     rollout_over_bound: float = 1.15
@@ -199,7 +199,7 @@ class Memory:
 
     @property
     def kv_cache(self) -> float:
-        """What the engine's budget leaves beside weights and a tenth for its own activations."""
+        """Return the rest of the engine's budget beside weights and a tenth for its own activations."""
         return 0.9 * self.engine_budget - self.engine_weights
 
 
@@ -271,7 +271,7 @@ def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[s
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step, by phase."""
+    """Seconds of one step, by phase."""
 
     rollout: float
     tail: float

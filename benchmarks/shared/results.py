@@ -75,7 +75,7 @@ def run(script: Path, settings: str) -> str:
 
 
 def row(name: str, last_line: str, settings: str) -> str:
-    """Of the table; a last line that is not the promised JSON object says why there is none."""
+    """Return a row of the table; a last line that is no JSON object says why there is none."""
     today = datetime.date.today().isoformat()
     if not last_line.startswith("{"):
         return f"| {name} | none | | | | {last_line} | {settings} | {today} | {hardware()} |"

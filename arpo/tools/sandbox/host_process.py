@@ -63,7 +63,7 @@ class HostProcess:
             self.kill()
             raise SandboxUnavailable(str(answer.get("refused") or " ".join(last_words) or "the host died at its start"))
         self.has_proc: bool = answer["has_proc"]
-        """Whether the jail has a /proc; without it, code may not start processes."""
+        """True where the jail has a /proc; without it, code may not start processes."""
 
     def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
         settings = {"tier": tier, "limits": asdict(limits), "trainer_pid": os.getpid(), **asdict(interpreter)}

@@ -62,7 +62,7 @@ SINGLE = """
 """
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""For each machine the AUDIT_ARCH constant and the column."""
+"""The AUDIT_ARCH constant and the column of each machine."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
