@@ -18,7 +18,7 @@ class FolderJail:
 
     tier = "none"
     has_proc = True
-    """True where /proc shows the processes of a call. Without it their memory cannot be summed up: there may be only one."""
+    """True where /proc shows a call's processes. Without it their memory cannot be summed up: there may be only one."""
 
     def __init__(self, limits: CallLimits):
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""
