@@ -209,7 +209,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:  # norms stay at 1
-            # Also of the embedding, whose rows then have length 1: with Qwen's 0.02, copying took half as long again.
+            # Also of the embedding, whose rows then have length 1: with Qwen's 0.02, copying was learnt later.
             std = weight.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= (2 * config.num_hidden_layers) ** -0.5
