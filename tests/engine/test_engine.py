@@ -379,7 +379,7 @@ def test_after_sleep_and_wake_up_a_sync_makes_it_sample_again(engine, hf):
 def test_two_ranks_sync_from_fsdp2_shards_without_a_word_on_the_terminal(tiny_model_dir):
     script = Path(__file__).parents[1] / "helpers" / "engine_ranks.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": str(script.parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
     done = subprocess.run(
         [*torchrun, script, tiny_model_dir], env=environment, capture_output=True, text=True, timeout=240
     )
