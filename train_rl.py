@@ -303,7 +303,7 @@ def validate(
 
 
 def console_text(values: dict[str, float]) -> str:
-    """What the console says of a step."""
+    """Return the text that the console shows for a step."""
     parts = [
         f"reward {values['reward/mean']:+.3f}",
         *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
