@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill at any moment.
 
-    checkpoints/step_000100/{manifest.json, .metadata, __0_0.distcp, ..., random_states.pt, hf/}   checkpoints/latest
+    checkpoints/step_000100/{manifest.json, .metadata, __0_0.distcp, ..., random_states.pt, progress.json, hf/}
+    checkpoints/latest
 
 Written to a temporary folder, listed with sizes and checksums in a manifest, renamed, and only then pointed to; the
 distributed checkpoint format (DCP) itself notices neither a half-written folder nor flipped bytes (measured).
@@ -9,6 +10,7 @@ distributed checkpoint format (DCP) itself notices neither a half-written folder
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from arpo.ranks import RandomState, Ranks
 
 logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
+PROGRESS = "progress.json"
 BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 
 
@@ -42,6 +45,8 @@ class Checkpoints:
             raise UserError(f"run.keep_checkpoints={keep} must be at least 2, so that a broken one has a fallback")
         self.folder, self.ranks, self.keep = folder, ranks, keep
         self.my_files = slice(ranks.rank, None, ranks.world_size)  # this rank's share of a folder's sorted files
+        self.progress: dict = {}
+        """What `resume` found of the `progress` given to `save`; empty where there was none."""
 
     def save(
         self,
@@ -50,8 +55,12 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         critic: Critic | None = None,
         critic_optimizer: torch.optim.Optimizer | None = None,
+        *,
+        progress: dict | None = None,
     ) -> Path:
         """Write models, optimizers, step and every rank's random state. Return the checkpoint's folder.
+
+        `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on.
 
         Raises UserError where the disk is full or cannot be written; older checkpoints then stay as they are.
         """
@@ -66,6 +75,7 @@ class Checkpoints:
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
             torch.save(random_states, temporary / RANDOM_STATES)
+            (temporary / PROGRESS).write_text(json.dumps(progress or {}))
         self.ranks.barrier()
         with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint"):
             dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
@@ -104,6 +114,8 @@ class Checkpoints:
         random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[self.ranks.rank])
+        file = folder / PROGRESS
+        self.progress = json.loads(file.read_text()) if file.exists() else {}  # older checkpoints have none
         return manifest.step_of(folder)
 
     def _newest_intact(self, allow: bool) -> Path | None:

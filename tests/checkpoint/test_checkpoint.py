@@ -73,12 +73,13 @@ def train(ranks, model: str, folder: str, last_step: int, save_at: tuple[int, ..
     policy, optimizer = load(ranks.mesh, model)
     checkpoints = Checkpoints(Path(folder), ranks, keep=3)
     begin = checkpoints.resume(policy, optimizer)
+    assert checkpoints.progress == ({"reached": [begin, 0.1]} if begin else {})
     digests = {begin: digest(policy, optimizer)}
     for step in range(begin + 1, last_step + 1):
         train_step(policy, optimizer)
         digests[step] = digest(policy, optimizer)
         if step in save_at:
-            checkpoints.save(step, policy, optimizer)
+            checkpoints.save(step, policy, optimizer, progress={"reached": [step, 0.1]})
     return digests
 
 
