@@ -18,8 +18,30 @@ from arpo.rewards.qa import option_letter, unwrap
 MAX_CHARS = 1000
 """Longest answer that is compared as a formula; longer ones must be literally equal."""
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)")
+_UNITS = {
+    alias: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound",
+        "oz ounce", "ml mL milliliter millilitre", "l L liter litre", "ms millisecond", "s sec second", "min minute",
+        "h hr hour", "day", "week", "month", "year", "degree", "cent", "dollar", "euro",
+    )
+    for alias in names.split()
+}  # fmt: skip
+"""Spelling of a unit, in the singular -> its name."""
+
+_GAP = r"(?:\s|~|\\[,;: ])"
+_NUMBER = re.compile(r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)")
+_GROUPED = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_GAP}\d{{3}})+(?:\.\d+)?")
+_SCIENTIFIC = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}")
+_MIXED = re.compile(r"([-+]?)(\d+)\s+(\d+)/(\d+)")
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
+_QUANTITY = re.compile(rf"(.*[\d)}}])({_GAP}*)([A-Za-z]+)", re.DOTALL)
+_RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
+_EQUALS = re.compile(r"(?<![<>!:])=(?!=)")
+_DASH = re.compile(r"\u2212|(?<![\w)}])[\u2010-\u2013]")  # a minus, unless it is the dash of a range: 3\u20135
 _FRACTION = re.compile(r"([-+]?\d+)/(\d*[1-9]\d*)|([-+]?)\\frac\{(\d+)\}\{(\d*[1-9]\d*)\}")
+_LETTERS = re.compile(r"[^\W\d_]{3}")
 _WORDS = re.compile(r"[^\W\d_]{4,}(?:[ '-][^\W\d_]+)*|[^\W\d_]+(?: [^\W\d_]{2,})+")
 _BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 
@@ -38,7 +60,8 @@ def exact_accuracy(prediction: str, answers: list[str]) -> float:
 
 @lru_cache(maxsize=65536)
 def math_equal(prediction: str, answer: str) -> bool:
-    r"""Return whether the two are the same value. Sign, decimals, slashes count; spelling, units, LaTeX spacing do not.
+    r"""Return whether the two are the same value. Sign, decimals, slashes count; spelling and LaTeX spacing do not, nor
+    does a unit that only one of them has. docs/evaluation.md lists what was decided in doubtful cases.
 
     >>> math_equal("0.5", r"\frac{1}{2}"), math_equal("5", "-5"), math_equal("105", "1.05"), math_equal("1,000", "1000")
     (True, False, False, True)
@@ -50,22 +73,31 @@ def math_equal(prediction: str, answer: str) -> bool:
         return True
     if max(len(prediction), len(answer)) > MAX_CHARS:
         return False
+    (prediction, unit), (answer, wanted_unit) = _quantity(prediction), _quantity(answer)
+    if (unit and wanted_unit and unit != wanted_unit) or _is_false_equation(prediction):
+        return False
+    if any(_RATIO.fullmatch(a) and _NUMBER.fullmatch(b) for a, b in ((prediction, answer), (answer, prediction))):
+        return False  # a ratio equals a ratio or a fraction, but 3:4 is not 0.75
+    if _DECIMAL_COMMA.fullmatch(prediction) and not _NUMBER.fullmatch(prediction) and _rational(answer) is not None:
+        prediction = prediction.replace(",", ".")  # no list of numbers: one number is wanted
     numbers = _rational(prediction), _rational(answer)
     if None not in numbers:
         if numbers[0] == numbers[1] or not ("/" in prediction + answer or "\\" in prediction + answer):
             return numbers[0] == numbers[1]
     elif re.fullmatch(r"\(?[A-Z]\)?", answer):
-        return option_letter(prediction) == answer.strip("()")
-    elif _WORDS.fullmatch(answer):
+        return (option_letter(prediction) or prediction.strip("()")) == answer.strip("()")
+    elif _WORDS.fullmatch(answer) or (_LETTERS.fullmatch(answer) and _LETTERS.fullmatch(prediction)):
         return prediction.casefold() == answer.casefold()  # to sympy, words are products: listen = silent
     bases = _BASE.match(prediction), _BASE.match(answer)
     if all(bases) and bases[0][2] != bases[1][2]:
         return False  # math-verify drops the subscript
+    if bases[0] and numbers[1] is not None:
+        return _in_base(bases[0][1], int(bases[0][2])) == numbers[1]
     return _worker.equal(prediction, answer)
 
 
 def _clean(text: str) -> str:
-    text = unwrap(text.replace("\u2212", "-"))
+    text = unwrap(_DASH.sub("-", text))
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
         text = text.removeprefix(left).removesuffix(right).strip() if text.startswith(left) else text
     return text.rstrip(".").strip() if text != "." else text
@@ -76,6 +108,42 @@ def _without_spacing(text: str) -> str:
     text = re.sub(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\[!,;: ]|~", " ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
+
+
+def _quantity(text: str) -> tuple[str, str]:
+    r"""Part a text from its unit ("" = none), and write a number plainly. "1\,000 dollars" -> ("1000", "dollar")"""
+    unit = ""
+    if match := _QUANTITY.fullmatch(text):
+        number, gap, word = match.groups()
+        name = _UNITS.get(word) or (_UNITS.get(word.removesuffix("s")) if len(word) > 2 else None)
+        if name and (gap or len(word) > 1):  # 5m may be a product
+            text, unit = number, name
+    if len(text) > 100:
+        return text, unit
+    if _GROUPED.fullmatch(text):
+        return re.sub(_GAP, "", text), unit
+    if _SCIENTIFIC.fullmatch(text):
+        return str(Fraction(text)), unit
+    if (match := _MIXED.fullmatch(text)) and 0 < int(match[3]) < int(match[4]):
+        return f"{match[1]}{int(match[2]) * int(match[4]) + int(match[3])}/{match[4]}", unit
+    return text, unit
+
+
+def _is_false_equation(text: str) -> bool:
+    """Return whether two sides are plain numbers that differ: 4=5. (The last may be rounded: 10/3 = 3.33.)"""
+    *sides, last = (side.strip() for side in _EQUALS.split(text))
+    if not sides or (result := _rational(last)) is None:
+        return False
+    rounding = Fraction(1, 2 * 10 ** len(last.partition(".")[2]))
+    return any(abs(value - result) > rounding for side in sides if (value := _rational(side)) is not None)
+
+
+def _in_base(digits: str, base: int) -> int | None:
+    """("101", 2) -> 5; None where these are no digits of that base."""
+    try:
+        return int(digits, base)
+    except ValueError:
+        return None
 
 
 def _rational(text: str) -> Fraction | None:

@@ -9,9 +9,9 @@ from collections import Counter
 
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\s*\{([^{}]*)\}")
 _CJK = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
-_OPTION = re.compile(r"\(?([A-Z])\)?(?:[.):]\s.*|[.):])?$", re.DOTALL)
+_OPTION = re.compile(r"\(?([A-J])\)?(?:[.):]\s.*|[.):])?$", re.DOTALL)
 # SQuAD deletes all punctuation, which makes -5 of 5 and 105 of 1.05; what belongs to a number stays.
-_NUMBER_MARK = re.compile(r"(?<=\d)[./](?=\d)|(?<![\w.)])[-\u2212](?=[.\d])")
+_NUMBER_MARK = re.compile(r"(?<=\d)[./](?=\d)|(?<![\w.)])[-\u2010-\u2013\u2212](?=[.\d])")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _EXACT_ONLY = ("yes", "no", "noanswer")
 
@@ -22,7 +22,7 @@ def unwrap(text: str) -> str:
 
 
 def option_letter(text: str) -> str | None:
-    """Return the option that a text chooses: "B" for "B", "(B)", "B." and "B. Paris", None for anything else."""
+    """Return the option, A to J, that a text chooses: "B" for "B", "(B)", "B." and "B. Paris", else None."""
     match = _OPTION.match(unwrap(text))
     return match[1] if match else None
 
@@ -42,7 +42,9 @@ def tokens(text: str) -> list[str]:
     text = _THOUSANDS.sub("", text)
     marks = {match.start() for match in _NUMBER_MARK.finditer(text)}
     text = "".join(
-        c if i in marks or not (c in string.punctuation or unicodedata.category(c).startswith("P")) else ""
+        ("-" if i in marks and c not in "./" else c)
+        if i in marks or not (c in string.punctuation or unicodedata.category(c).startswith("P"))
+        else ""
         for i, c in enumerate(text)
     ).replace("\u2212", "-")
     words = _CJK.sub(r" \1 ", text).split()
