@@ -130,18 +130,19 @@ def _quantity(text: str) -> tuple[str, str]:
 
 
 def _is_false_equation(text: str) -> bool:
-    """Return whether two sides are plain numbers that differ: 4=5. (The last may be rounded: 10/3 = 3.33.)"""
+    """Return whether two sides are plain numbers that differ: 4=5. (A decimal at the end may be rounded: 10/3=3.33.)"""
     *sides, last = (side.strip() for side in _EQUALS.split(text))
     if not sides or (result := _rational(last)) is None:
         return False
-    rounding = Fraction(1, 2 * 10 ** len(last.partition(".")[2]))
+    decimals = len(last.partition(".")[2])
+    rounding = Fraction(1, 2 * 10**decimals) if decimals else 0
     return any(abs(value - result) > rounding for side in sides if (value := _rational(side)) is not None)
 
 
 def _in_base(digits: str, base: int) -> int | None:
     """("101", 2) -> 5; None where these are no digits of that base."""
     try:
-        return int(digits, base)
+        return int(digits, base) if 2 <= base <= 36 else None
     except ValueError:
         return None
 

@@ -53,6 +53,7 @@ CASES = {
         ("2+3=5", "5", True),
         ("10/3 = 3.33", "3.33", True),
         ("10/3 = 3.43", "3.43", False),
+        ("10/3 = 3", "3", False),
     ],
     "options are A to J": [
         ("B. Paris", "B", True),
@@ -64,6 +65,8 @@ CASES = {
         ("101_2", "101", False),
         ("101_2", "5", True),
         ("102_2", "11", False),
+        ("101_0", "101", False),
+        ("101_" + "9" * 30, "101", False),
         ("101", "101_2", True),  # the question has named the base
         ("5", "101_2", False),
         ("101_{2}", "101_2", True),
