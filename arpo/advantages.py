@@ -126,9 +126,16 @@ CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[T
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     """Fill `trajectory.advantage` with the group estimator `cfg.kind`.
 
-    A trajectory that ended in an error of ours keeps None, and its group's mean ignores it.
+    A trajectory that ended in an error of ours keeps None, and its group's mean ignores it. One that is left alone by
+    such errors gets 0: its reward would be a gradient without a baseline.
     """
-    trajectories = [(index, t) for index, group in enumerate(groups) for t in teaching(group)]
+    trajectories = []
+    for index, group in enumerate(groups):
+        taught = teaching(group)
+        if len(taught) == 1 < len(group.trajectories):
+            taught[0].advantage = 0.0
+        else:
+            trajectories += [(index, t) for t in taught]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
     rewards = torch.tensor([t.reward - t.kl_penalty for _, t in trajectories], dtype=torch.float64)
     evidence = GroupEvidence(rewards, [index for index, _ in trajectories], [t for _, t in trajectories])
@@ -188,9 +195,11 @@ def teaching(group: Group) -> list[Trajectory]:
 
 
 def is_dead(group: Group) -> bool:
-    """Return whether all rewards are equal, so that GRPO learns nothing. A group of one is not dead."""
-    rewards = [t.reward for t in teaching(group)]
-    return len(rewards) > 1 and len(set(rewards)) == 1
+    """Return whether all rewards (less KL penalties, once these are known) are equal, so that GRPO learns nothing.
+
+    A group of one is not dead, but one of which tool failures left one or none is.
+    """
+    return len(group.trajectories) > 1 and len({t.reward - t.kl_penalty for t in teaching(group)}) <= 1
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:

@@ -102,6 +102,18 @@ def test_a_trajectory_that_broke_counts_for_nothing():
     assert [t.advantage for t in group.trajectories] == [0.5, -0.5, None]
 
 
+@pytest.mark.parametrize("reward", [-1.0, 1.0])
+def test_one_that_failing_tools_left_alone_learns_nothing_and_a_group_of_one_does(reward):
+    """Three of four broke: the fourth has nothing to be compared with, and its raw reward is no advantage."""
+    [group, single] = groups_with([[reward, 0.5, 0.0, -1.0], [reward]])
+    for t in group.trajectories[1:]:
+        t.stop_reason = StopReason.ERROR
+    assign_advantages([group, single], AdvantageConfig())
+    assert [t.advantage for t in group.trajectories] == [0.0, None, None, None]
+    assert single.trajectories[0].advantage == pytest.approx(reward)
+    assert is_dead(group) and not is_dead(single)
+
+
 def test_a_kl_penalty_comes_off_before_the_group_is_compared_and_leaves_the_reward_alone():
     [group] = groups_with([[1.0, 0.0]])
     group.trajectories[0].kl_penalty = 0.5
@@ -198,6 +210,12 @@ def test_on_policy_soft_and_hard_push_every_shared_token_alike():
 
 def test_a_dead_group_is_one_with_equal_rewards():
     assert [is_dead(g) for g in groups_with([[1.0, 0.0], [5.0, 5.0], [1.0]])] == [False, True, False]
+
+
+def test_equal_rewards_with_different_kl_penalties_are_not_dead():
+    [group] = groups_with([[1.0, 1.0]])
+    group.trajectories[0].kl_penalty = 0.25
+    assert not is_dead(group)
 
 
 def test_training_leaves_out_what_cannot_teach():
