@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arpo.checks import check_parallel, check_result_room, check_sizes, half_chosen_aepo
+from arpo.checks import check_kl, check_parallel, check_result_room, check_sizes, half_chosen_aepo
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
 from arpo.options import (
@@ -82,6 +82,7 @@ class RLConfig:
         check_sizes(self.data, self.rollout, self.branching, self.update)
         check_result_room(self.tools.search, self.rollout)
         check_parallel(self.model, self.advantage, self.loss)
+        check_kl(self.loss)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -305,9 +306,9 @@ def validate(
 def console_text(values: dict[str, float]) -> str:
     """Return the text that the console shows for a step."""
     parts = [
-        f"reward {values['reward/mean']:+.3f}",
+        f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
         *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
-        f"solved {values['reward/solved_share']:.2f}",
+        *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
         f"tokens {values['response/tokens']:.0f}",

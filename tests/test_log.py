@@ -10,7 +10,7 @@ from helpers.sample_groups import group
 
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.metrics import rollout_metrics
-from arpo.trajectory import Metrics
+from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,21 @@ def test_rollout_metrics_count_inherited_calls_apart_from_executed_ones():
     assert values["tools/all/calls"] == values["tools/search/calls"] == 1 and values["tools/inherited"] == 1
     assert values["tools/calls_per_trajectory"] == 1.0
     assert values["tokens/sampled"] == 3 + 1
+
+
+def test_what_failed_through_us_is_in_no_reward_metric():
+    """Three trajectories that an outage ended (reward -1, unfinished) and one with reward 0: no group is mixed."""
+    prompt = Prompt("p", messages=[], answers=["1"])
+    broken = [
+        Trajectory("p", str(i), stop_reason=StopReason.ERROR, reward=-1.0, reward_parts={"format": 0.0})
+        for i in range(3)
+    ]
+    sound = Trajectory("p", "3", stop_reason=StopReason.EOS, reward=0.0, reward_parts={"format": 1.0})
+    values = rollout_metrics([Group(prompt, [*broken, sound])]).values()
+    assert (values["reward/mean"], values["reward/format"], values["group/mixed_share"]) == (0.0, 1.0, 0.0)
+    assert [name for name in values if name.startswith("reward_reason/")] == ["reward_reason/ok"]
+    assert values["response/stop_error"] == 0.75
+    assert "reward/mean" not in rollout_metrics([Group(prompt, broken)]).values()
 
 
 def test_rollout_metrics_tell_entropy_before_from_after_tools_and_count_decisions():
