@@ -71,7 +71,8 @@ def value_loss(
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
-    held = (clipped_error > plain_error).detach()
+    # further away than the clip, too: within it, `clipped` differs from `values` by rounding
+    held = ((clipped_error > plain_error) & ((values - old_values).abs() > clip_value)).detach()
     metrics = Metrics()
     if num_tokens := int(keep.sum()):
         metrics.sum("loss", loss.item())

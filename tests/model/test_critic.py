@@ -207,6 +207,16 @@ def test_a_value_is_held_at_a_distance_from_the_old_one(value, expected, gradien
     assert metrics["value"] == pytest.approx(value) and metrics["return"] == 0.0
 
 
+def test_rounding_is_not_taken_for_clipping():
+    """No value is further than 0.5 from its old one. old + (value - old) is not the value, for some, in float32."""
+    g = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(1, 4096, generator=g), torch.randn(1, 4096, generator=g)
+    values = old + 0.9 * torch.rand(1, 4096, generator=g) - 0.45
+    assert (old + (values - old) != values).any()
+    _, metrics = value_loss(values, old, returns, torch.ones(1, 4096), clip_value=0.5, denominator=4096)
+    assert metrics["clip_fraction"] == 0.0
+
+
 def test_values_of_masked_tokens_are_ignored():
     values = torch.tensor([[1.0, 1e30, math.nan]], requires_grad=True)
     mask = torch.tensor([[1, 0, 0]])
