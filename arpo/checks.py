@@ -79,6 +79,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
     "branching.base": (BRANCHES, one_of("branching.compat", "paper")),
     "branching.weight": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
+    "branching.rule": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
     "branching.threshold": (BRANCHES, one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
@@ -90,7 +91,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "reward.bonus_tools": (BUILT_IN, one_of("reward.compat", "paper")),
     "advantage.tree": (GROUPS, BRANCHES),
     "advantage.normalize_std": (GROUPS,),
-    "advantage.dead_groups": (GROUPS,),
+    "advantage.dead_groups": (GROUPS, one_of("loss.kl_in", "loss")),  # unequal penalties: no group is dead
     "advantage.gamma": (CRITIC,),
     "advantage.lam": (CRITIC,),
     "critic": (CRITIC,),
@@ -189,15 +190,17 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 RANGES: dict[tuple[float, float], str] = {
     (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
     "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.consecutive_penalty critic.lr "
-    "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient optim.lr "
-    "optim.weight_decay eval.max_questions",
+    "model.lora_alpha engine.kv_cache_gib critic.warmup_steps loss.clip_low loss.clip_high "
+    "loss.entropy_advantage_weight loss.kl_coefficient optim.lr optim.weight_decay optim.max_grad_norm "
+    "eval.max_questions run.silence_timeout_s run.peer_timeout_minutes",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
-    "branching.entropy_tokens loss.dual_clip update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
-    "judge.max_concurrent",
-    (0, 1): "engine.gpu_memory_utilization rollout.top_p advantage.gamma advantage.lam optim.warmup_ratio "
-    "optim.decay_ratio optim.min_lr_ratio",
+    "branching.entropy_tokens data.max_prompt_tokens eval.max_prompt_tokens rollout.max_result_tokens "
+    "data.max_tokens_per_microbatch update.max_tokens_per_microbatch tools.search.page_chars "
+    "update.num_prompts_per_minibatch update.num_epochs eval.num_samples judge.max_concurrent",
+    (0, 1): "branching.base branching.threshold engine.gpu_memory_utilization rollout.top_p advantage.gamma "
+    "advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",
 }
 """(smallest, largest value) -> the knobs that must lie between them."""
 
@@ -256,6 +259,15 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
         f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
         f"tokens, of which rollout.max_result_tokens={rollout.max_result_tokens} cuts off the end; raise it, or "
         "lower page_chars",
+    )
+
+
+def check_kl(loss: LossConfig) -> None:
+    """Raise ValueError where the KL to the reference would change nothing."""
+    require(
+        not (loss.kl_coefficient and loss.kl_in == "loss" and loss.kl_estimator == "k1"),
+        "loss.kl_estimator=k1 does nothing in the loss, where its gradient averages to 0; take k2 or k3, or set "
+        "loss.kl_in=reward",
     )
 
 

@@ -263,7 +263,7 @@ class LossConfig:
     clip_high: float = 0.2
     """Ratio clip above 1."""
     dual_clip: float | None = 3.0
-    """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO); None = no bound."""
+    """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO), above 1; None = no bound."""
     entropy_balanced_clipping: bool = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
@@ -303,6 +303,11 @@ class LossConfig:
         check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")
         check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
         check_name("loss.rollout_correction", self.rollout_correction, "losses", "ROLLOUT_CORRECTIONS", "none")
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"loss.dual_clip={self.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
+            "ratio 1; None = no bound",
+        )
         require(
             self.correction_low <= 1 <= self.correction_high,
             f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",

@@ -79,7 +79,8 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
     "reward.compat": "paper",
     "advantage.kind": "gae", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
-    "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.old_logprobs": "recompute",
+    "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
+    "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
@@ -91,6 +92,7 @@ OFF = {
     "branching.entropy_mode": "upstream", "reward.file": "",
     "reward.compat": "upstream", "advantage.kind": "grpo", "loss.kind": "reinforce",
     "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
+    "loss.kl_in": "reward",
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
     "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
@@ -119,7 +121,7 @@ CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "critic.path": "m", "loss.correction_low": 0.25,
     "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
     "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
-    "advantage.tree": "hard", "loss.kl_estimator": "k1", "loss.rollout_correction": "tis",
+    "advantage.tree": "hard", "loss.kl_estimator": "k2", "loss.rollout_correction": "tis",
 }  # fmt: skip
 
 
@@ -209,6 +211,25 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy", "balanced_clipping=True"]),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
         (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
+        # and those of the review after it
+        (["--loss.dual_clip", "0.5"], ["loss.dual_clip=0.5 must be above 1"]),
+        (["--loss.dual_clip", "1"], ["loss.dual_clip=1.0 must be above 1"]),
+        (
+            ["--branching.selector", "random", "--branching.rule", "threshold"],
+            ["branching.rule=threshold is ignored unless branching.selector=arpo or aepo (it is random)"],
+        ),
+        (["--loss.kl_coefficient", "1", "--loss.kl_estimator", "k1"], ["k1 does nothing in the loss", "kl_in=reward"]),
+        (
+            ["--advantage.dead_groups", "drop", "--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"],
+            ["dead_groups=drop is ignored unless loss.kl_in=loss (it is reward)"],
+        ),
+        (["--branching.entropy_tokens", "0"], ["entropy_tokens=0 must be at least 1"]),
+        (["--branching.max_branches_per_turn", "0"], ["max_branches_per_turn=0 must be at least 1"]),
+        (["--branching.base", "1.5"], ["branching.base=1.5 must lie between 0 and 1"]),
+        (["--rollout.max_tool_calls", "-1"], ["max_tool_calls=-1 must be at least 0"]),
+        (["--rollout.max_result_tokens", "0"], ["max_result_tokens=0 must be at least 1"]),
+        (["--loss.clip_low", "-0.1"], ["clip_low=-0.1 must be at least 0"]),
+        (["--optim.max_grad_norm", "-1"], ["max_grad_norm=-1.0 must be at least 0"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
@@ -223,7 +244,8 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
     [
         [*GAE, "--critic.warmup_steps", "3", "--critic.path", "other", "--advantage.lam", "0.95"],
         ["--loss.kind", "gspo", "--loss.clip_low", "3e-4", "--loss.clip_high", "4e-4"],
-        ["--loss.kl_coefficient", "0.01", "--loss.reference", "runs/sft", "--loss.kl_in", "reward"],
+        ["--loss.kl_coefficient", "0.01", "--loss.kl_in", "reward", "--loss.kl_estimator", "k1"],
+        ["--loss.kl_coefficient", "0.01", "--loss.reference", "runs/sft", "--loss.kl_estimator", "k2"],
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1", "--loss.dual_clip", "None"],
         ["--update.layout", "tree", "--model.attention", "flash_attention_2"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
