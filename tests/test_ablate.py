@@ -6,6 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.models import build_tiny_model
 from helpers.ranks import run_script, try_script
@@ -14,7 +15,7 @@ import ablate
 from ablate import AblationConfig
 from arpo.config import load_config
 from arpo.errors import UserError
-from arpo.evals.ablation import algorithms_table, compare_algorithms, read_run
+from arpo.evals.ablation import algorithms_table, compare_algorithms, estimate, read_run
 
 TRAIN = """
 run: {save_every: 0}
@@ -96,7 +97,10 @@ def test_the_table_is_worked_out_from_metrics_and_scores(tmp_path):
     table = compare_algorithms(runs, target_reward=0.6)
     assert table["arpo"]["accuracy"]["mean"] == pytest.approx(0.84)
     assert table["arpo"]["reward"]["mean"] == pytest.approx(0.74)
-    assert table["arpo"]["tool_calls"] == {"mean": 42.0, "low": 40.0, "high": 44.0, "seeds": 2}
+    # 40 and 44 calls: std sqrt(8), so std / sqrt(2) = 2; t of 1 degree at 97.5 % is 12.706
+    assert table["arpo"]["tool_calls"] == pytest.approx(
+        {"mean": 42.0, "low": 16.588, "high": 67.412, "seeds": 2}, abs=1e-3
+    )
     assert table["arpo"]["step_s"]["mean"] == 8.0
     # running means: .1, .5, .633, .7
     assert table["arpo"]["steps_to_target"] == {"mean": 3.0, "seeds": 2}
@@ -121,8 +125,25 @@ def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
         runs.append(read_run(tmp_path / f"{algorithm}_seed0", algorithm, 0))
     head, line, grpo, arpo = algorithms_table(compare_algorithms(runs, 0.8), 0.8).splitlines()
     assert head.count("|") == line.count("|") == grpo.count("|") == arpo.count("|")
-    assert grpo.startswith("| grpo | 1 | 0.500 [0.500, 0.500] | 0.400 |  |") and arpo.endswith("| never |")
-    assert "| +0.000 [+0.000, +0.000] |" in arpo and "decode" not in head
+    assert grpo.startswith("| grpo | 1 | 0.500 | 0.400 |  |") and arpo.endswith("| never |")
+    assert "| +0.000 |" in arpo and "decode" not in head
+
+
+def test_an_interval_over_seeds_is_students_and_says_its_n(tmp_path):
+    """Three seeds, 0.4, 0.5, 0.6: std 0.1, t of 2 degrees 4.3027, so 0.5 +- 4.3027 * 0.1 / sqrt(3) = 0.2484."""
+    runs = []
+    for seed, accuracy in enumerate([0.4, 0.5, 0.6]):
+        write_run(tmp_path / f"grpo_seed{seed}", accuracy, [0.5])
+        runs.append(read_run(tmp_path / f"grpo_seed{seed}", "grpo", seed))
+    table = compare_algorithms(runs, 0.8)
+    assert "| grpo | 3 | 0.500 [0.252, 0.748] n=3 |" in algorithms_table(table, 0.8)
+
+
+def test_the_intervals_cover_the_mean_as_often_as_they_say():
+    """Of 2,000 samples of five normal numbers, 95 % (+- 1 %, two standard errors) have an interval with the mean in."""
+    rng = np.random.default_rng(0)
+    cells = [estimate(rng.normal(size=5)) for _ in range(2000)]
+    assert 0.94 < np.mean([cell["low"] <= 0 <= cell["high"] for cell in cells]) < 0.96
 
 
 def test_report_only_writes_table_and_curves_of_what_is_finished(config, capsys):
