@@ -101,6 +101,7 @@ def main(cfg: EvalConfig) -> None:
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
+    codec.check_result_room(cfg.rollout.max_result_tokens)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
     sets = load_questions(cfg.eval, chosen, codec)
     if cfg.reward.file:

@@ -141,6 +141,7 @@ def main(cfg: RLConfig) -> None:
         if path:
             check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
     codec = Codec(tokenizer, tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
+    codec.check_result_room(cfg.rollout.max_result_tokens)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
     order = PromptOrder(

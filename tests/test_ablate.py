@@ -22,7 +22,7 @@ run: {save_every: 0}
 model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
 data: {train: @DIR@/train.jsonl, num_prompts_per_step: 2, max_prompt_tokens: 64}
 engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
-rollout: {group_size: 4, max_response_tokens: 24, max_tool_calls: 1, max_result_tokens: 8, answer_reserve_tokens: 4}
+rollout: {group_size: 4, max_response_tokens: 24, max_tool_calls: 1, max_result_tokens: 32, answer_reserve_tokens: 4}
 branching: {num_initial_rollouts: 2, entropy_tokens: 4}
 tools: {names: [search], search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}}
 update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 128}

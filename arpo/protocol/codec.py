@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from arpo.errors import UserError
-from arpo.protocol.tags import PAPER_TOOLS, TRUNCATION_MARK, escape_result, merge_tool_messages, render_result
+from arpo.protocol.tags import (
+    PAPER_TOOLS,
+    TRUNCATION_MARK,
+    escape_result,
+    merge_tool_messages,
+    render_result,
+    reserved_tags,
+)
 
 _RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
 # Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
 DATE_STRING = "26 Jul 2024"
+DATA = "\U0010ffff"
+"""Stands before and behind each special token that a message's text contains, while the template renders it. Unicode
+keeps this character out of text."""
+THINK = "<think>"
 
 
 class Rendered(NamedTuple):
@@ -28,6 +39,10 @@ class Rendered(NamedTuple):
 class Codec:
     """Turns text into tokens and back. What the model sampled is never re-tokenised; only our own text is.
 
+    Special tokens that a question, a tool result or an assistant message of SFT contains are plain characters, so that
+    none of these can end a turn. But a tag of the protocol that the tokenizer declares special stays the one token that
+    its model was trained on, and `decode` keeps it.
+
     Raises UserError for a chat template with which prompts or masks cannot be exact: none at all, no generation
     prompt, assistant turns that do not end with the tokenizer's EOS.
     """
@@ -40,31 +55,69 @@ class Codec:
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
         self.enable_thinking = enable_thinking
-        self._after_eos, self._trims = self._probe_template()
+        tags = {f"<{slash}{tag}>" for tag in reserved_tags(self.tools) for slash in ("", "/")}
+        special = {
+            token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._tag_ids = {text: token_id for text, token_id in special.items() if text in tags}
+        self._tag = _pattern(self._tag_ids)
+        self._control = _pattern(special.keys() - tags)
+        self._control_ids = frozenset(special[text] for text in special.keys() - tags)
+        self._after_eos, self._trims, self._opened = self._probe_template()
         self.vocab_size = len(tokenizer)
         self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise text that is data: without BOS, and with special tokens in the text as plain characters."""
+        """Tokenise text that is data: without BOS, and with special tokens in it as plain characters, except tags."""
+        token_ids, position = [], 0
+        for tag in self._tag.finditer(text):
+            token_ids += [*self._encode_data(text[position : tag.start()]), self._tag_ids[tag[0]]]
+            position = tag.end()
+        return token_ids + self._encode_data(text[position:])
+
+    def _encode_data(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens other than tags."""
+        shown = [token for token in token_ids if token not in self._control_ids]
+        return self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def check_result_room(self, max_result_tokens: int) -> None:
+        """Raise UserError where not even a result that was cut to nothing fits."""
+        if max_result_tokens < self._min_result_tokens:
+            raise UserError(
+                f"rollout.max_result_tokens={max_result_tokens} is below the {self._min_result_tokens} tokens of an "
+                "empty result with the mark that it was cut: longer results would end their trajectories; raise it"
+            )
+
+    def _marked(self, text: str) -> str:
+        return self._control.sub(rf"{DATA}\g<0>{DATA}", text.replace(DATA, ""))
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """Tokenise what the template rendered: special tokens are the template's, except those marked as data."""
+        token_ids = []
+        for number, piece in enumerate(text.split(DATA)):
+            is_data = number % 2
+            token_ids += self.encode(piece) if is_data else self.tokenizer.encode(piece, add_special_tokens=False)
+        return token_ids
 
     def _template(self, messages: list[dict[str, str]], *, generation: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            messages,
+            [{**message, "content": self._marked(message["content"])} for message in messages],
             tokenize=False,
             add_generation_prompt=generation,
             enable_thinking=self.enable_thinking,
             date_string=DATE_STRING,
         )
 
-    def _probe_template(self) -> tuple[str, bool]:
-        """Return what the template writes behind the EOS of an assistant turn, and whether it trims that turn."""
+    def _probe_template(self) -> tuple[str, bool, str]:
+        """Return what the template writes behind the EOS of an assistant turn, whether it trims that turn, and the end
+        of its generation prompt from a <think> on that it opens and does not close (QwQ, R1 distills); else ""."""
         name, eos = self.tokenizer.name_or_path, self.tokenizer.eos_token
         question = [{"role": "user", "content": "question"}]
-        if self._template(question, generation=True) == self._template(question, generation=False):
+        asked, prompt = (self._template(question, generation=generation) for generation in (False, True))
+        if prompt == asked:
             raise UserError(
                 f"{name}: the chat template has no generation prompt: nothing tells the model that its turn begins; "
                 "end the template with {% if add_generation_prompt %} ... {% endif %}"
@@ -82,23 +135,24 @@ class Codec:
                 f"eos_token is {eos!r}, where sampling stops; take the instruct model, or make the former eos_token "
                 "in tokenizer_config.json and the eos_token_id in generation_config.json"
             )
-        return closing[len(eos) :], trims
+        _, think, rest = prompt.removeprefix(asked).rpartition(THINK)
+        return closing[len(eos) :], trims, think + rest if think and "</think>" not in rest else ""
 
     def render_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokenise chat messages up to where the response begins."""
-        return self.tokenizer.encode(self._template(messages, generation=True), add_special_tokens=False)
+        return self._encode_rendered(self._template(messages, generation=True))
 
     def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
         """Escape, render and tokenise a result within `max_tokens`; return (text as the model reads it, token ids).
 
-        Returns None when not even the truncation mark fits.
+        Returns None for a result that is too long where not even the truncation mark fits.
         """
-        if max_tokens < self._min_result_tokens:
-            return None
         text = escape_result(text, self.tools)
         token_ids = self.encode(render_result(text))
         if len(token_ids) <= max_tokens:
             return text, token_ids
+        if max_tokens < self._min_result_tokens:
+            return None
         body = self.encode(text)
         keep = max_tokens - self._min_result_tokens
         while True:  # cutting tokens and encoding again may give a few tokens more: then cut a little deeper
@@ -109,9 +163,13 @@ class Codec:
             keep -= len(token_ids) - max_tokens
 
     def segments(self, token_ids: list[int], loss_mask: list[int]) -> list[tuple[str, bool]]:
-        """Return the response as (text, written by the model) runs."""
+        """Return the response as (text, written by the model) runs.
+
+        Where the generation prompt ends in an open <think>, the first run begins with it: the model continues it.
+        """
         runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
-        return [(self.decode([token for token, _ in run]), by_model) for by_model, run in runs]
+        segments = [(self.decode([token for token, _ in run]), by_model) for by_model, run in runs]
+        return [(self._opened + text, by_model) for text, by_model in segments[:1]] + segments[1:]
 
     def render_conversation(
         self,
@@ -128,7 +186,9 @@ class Codec:
 
         `mask_results=False` trains on results too, as the released code does; `train_turns="last"` trains only on the
         last assistant turn.
-        Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all.
+        Where the generation prompt opens a <think>, the one with which the assistant's text begins is left out of it.
+        Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all, and where it
+        opens a <think> that the assistant's text does not have.
         """
         messages = merge_tool_messages(messages, self.tools)
         assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -141,12 +201,24 @@ class Codec:
                     "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot "
                     "train them all; set data.train_turns=last"
                 )
-            self._add(row, self.tokenizer.encode(prompt[len(done) :], add_special_tokens=False), False)
+            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
             text = messages[i]["content"].strip() if self._trims else messages[i]["content"]
+            if self._opened:
+                text = self._after_opening(text)
             self._add_assistant(row, text, mask_results)
-            done = prompt + text + self.tokenizer.eos_token
+            done = prompt + self._marked(text) + self.tokenizer.eos_token
         self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
         return row
+
+    def _after_opening(self, text: str) -> str:
+        """Return an assistant's text without the <think> at its start, which the generation prompt has written."""
+        text = text.lstrip()
+        if not text.startswith(THINK):
+            raise ValueError(
+                "the chat template opens <think> for the assistant, whose message does not begin with it; give it a "
+                "<think> ... </think> at the start, or take a template that does not open one"
+            )
+        return text.removeprefix(self._opened if text.startswith(self._opened) else THINK)
 
     def _add_assistant(self, row: Rendered, text: str, mask_results: bool) -> None:
         position = 0
@@ -163,3 +235,8 @@ class Codec:
     def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:
         row.token_ids.extend(token_ids)
         row.loss_mask.extend([int(trained)] * len(token_ids))
+
+
+def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of these texts, longer ones first; no texts = no match."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -15,7 +15,7 @@ run: {name: rl, num_steps: 12, validate_every: 6, save_every: 2, dump_every: 4, 
 model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
 data: {train: @DIR@/train.jsonl, valid: @DIR@/valid.jsonl, num_prompts_per_step: 4, max_prompt_tokens: 64}
 engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
-rollout: {group_size: 8, max_response_tokens: 48, max_tool_calls: 2, max_result_tokens: 24, answer_reserve_tokens: 8}
+rollout: {group_size: 8, max_response_tokens: 48, max_tool_calls: 2, max_result_tokens: 28, answer_reserve_tokens: 8}
 branching: {selector: arpo, num_initial_rollouts: 6, entropy_tokens: 4}
 tools:
   search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}

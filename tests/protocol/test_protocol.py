@@ -1,6 +1,7 @@
 import pytest
 from helpers.fakes import byte_tokenizer
 
+from arpo.errors import UserError
 from arpo.protocol import Codec
 from arpo.protocol.prompts import About, default_system_prompt, with_system_prompt
 from arpo.protocol.tags import (
@@ -73,8 +74,20 @@ def test_a_result_that_fits_is_left_alone(codec):
     assert codec.encode_result("42", 1000)[0] == "42"
 
 
-def test_no_result_where_not_even_the_mark_fits(codec):
-    assert codec.encode_result("42", 10) is None
+def test_a_short_result_fits_where_a_cut_one_would_not(codec):
+    """The mark that a result was cut takes more room than "42", which needs no mark."""
+    text, ids = codec.encode_result("42", 22)
+    assert text == "42" and len(ids) == 22 < len(codec.encode(render_result(TRUNCATION_MARK)))
+
+
+def test_no_result_where_neither_it_nor_the_mark_fits(codec):
+    assert codec.encode_result("42", 21) is None and codec.encode_result("x" * 99, 42) is None
+
+
+def test_a_limit_under_which_every_long_result_ends_its_trajectory_is_refused(codec):
+    codec.check_result_room(43)
+    with pytest.raises(UserError, match=r"rollout\.max_result_tokens=42 is below the 43 tokens .*raise it"):
+        codec.check_result_room(42)
 
 
 def test_system_prompt_can_be_kept_dropped_or_replaced():

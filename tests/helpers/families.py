@@ -1,0 +1,58 @@
+"""Small tokenizers with the special tokens and chat templates of the families that the papers train."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from arpo.protocol import Codec
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+FAMILIES = ("qwen2_5", "qwen3", "llama3_1")
+
+
+def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
+    """A small byte-level BPE with the family's special tokens, EOS, BOS and chat template."""
+    special = LLAMA if family == "llama3_1" else QWEN
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=special,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["<search> who </search> <result>\n\nsystem user assistant\n\n the answer is"] * 4, trainer
+    )
+    ends = {"eos_token": "<|eot_id|>", "bos_token": LLAMA[0]} if special is LLAMA else {"eos_token": "<|im_end|>"}
+    template = (TEMPLATES / f"{family}.jinja").read_text()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(ends | {"chat_template": template} | changes))
+
+
+def codec_of(family: str, *, enable_thinking: bool = True) -> Codec:
+    return Codec(family_tokenizer(family), enable_thinking=enable_thinking)
+
+
+def dialogue(*turns: str) -> list[dict[str, str]]:
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def pieces(codec: Codec, row) -> list[tuple[str, int]]:
+    """The row as (text, mask) runs, each decoded on its own: a token with text of two runs would tear characters."""
+    runs: list[tuple[list[int], int]] = []
+    for token, mask in zip(row.token_ids, row.loss_mask, strict=True):
+        if not runs or runs[-1][1] != mask:
+            runs.append(([], mask))
+        runs[-1][0].append(token)
+    return [(codec.tokenizer.decode(ids), mask) for ids, mask in runs]
+
+
+EOS = {"qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>"}
+BEGIN = dict.fromkeys(FAMILIES, "<|im_start|>assistant\n") | {
+    "llama3_1": "<|start_header_id|>assistant<|end_header_id|>\n\n"
+}
