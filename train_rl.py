@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arpo.checks import check_kl, check_parallel, check_result_room, check_sizes, half_chosen_aepo
+from arpo.checks import check_loss, check_parallel, check_result_room, check_sizes, half_chosen_aepo
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
 from arpo.options import (
@@ -82,7 +82,7 @@ class RLConfig:
         check_sizes(self.data, self.rollout, self.branching, self.update)
         check_result_room(self.tools.search, self.rollout)
         check_parallel(self.model, self.advantage, self.loss)
-        check_kl(self.loss)
+        check_loss(self.loss)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.

@@ -304,11 +304,6 @@ class LossConfig:
         check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
         check_name("loss.rollout_correction", self.rollout_correction, "losses", "ROLLOUT_CORRECTIONS", "none")
         require(
-            self.dual_clip is None or self.dual_clip > 1,
-            f"loss.dual_clip={self.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
-            "ratio 1; None = no bound",
-        )
-        require(
             self.correction_low <= 1 <= self.correction_high,
             f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",
         )
