@@ -266,8 +266,8 @@ def check_loss(loss: LossConfig) -> None:
     """Raise ValueError where negative advantages, or the KL to the reference, would have no gradient."""
     require(
         loss.dual_clip is None or loss.dual_clip > 1,
-        f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at ratio "
-        "1; None = no bound",
+        f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
+        "ratio 1; None = no bound",
     )
     require(
         not (loss.kl_coefficient and loss.kl_in == "loss" and loss.kl_estimator == "k1"),
