@@ -109,7 +109,8 @@ class SearchConfig:
 
     def what_decides(self) -> dict[str, object]:
         """Return the settings that make other trajectories."""
-        return {name: getattr(self, name) for name in ("backend", "corpus", "top_k", "read_pages")}
+        names = "backend corpus market location top_k read_pages page_chars summarizer_model"
+        return {name: getattr(self, name) for name in names.split()}
 
 
 @dataclass(frozen=True)
