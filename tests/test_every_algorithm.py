@@ -7,6 +7,7 @@ import functools
 import math
 
 import pytest
+from helpers.models import searching_model
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
@@ -22,14 +23,18 @@ ALGORITHMS = {
                   "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
-    "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1"],
+    "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1",
+                     "--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
+                     "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return build_toy_world(tmp_path_factory.mktemp("world"))
+    folder = build_toy_world(tmp_path_factory.mktemp("world"))
+    searching_model(folder / "searcher")
+    return folder
 
 
 def metrics_of_run(world, run: str, algorithm: str, *flags: str) -> list[dict[str, float]]:
