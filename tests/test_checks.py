@@ -45,7 +45,8 @@ ALWAYS = {
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens system_prompt mute_tools server replay "
     "regrade compare",
     "judge": "url",
-    "ablation": "train eval algorithms seeds eval_seed num_steps nproc_per_node num_parallel target_reward",
+    "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
+    "target_reward",
     "": "report_only",
 }
 
