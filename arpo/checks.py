@@ -53,6 +53,8 @@ def given(owner: str, use: str) -> Need:
 
 
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
+SCALE_FREE = ("standardized", "quantile")
+NO_WEIGHT = ("none", "random", *SCALE_FREE)
 GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
 CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
 CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
@@ -78,13 +80,16 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.selector": (),
     "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
     "branching.base": (BRANCHES, one_of("branching.compat", "paper")),
-    "branching.weight": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
+    "branching.weight": (none_of("branching.selector", *NO_WEIGHT, use="arpo or aepo"),),
     "branching.rule": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
+    "branching.weight_z": (one_of("branching.selector", "standardized"),),
+    "branching.branch_rate": (one_of("branching.selector", "quantile"),),
+    "branching.signal": (one_of("branching.selector", *SCALE_FREE),),
     "branching.threshold": (BRANCHES, one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
-    "branching.consecutive_penalty": (none_of("branching.selector", "none", "random", "arpo", use="aepo"),),
+    "branching.consecutive_penalty": (none_of("branching.selector", *NO_WEIGHT, "arpo", use="aepo"),),
     "branching.compat": (one_of("branching.selector", "aepo"),),
     "reward.function": (given("reward.file", "FILE"),),
     "reward.compat": (BUILT_IN,),
@@ -117,6 +122,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "tools.search.url": (ONLINE,),
     "tools.search.zone": (one_of("tools.search.backend", "brightdata"),),
     "tools.search.market": (one_of("tools.search.backend", "brightdata", "serper"),),
+    "tools.search.location": (one_of("tools.search.backend", "brightdata", "serper"),),
     "tools.search.top_k": (SEARCHES,),
     "tools.search.requests_per_second": (ONLINE,),
     "tools.search.deadline_s": (SEARCHES,),
@@ -189,18 +195,20 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 
 RANGES: dict[tuple[float, float], str] = {
     (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
-    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.consecutive_penalty critic.lr "
-    "model.lora_alpha engine.kv_cache_gib critic.warmup_steps loss.clip_low loss.clip_high "
-    "loss.entropy_advantage_weight loss.kl_coefficient optim.lr optim.weight_decay optim.max_grad_norm "
-    "eval.max_questions run.silence_timeout_s run.peer_timeout_minutes",
+    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
+    "branching.budget_weight branching.consecutive_penalty critic.lr model.lora_alpha engine.kv_cache_gib "
+    "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
+    "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions run.silence_timeout_s "
+    "run.peer_timeout_minutes",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
-    "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
-    "branching.entropy_tokens data.max_prompt_tokens eval.max_prompt_tokens rollout.max_result_tokens "
-    "data.max_tokens_per_microbatch update.max_tokens_per_microbatch tools.search.page_chars "
-    "update.num_prompts_per_minibatch update.num_epochs eval.num_samples judge.max_concurrent",
-    (0, 1): "branching.base branching.threshold engine.gpu_memory_utilization rollout.top_p advantage.gamma "
-    "advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",
+    "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens "
+    "branching.max_branches_per_turn branching.entropy_tokens data.max_prompt_tokens eval.max_prompt_tokens "
+    "rollout.max_result_tokens data.max_tokens_per_microbatch update.max_tokens_per_microbatch "
+    "tools.search.page_chars update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
+    "judge.max_concurrent",
+    (0, 1): "branching.base branching.branch_rate branching.threshold engine.gpu_memory_utilization rollout.top_p "
+    "advantage.gamma advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",
 }
 """(smallest, largest value) -> the knobs that must lie between them."""
 

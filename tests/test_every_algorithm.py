@@ -7,6 +7,7 @@ import functools
 import math
 
 import pytest
+from helpers.models import searching_model
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
@@ -22,13 +23,18 @@ ALGORITHMS = {
                   "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
+    "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1",
+                     "--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
+                     "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return build_toy_world(tmp_path_factory.mktemp("world"))
+    folder = build_toy_world(tmp_path_factory.mktemp("world"))
+    searching_model(folder / "searcher")
+    return folder
 
 
 def metrics_of_run(world, run: str, algorithm: str, *flags: str) -> list[dict[str, float]]:
@@ -71,6 +77,17 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
     assert after["critic/loss"] > 0 and abs(after["critic/value"] - after["critic/return"]) < abs(
         warmup["critic/value"] - warmup["critic/return"]
     )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_of, world):
+    first, second = metrics_of("standardized")
+    assert first["branching/signal"] == 0 and first["branching/probability"] == 0.5  # nothing to compare with
+    assert second["branching/signal"] > 0.05
+    metrics_of_run(world, "cut standardized", "standardized", "--run.num_steps", "1")
+    resumed = metrics_of_run(world, "cut standardized", "standardized")[1]
+    names = [name for name in second if name.startswith(("branching/", "reward/", "loss/"))]
+    assert {name: resumed[name] for name in names} == {name: second[name] for name in names}
 
 
 @pytest.mark.slow
