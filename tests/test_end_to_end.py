@@ -116,7 +116,7 @@ def test_a_run_killed_under_torchrun_continues_exactly_where_it_was(trained, wor
 @pytest.fixture(scope="module")
 def adapted(world) -> Path:
     run_script("train_rl.py", str(world / "config.yaml"), "--run.name", "adapted", "--model.lora_rank", "8",
-               "--engine.tensor_parallel", "2", "--run.dump_every", "1")  # fmt: skip
+               "--optim.lr", "2e-2", "--engine.tensor_parallel", "2", "--run.dump_every", "1")  # fmt: skip
     return world / "runs" / "adapted"
 
 
