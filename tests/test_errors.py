@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from arpo import losses
+from arpo.advantages import FROM_REWARDS, TREE_CREDITS
 from arpo.config import load_config
 from arpo.errors import UserError, check_name, names_of
 from train_rl import RLConfig
@@ -30,7 +31,9 @@ def test_names_read_from_the_source_are_the_keys_of_the_dict(module, dict_name):
 
 def test_names_are_read_from_a_set_too():
     assert set(names_of("losses", "NEED_WHOLE_ROWS")) == losses.NEED_WHOLE_ROWS
-    assert losses.TOKEN_LOSSES.keys() | losses.AGGREGATIONS.keys() > losses.NEED_WHOLE_ROWS
+    named = losses.TOKEN_LOSSES.keys() | losses.AGGREGATIONS.keys() | losses.ROLLOUT_CORRECTIONS.keys()
+    assert named > losses.NEED_WHOLE_ROWS
+    assert set(names_of("advantages", "FROM_REWARDS")) == FROM_REWARDS < TREE_CREDITS.keys()
 
 
 def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
@@ -38,7 +41,7 @@ def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
         check_name("loss.kind", "cipso", "losses", "TOKEN_LOSSES")
     hint = "did you mean 'cispo'? use one of ppo, gspo, cispo, reinforce"
     assert str(caught.value) == f"loss.kind='cipso' is unknown; {hint}"
-    with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, none$"):
+    with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, sequence_tis, .*, none$"):
         check_name("loss.rollout_correction", "xyz", "losses", "ROLLOUT_CORRECTIONS", "none")
 
 

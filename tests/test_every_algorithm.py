@@ -22,6 +22,13 @@ ALGORITHMS = {
                   "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
+    "at2po": ["--loss.kind", "gspo", "--loss.ratio_over", "turn", "--loss.clip_low", "3e-3", "--loss.clip_high", "4e-3",
+              "--loss.aggregation", "sequence_mean_token_mean", "--advantage.tree", "node",
+              "--loss.rollout_correction", "sequence_mis"],
+    "tree grpo": ["--advantage.tree", "inter_intra", "--loss.rollout_correction", "geometric_tis"],
+    "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis"],
+    "reinforce++": ["--advantage.normalize", "batch", "--loss.rollout_correction", "geometric_mis",
+                    "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
