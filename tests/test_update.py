@@ -44,13 +44,13 @@ CASES = {
     ),
     "parents, sequence mis": (
         AdvantageConfig(tree="node_parent"),
-        LossConfig(rollout_correction="sequence_mis", correction_low=0.2, correction_high=3.0),
+        LossConfig(rollout_correction="sequence_mis", correction_low=1e-4, correction_high=30.0),
     ),
     "inter intra, geometric mis": (
         AdvantageConfig(tree="inter_intra"),
-        LossConfig(rollout_correction="geometric_mis", correction_low=0.95, correction_high=1.1),
+        LossConfig(rollout_correction="geometric_mis", correction_low=0.2, correction_high=3.0),
     ),
-    "reinforce++": (AdvantageConfig(normalize="batch"), LossConfig(rollout_correction="sequence_tis")),
+    "reinforce++": (AdvantageConfig(normalize="batch"), LossConfig(rollout_correction="geometric_tis")),
     "gae": (GAE, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="abs", rollout_correction="tis")),
 }
 # world size, tokens per micro-batch, order of groups and trajectories, layout
@@ -205,7 +205,8 @@ def test_the_cases_are_really_different(outcomes):
     assert all(not np.allclose(a, b) for i, a in enumerate(seen) for b in seen[:i])
     assert 0.1 < outcomes["whole"]["ppo, token_mean"][0]["loss/clip_fraction"] < 0.9
     assert 0 < outcomes["whole"]["gae"][0]["mismatch/truncated_share"] < 1
-    assert 0 < outcomes["whole"]["everything in the loss"][0]["mismatch/masked_share"] < 1
+    for case in ("everything in the loss", "parents, sequence mis", "inter intra, geometric mis"):
+        assert 0 < outcomes["whole"][case][0]["mismatch/masked_share"] < 1
 
 
 # ---------------------------------------------------------------------------------------- advantages of a mini-batch
