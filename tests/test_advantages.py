@@ -53,7 +53,7 @@ def test_without_std_only_the_mean_is_subtracted():
 
 # REINFORCE++ with baseline, as verl computes it: rewards [1, 0] and [2, 0] in two groups, responses of 1, 3, 2, 2 loss
 # tokens. Less the group's mean: 0.5, -0.5, 1, -1. Over the 8 tokens: sum 0.5 - 1.5 + 2 - 2 = -1, mean -0.125; squares
-# 4 x 1/4 + 4 x 1 = 5, variance (5 - 8 / 64) / 7 = 0.696429, deviation 0.834523. (0.5 + 0.125) / 0.834523 = 0.748931, ...
+# 4 x 1/4 + 4 x 1 = 5, variance (5 - 8 / 64) / 7 = 0.696429, deviation 0.834523, (0.5 + 0.125) / 0.834523 = 0.748931.
 def group_of_masks(masks: list[list[int]], rewards: list[float]) -> Group:
     trajectories = [
         Trajectory("p", str(i), m, m, reward=r) for i, (m, r) in enumerate(zip(masks, rewards, strict=True))
