@@ -275,6 +275,7 @@ def by_turn(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarr
     """Give each turn's credit to its tokens, and to the tool result behind them. trajectory_id -> (T,)"""
     tokens = {}
     for t in teaching(group):
+        assert t.turns and t.turns[0].start == 0, t.trajectory_id
         lengths = np.diff([*(turn.start for turn in t.turns), len(t.token_ids)])
         tokens[t.trajectory_id] = np.repeat(np.asarray(credits[t.trajectory_id], dtype=float), lengths)
     return tokens

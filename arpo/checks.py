@@ -266,7 +266,7 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
-    whole_rows = names_of("losses", "NEED_WHOLE_ROWS")
+    whole_rows = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
     for wrong, option in (
         (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
         (loss.kind in whole_rows, f"loss.kind={loss.kind}"),

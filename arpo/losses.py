@@ -1,7 +1,7 @@
-"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms, and the rollout correction.
+"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms.
 
 A new loss is one function (LossInputs, LossConfig) -> TokenLosses and one line in TOKEN_LOSSES; its knob is a field of
-LossConfig. KL_ESTIMATORS, ROLLOUT_CORRECTIONS and AGGREGATIONS work in the same way. All functions are pure.
+LossConfig. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
 A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
@@ -44,7 +44,7 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
     rollout_weights: Tensor | None = None
-    """(B, T) importance weights of the rollout correction (`rollout_weights`), multiplied to each token's loss."""
+    """(B, T) importance weights of the rollout correction (rollout_correction.py), multiplied to each token's loss."""
     entropy_statistics: tuple[float, float] | None = None
     """(mean, standard deviation) of `entropy` over the mini-batch; `policy_loss` sets it where the options use it."""
 
@@ -161,17 +161,8 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "cispo": cispo,
     "reinforce": reinforce,
 }
-NEED_WHOLE_ROWS = {
-    "gspo",
-    "sequence_mean_token_sum",
-    "sequence_mean_token_mean",
-    "sequence_tis",
-    "sequence_mis",
-    "geometric_tis",
-    "geometric_mis",
-}
-"""Losses, aggregations and rollout corrections that combine the tokens of a row, and so cannot go with
-model.context_parallel > 1."""
+NEED_WHOLE_ROWS = {"gspo", "sequence_mean_token_sum", "sequence_mean_token_mean"}
+"""Losses and aggregations that combine the tokens of a row, and so cannot go with model.context_parallel > 1."""
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:
@@ -249,65 +240,6 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs,
     "k2": lambda difference: 0.5 * difference.square(),
     "k3": k3,
-}
-
-
-def rollout_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cfg: LossConfig
-) -> tuple[Tensor, Metrics]:
-    """Return importance weights against the difference of vLLM's and the trainer's logprobs, and metrics.
-
-    w = exp(old_logprobs - rollout_logprobs) of each token, or one for all tokens of a sequence, bounded as
-    ROLLOUT_CORRECTIONS[cfg.rollout_correction] says; (B, T) without gradient, 0 where mask is 0.
-
-    Within [0.5, 2], a row of w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0; sequence_tis and _mis their product, 1.2;
-    geometric_tis and _mis its third root, 1.06.
-    """
-    keep = mask.bool()
-    with torch.no_grad():
-        difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
-        combined, bounded = ROLLOUT_CORRECTIONS[cfg.rollout_correction]
-        weights = combined(difference, keep).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
-        weights, changed = bounded(weights, cfg)
-        metrics = Metrics()
-        if num_tokens := int(keep.sum()):
-            for name, tokens in changed.items():
-                metrics.mean(name, int((tokens & keep).sum()) / num_tokens, num_tokens)
-        return weights * keep, metrics
-
-
-def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Truncated importance sampling: min(w, correction_high)."""
-    return weights.clamp(max=cfg.correction_high), {"truncated_share": weights > cfg.correction_high}
-
-
-def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Masked importance sampling: w within [correction_low, correction_high], 0 outside. Such a token still counts in
-    the denominator of the mean, so that the other tokens' weights do not depend on it."""
-    outside = (weights > cfg.correction_high) | (weights < cfg.correction_low)
-    return torch.where(outside, 0.0, weights), {"masked_share": outside}
-
-
-def each_token(log_weights: Tensor, mask: Tensor) -> Tensor:
-    return log_weights
-
-
-def sum_over_sequence(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """Return log of the product of each row's weights, (B, 1). This one alone is unbiased, but of a large variance."""
-    return log_weights.sum(-1, keepdim=True)
-
-
-Combined = Callable[[Tensor, Tensor], Tensor]
-"""log w of the tokens (B, T), 0 off the mask, and the mask -> log w to use, (B, T) or (B, 1)."""
-Bounded = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
-"""Weights (B, T) -> the weights to use, and metric name -> (B, T) bool of the tokens that it changed."""
-ROLLOUT_CORRECTIONS: dict[str, tuple[Combined, Bounded]] = {
-    "tis": (each_token, truncated),
-    "mis": (each_token, masked),
-    "sequence_tis": (sum_over_sequence, truncated),
-    "sequence_mis": (sum_over_sequence, masked),
-    "geometric_tis": (mean_over_sequence, truncated),
-    "geometric_mis": (mean_over_sequence, masked),
 }
 
 

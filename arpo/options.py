@@ -318,7 +318,9 @@ class LossConfig:
         check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")
         check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")
         check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
-        check_name("loss.rollout_correction", self.rollout_correction, "losses", "ROLLOUT_CORRECTIONS", "none")
+        check_name(
+            "loss.rollout_correction", self.rollout_correction, "rollout_correction", "ROLLOUT_CORRECTIONS", "none"
+        )
         require(
             self.correction_low <= 1 <= self.correction_high,
             f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import rollout_weights
 from arpo.options import LossConfig
+from arpo.rollout_correction import rollout_weights
 
 WEIGHTS = [0.4, 0.5, 1.0, 2.0, 3.0]
 TIS = LossConfig(rollout_correction="tis")
