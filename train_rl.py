@@ -90,6 +90,7 @@ CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None
 from pathlib import Path
 
 from arpo import ranks
+from arpo.branching_signal import BranchingSignal
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
@@ -187,6 +188,7 @@ def main(cfg: RLConfig) -> None:
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
     health = ToolHealth()
+    signal = BranchingSignal(cfg.branching, checkpoints.progress.get("signal", ()))
     progress = log.progress(num_steps, "step", done=done_steps)
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
@@ -195,7 +197,10 @@ def main(cfg: RLConfig) -> None:
         prompts = [train_prompts[i] for i in order.indices(step - 1)]
         num_prefilled = engine.stats.prefilled_tokens
         with timers("rollout"):
-            share = sampler(prompts, cfg.rollout, cfg.branching, step=step, description=f"step {step} rollout")
+            share = sampler(
+                prompts, cfg.rollout, cfg.branching,
+                step=step, statistics=signal.statistics, description=f"step {step} rollout",
+            )  # fmt: skip
         with timers("reward"):
             score_groups(share if team.is_first else [], cfg.reward, custom_reward, tools=cfg.tools.names)
         with timers("exchange"):
@@ -204,10 +209,15 @@ def main(cfg: RLConfig) -> None:
         with timers("sync"):
             engine.sleep()
         metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
+        signal_values = signal.add(groups)
+        if signal.warning:
+            log.line(f"step {step}  {signal.warning}")
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
-        # (none where a tool's service failed so often that what is left of the batch would teach to do without it)
+        # (none where a tool failed so often that the batch would teach to do without it)
         minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(groups) else []
+        if health.warning:
+            log.line(f"step {step}: {health.warning}")
         with timers("old_logprobs"):
             for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
                 metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
@@ -254,14 +264,16 @@ def main(cfg: RLConfig) -> None:
         if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
                 values = validate(sampler, valid_prompts, cfg, custom_reward, step=step)
-        values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
+        values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values()
         log.scalars(step, values)
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, groups)
             log.transcripts(step, groups, tag="train")
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
         if is_last or health.must_stop or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer)
+            folder = checkpoints.save(
+                step, policy, optimizer, critic, critic_optimizer, progress={"signal": signal.state}
+            )
             if cfg.run.save_hf:
                 export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
         if health.must_stop:

@@ -22,12 +22,13 @@ from arpo import branching as br
 from arpo.branching import Decision, GroupState, Live
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.engine.team import Team
+from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.log import RunLog
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
+from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
 
 def rollout(
@@ -40,17 +41,19 @@ def rollout(
     *,
     seed: int,
     step: int = 0,
+    statistics: SignalStatistics | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_group: Callable[[Group, list[float]], None] | None = None,
     max_at_once: int = 0,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
-    `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is whole, and the
-    seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer trajectories are
-    unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
+    `statistics` are those of earlier steps' decisions, for the rules that compare with them. `on_progress` gets the
+    number of trajectories finished so far; `on_group` each group as soon as it is whole, and the seconds of its
+    trajectories. All prompts are begun at once; with `max_at_once`, only while fewer trajectories are unfinished, so
+    that the first groups are whole early. Raises what a tool or the engine raises.
     """
-    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}")
+    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics)
     waiting = deque(prompts)
     groups = []
     while waiting or loop.num_unfinished:
@@ -91,6 +94,7 @@ class Sampler:
         *,
         description: str,
         step: int = 0,
+        statistics: SignalStatistics | None = None,
         is_part: bool = True,
         on_group: Callable[[Group, list[float]], None] | None = None,
         max_at_once: int = 0,
@@ -103,7 +107,7 @@ class Sampler:
         with self.log.progress(len(share) * cfg.group_size, description, is_part=is_part) as progress:
             return rollout(
                 share, self.engine, self.tools, self.codec, cfg, branching,
-                seed=self.seed, step=step, on_progress=progress.at,
+                seed=self.seed, step=step, statistics=statistics, on_progress=progress.at,
                 on_group=on_group, max_at_once=max_at_once,
             )  # fmt: skip
 
@@ -112,11 +116,18 @@ class _Loop:
     """The handlers of the event loop, for tokens and tool results that arrive."""
 
     def __init__(
-        self, engine: Engine, tools: ToolRunner, codec: Codec, cfg: RolloutConfig, branching: BranchingConfig, seed: str
+        self,
+        engine: Engine,
+        tools: ToolRunner,
+        codec: Codec,
+        cfg: RolloutConfig,
+        branching: BranchingConfig,
+        seed: str,
+        statistics: SignalStatistics | None,
     ):
         self.engine, self.tools, self.codec = engine, tools, codec
-        self.cfg, self.branching, self.seed = cfg, branching, seed
-        self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
+        self.cfg, self.branching, self.seed, self.statistics = cfg, branching, seed, statistics
+        self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, str, str]] = {}  # call id -> (live, tag, argument)
         self.num_unfinished = 0
@@ -218,7 +229,7 @@ class _Loop:
         live.top_logprobs += chunk.top_logprobs
         turn.end = turn.result_end = len(trajectory.token_ids)
         if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
-            live.measured(br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
+            live.measured(turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
             if self.branching.timing == "post_result":
                 self.decide(live)
         if chunk.finish:
@@ -231,7 +242,8 @@ class _Loop:
         if group.budget.open.get(live.path) != turn:
             return
         rng = random.Random(f"{self.seed}|{live.key}")
-        decision = Decision(live.evidence, *br.decide(live.evidence, self.branching, rng))
+        evidence = replace(live.evidence, statistics=self.statistics)
+        decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)

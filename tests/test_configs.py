@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from arpo.branching import RULES, Evidence, initial_rollouts
 from arpo.checks import half_chosen_aepo
 from arpo.config import load_config
 from arpo.model.loading import check_head
@@ -101,12 +102,35 @@ def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
     deep_search = model.startswith("qwen3")
     assert cfg.rollout.max_tool_calls == (6 if deep_search or algorithm == "aepo" else 3)
     assert cfg.model.enable_thinking == deep_search
+    search = cfg.tools.search  # Bing through Bright Data, with a cache that fills: what is recorded is far too little
+    assert (search.backend, search.location, search.mode) == ("brightdata", "cn", "record")
+    assert search.cache == "data/search_cache.sqlite" and not search.read_pages
     assert cfg.model.path == f"runs/{sft(model).run.name}/hf"
     assert cfg.loss.entropy_balanced_clipping == cfg.loss.entropy_balanced_advantage == (algorithm == "aepo")
     selector = {"grpo": "none"}.get(algorithm, algorithm)
     assert (cfg.branching.selector, cfg.branching.dynamic_budget) == (selector, algorithm == "aepo")
     default = BranchingConfig()
-    assert (cfg.branching.base, cfg.branching.weight) == (default.base, default.weight) == (0.5, 0.2)
+    assert (cfg.branching.base, cfg.branching.weight) == (default.base, default.weight) == (0.5, 0.3352)
+
+
+RUNS_THAT_BRANCH = [
+    *([f"{model}.yaml", f"{algorithm}.yaml"] for model in MODELS for algorithm in ("arpo", "aepo")),
+    ["smoke.yaml"],
+    ["smoke.yaml", "aepo.yaml"],
+    ["demo_arpo.yaml"],
+    ["demo_arpo.yaml", "aepo.yaml"],
+    ["demo_arpo.yaml", "demo_hard.yaml"],
+]
+
+
+@pytest.mark.parametrize("files", RUNS_THAT_BRANCH, ids=" ".join)
+def test_the_entropy_acts_under_every_shipped_config(files):
+    """One nat more than in the first turn nearly decides; two nats either way move nearly the whole of AEPO's group."""
+    branching = load_config(RLConfig, [str(CONFIGS / name) for name in files]).branching
+    evidence = Evidence((), (), entropy=2.5, root_entropy=1.5)
+    assert RULES[branching.selector](evidence, branching) >= 0.83
+    beta = branching.budget_weight
+    assert initial_rollouts(16, 0.0, 2.0, beta=beta) <= 3 and initial_rollouts(16, 2.0, 0.0, beta=beta) >= 14
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -148,6 +172,51 @@ def test_an_evaluation_asks_as_training_did(model):
     assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking
     assert cfg.model.path == sft(model).model.path  # the model itself, where --model.path names no trained one
     assert cfg.run.name == f"{model}-eval"
+
+
+SAMPLING = (0.6, 0.95, 15, ("python=5", "search=10"), 5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_evaluation_searches_live_as_the_released_script_does(model):
+    cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval")])
+    rollout, search = cfg.rollout, cfg.tools.search
+    calls = (rollout.max_tool_calls, rollout.max_calls_per_tool)
+    assert (rollout.temperature, rollout.top_p, *calls, cfg.eval.num_samples) == SAMPLING
+    assert (search.backend, search.location, search.mode, search.read_pages) == ("brightdata", "cn", "record", 0)
+
+
+@pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_14b"])
+def test_deep_search_is_evaluated_with_pages_and_a_summariser(model):
+    cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval_deepsearch")])
+    rollout, search = cfg.rollout, cfg.tools.search
+    calls = (rollout.max_tool_calls, rollout.max_calls_per_tool)
+    assert (rollout.temperature, rollout.top_p, *calls, cfg.eval.num_samples) == SAMPLING
+    assert (search.backend, search.location, search.read_pages, search.page_chars) == ("brightdata", "cn", 10, 6000)
+    assert search.summarizer_url and search.summarizer_model and cfg.eval.benchmarks == ("deepsearch",)
+    assert search.cache != rl("arpo", model).tools.search.cache
+    assert cfg.max_model_len <= 32768 <= real(model).config.max_position_embeddings  # what Qwen3 was trained on
+    assert rollout.max_result_tokens >= 10 * 200 * 1.3  # ten summaries of 200 words
+
+
+@pytest.mark.parametrize("script", [RLConfig, EvalConfig])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"backend": "http", "url": "http://host:8000/retrieve"},
+        {"backend": "local", "corpus": "FILE.jsonl"},
+        {"backend": "serper"},
+        {"backend": "replay", "cache": "search_cache.json"},
+    ],
+)
+def test_another_search_takes_its_own_flags_only(script, flags):
+    """What the configs say of Bright Data goes with it."""
+    algorithm = {RLConfig: ["arpo"], EvalConfig: ["eval", "eval_deepsearch"]}[script]
+    for name in algorithm:
+        files = [str(CONFIGS / f"{file}.yaml") for file in ("qwen3_8b", name)]
+        given = [token for key, value in flags.items() for token in (f"--tools.search.{key}", value)]
+        search = load_config(script, [*files, *given]).tools.search
+        assert vars(search).items() >= flags.items() and not search.zone
 
 
 def test_an_algorithms_file_is_its_whole_bundle():

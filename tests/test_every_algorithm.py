@@ -29,6 +29,7 @@ ALGORITHMS = {
     "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis"],
     "reinforce++": ["--advantage.normalize", "batch", "--loss.rollout_correction", "geometric_mis",
                     "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
+    "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1"],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
@@ -78,6 +79,17 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
     assert after["critic/loss"] > 0 and abs(after["critic/value"] - after["critic/return"]) < abs(
         warmup["critic/value"] - warmup["critic/return"]
     )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_of, world):
+    first, second = metrics_of("standardized")
+    assert first["branching/signal"] == 0 and first["branching/probability"] == 0.5  # nothing to compare with
+    assert second["branching/signal"] > 0.05
+    metrics_of_run(world, "cut standardized", "standardized", "--run.num_steps", "1")
+    resumed = metrics_of_run(world, "cut standardized", "standardized")[1]
+    names = [name for name in second if name.startswith(("branching/", "reward/", "loss/"))]
+    assert {name: resumed[name] for name in names} == {name: second[name] for name in names}
 
 
 @pytest.mark.slow
