@@ -5,6 +5,7 @@ And whether the real architectures (on the meta device) fit them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -223,6 +224,26 @@ def test_an_algorithms_file_is_its_whole_bundle():
         cfg = rl("aepo", model)
         assert cfg.branching.selector == "aepo" and half_chosen_aepo(cfg.branching, cfg.loss) == ""
         assert rl("grpo", model).branching == BranchingConfig(selector="none")
+
+
+BASELINES = {
+    "gspo": {
+        "kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean_token_mean",
+    },
+    "dapo": {"clip_high": 0.28, "dual_clip": 10.0},
+    "reinforce_pp": {"kl_coefficient": 1e-5, "kl_estimator": "k2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [*MODELS, "smoke"])
+@pytest.mark.parametrize("algorithm", BASELINES)
+def test_a_baseline_is_grpo_with_its_own_loss_and_advantage(algorithm, model):
+    cfg, grpo = rl(algorithm, model), rl("grpo", model)
+    assert cfg.loss == replace(grpo.loss, **BASELINES[algorithm])
+    assert cfg.advantage.normalize == ("batch" if algorithm == "reinforce_pp" else "group")
+    assert (cfg.branching, cfg.rollout, cfg.update, cfg.optim) == (
+        grpo.branching, grpo.rollout, grpo.update, grpo.optim,
+    )  # fmt: skip
 
 
 def test_the_smoke_run_is_small_enough_for_one_gpu():
