@@ -8,6 +8,7 @@ of AdvantageConfig.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -193,15 +194,37 @@ def is_dead(group: Group) -> bool:
     return len(rewards) > 1 and len(set(rewards)) == 1
 
 
+def num_to_sample(groups: list[Group], num_prompts: int, cfg: AdvantageConfig, *, multiple_of: int) -> int:
+    """Return how many prompts a step samples next, after these groups of it; 0 where it has enough.
+
+    First all `num_prompts`. Under dead_groups=resample then as many as should make up for the dead groups, by the share
+    of mixed ones so far: a multiple of the teams that share them, at most `num_prompts` at once, and no more in all
+    than cfg.max_resample allows. 8 prompts, 4 groups of them dead -> 8
+    """
+    if not groups or cfg.dead_groups != "resample":
+        return 0 if groups else num_prompts
+    num_mixed = sum(not is_dead(group) for group in groups)
+    expected = math.ceil((num_prompts - num_mixed) * len(groups) / max(num_mixed, 1))
+    left = (1 + cfg.max_resample) * num_prompts - len(groups)
+    return max(0, min(math.ceil(expected / multiple_of) * multiple_of, num_prompts, left))
+
+
+def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:
+    """Return the groups of a step for its mini-batches; under dead_groups=resample its first mixed ones."""
+    if cfg.dead_groups != "resample":
+        return groups
+    return [group for group in groups if not is_dead(group)][:num_prompts]
+
+
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
     """Return (group index, trajectory) of all that are trained on, in order: no error of ours, at least one loss token.
 
-    Under dead_groups=drop, without the trajectories of dead groups.
+    Without the trajectories of dead groups, unless dead_groups=keep.
     """
     return [
         (index, t)
         for index, group in enumerate(groups)
-        if not (cfg.dead_groups == "drop" and is_dead(group))
+        if cfg.dead_groups == "keep" or not is_dead(group)
         for t in teaching(group)
         if any(t.loss_mask)
     ]

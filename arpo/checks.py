@@ -52,7 +52,9 @@ def given(owner: str, use: str) -> Need:
     return Need(owner, bool, use)
 
 
+RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
+JUDGES = none_of("branching.selector", "none", *RETROSPECTIVE, use="arpo or aepo")  # each tool result as it comes
 GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
 CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
 CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
@@ -74,16 +76,19 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "engine": (one_of("eval.server", ""),),
     "engine.max_num_seqs": (),  # with a server, the requests under way
     "rollout.top_p": (given("rollout.temperature", "1"),),
-    "branching": (BRANCHES,),
+    "branching": (JUDGES,),
     "branching.selector": (),
+    "branching.expansion_rounds": (one_of("branching.selector", *RETROSPECTIVE),),
     "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
-    "branching.base": (BRANCHES, one_of("branching.compat", "paper")),
-    "branching.weight": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
-    "branching.threshold": (BRANCHES, one_of("branching.rule", "threshold")),
+    "branching.base": (JUDGES, one_of("branching.compat", "paper")),
+    "branching.weight": (none_of("branching.selector", "none", "random", *RETROSPECTIVE, use="arpo or aepo"),),
+    "branching.threshold": (JUDGES, one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
-    "branching.consecutive_penalty": (none_of("branching.selector", "none", "random", "arpo", use="aepo"),),
+    "branching.consecutive_penalty": (
+        none_of("branching.selector", "none", "random", "arpo", *RETROSPECTIVE, use="aepo"),
+    ),
     "branching.compat": (one_of("branching.selector", "aepo"),),
     "reward.function": (given("reward.file", "FILE"),),
     "reward.compat": (BUILT_IN,),
@@ -91,6 +96,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "advantage.tree": (GROUPS, BRANCHES),
     "advantage.normalize_std": (GROUPS,),
     "advantage.dead_groups": (GROUPS,),
+    "advantage.max_resample": (GROUPS, one_of("advantage.dead_groups", "resample")),
     "advantage.gamma": (CRITIC,),
     "advantage.lam": (CRITIC,),
     "critic": (CRITIC,),
@@ -194,6 +200,7 @@ RANGES: dict[tuple[float, float], str] = {
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
+    "branching.expansion_rounds advantage.max_resample "
     "branching.entropy_tokens loss.dual_clip update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
     "judge.max_concurrent",
     (0, 1): "engine.gpu_memory_utilization rollout.top_p advantage.gamma advantage.lam optim.warmup_ratio "
@@ -271,4 +278,17 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         require(
             model.context_parallel == 1 or not wrong,
             f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1",
+        )
+
+
+def check_rewards_in_time(branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
+    """Raise ValueError where something looks at rewards before the KL has been taken off them."""
+    for needs_rewards, option in (
+        (branching.selector in names_of("retrospective", "NEED_REWARDS"), f"branching.selector={branching.selector}"),
+        (advantage.dead_groups == "resample", "advantage.dead_groups=resample"),
+    ):
+        require(
+            not (needs_rewards and loss.kl_coefficient and loss.kl_in == "reward"),
+            f"{option} needs the rewards during the rollout, but loss.kl_in=reward takes the KL off them after it; "
+            "set loss.kl_in=loss",
         )

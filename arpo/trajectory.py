@@ -68,7 +68,8 @@ class BranchDecision:
     """H: mean entropy of the first k tokens after the tool result, in nats / ln V (0..1)."""
     root_entropy: float
     """H_root: the same over the first k tokens of the trajectory's first turn."""
-    probability: float
+    probability: float | None
+    """P(branch); None where a retrospective selector chose, after all had ended."""
     draw: float | None
     """The uniform number compared with `probability`; None under the threshold rule."""
     consecutive: int
@@ -78,6 +79,8 @@ class BranchDecision:
     num_children: int
     outcome: str
     """"branched" | "declined" | "no_budget" """
+    score: float | None = None
+    """What a retrospective selector chose the turn by (its newest choice, where it chose the turn again)."""
 
 
 @dataclass
