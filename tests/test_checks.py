@@ -22,6 +22,7 @@ MINIMUM = {
     AblationConfig: {"ablation.train": ("x",), "ablation.eval": ("x",)},
 }
 GAE = ["--advantage.kind", "gae"]
+KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -78,7 +79,8 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
     "reward.compat": "paper",
-    "advantage.kind": "gae", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
+    "advantage.kind": "gae", "advantage.dead_groups": "resample", "loss.kind": "ppo",
+    "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
@@ -89,7 +91,7 @@ OFF = {
     "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
     "branching.entropy_mode": "upstream", "reward.file": "",
-    "reward.compat": "upstream", "advantage.kind": "grpo", "loss.kind": "reinforce",
+    "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.dead_groups": "drop", "loss.kind": "reinforce",
     "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
@@ -100,6 +102,8 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("reward.bonus_tools", "reward.file"): "",
     ("eval.server_model", "eval.server"): "http://h",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
+    ("branching.expansion_rounds", "branching.selector"): "at2po",
+    ("advantage.max_resample", "advantage.kind"): "grpo",
     ("advantage.tree", "advantage.kind"): "grpo",
     ("advantage.normalize_std", "advantage.kind"): "grpo",
     ("advantage.dead_groups", "advantage.kind"): "grpo",
@@ -110,6 +114,7 @@ SPECIAL_OFF = {
     ("reward.compat", "reward.file"): "x",
     ("reward.bonus_tools", "reward.file"): "x",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
+    ("advantage.max_resample", "advantage.kind"): "gae",
     ("advantage.tree", "advantage.kind"): "gae",
     ("advantage.normalize_std", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
@@ -209,6 +214,19 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy", "balanced_clipping=True"]),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
         (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
+        # a selector that looks back knows no P, no first come, and no rewards that change afterwards
+        (["--branching.selector", "mixed", "--branching.weight", "1"], ["weight=1.0", "selector=arpo or aepo"]),
+        (
+            ["--branching.selector", "at2po", "--branching.max_branches_per_turn", "2"],
+            ["branching.max_branches_per_turn=2 is ignored unless branching.selector=arpo or aepo (it is at2po)"],
+        ),
+        (["--branching.selector", "tail", "--branching.timing", "upstream"], ["timing=upstream", "(it is tail)"]),
+        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or tail or mixed"]),
+        (["--branching.selector", "at2po", "--branching.expansion_rounds", "0"], ["rounds=0 must be at least 1"]),
+        (["--branching.selector", "mixd"], ["did you mean 'mixed'", "none, tree_grpo, at2po, tail, mixed"]),
+        (["--branching.selector", "tail", *KL], ["branching.selector=tail needs the rewards", "set loss.kl_in=loss"]),
+        (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
+        (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
@@ -227,6 +245,8 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1", "--loss.dual_clip", "None"],
         ["--update.layout", "tree", "--model.attention", "flash_attention_2"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
+        ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
+        ["--branching.selector", "mixed", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
         [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],
