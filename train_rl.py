@@ -93,6 +93,7 @@ from pathlib import Path
 
 from arpo import ranks
 from arpo.advantages import groups_to_train_on, num_to_sample
+from arpo.branching_signal import BranchingSignal
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
@@ -112,7 +113,7 @@ from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom, score_groups
 from arpo.sampler import Sampler
 from arpo.tools import make_tools, system_prompt_for
-from arpo.trajectory import Group, Metrics, Prompt
+from arpo.trajectory import Group, Metrics, Prompt, SignalStatistics
 from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
@@ -198,6 +199,7 @@ def main(cfg: RLConfig) -> None:
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
     health = ToolHealth()
+    signal = BranchingSignal(cfg.branching, checkpoints.progress.get("signal", ()))
     progress = log.progress(num_steps, "step", done=done_steps)
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
@@ -208,7 +210,7 @@ def main(cfg: RLConfig) -> None:
         while count := num_to_sample(sampled, num_prompts, cfg.advantage, multiple_of=team.num_teams):
             indices, num_drawn = order.draw(num_drawn, count)
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name)
+            sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name, signal.statistics)
         groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
@@ -218,6 +220,9 @@ def main(cfg: RLConfig) -> None:
             metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
             if len(groups) < num_prompts:
                 log.line(f"step {step}: only {len(groups)} groups to train on, after {len(sampled)} prompts")
+        signal_values = signal.add(sampled)
+        if signal.warning:
+            log.line(f"step {step}  {signal.warning}")
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
         # (none where a tool's service failed so often that what is left of the batch would teach to do without it)
@@ -268,15 +273,15 @@ def main(cfg: RLConfig) -> None:
         if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
                 values = validate(sampler, valid_prompts, cfg, step=step)
-        values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
+        values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values()
         log.scalars(step, values)
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, sampled)
             log.transcripts(step, sampled, tag="train")
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
         if is_last or health.must_stop or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            run_progress = {"num_drawn": num_drawn}
-            folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer, progress=run_progress)
+            state = {"signal": signal.state, "num_drawn": num_drawn}
+            folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer, progress=state)
             if cfg.run.save_hf:
                 export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
         if health.must_stop:
@@ -303,13 +308,22 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     )
 
 
-def sample(sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str) -> list[Group]:
+def sample(
+    sampler: Sampler,
+    prompts: list[Prompt],
+    cfg: RLConfig,
+    timers: ranks.Timers,
+    name: str,
+    statistics: SignalStatistics | None,
+) -> list[Group]:
     """Return the scored groups of the prompts on every rank, in order. Each team of ranks samples and scores its share.
 
     `name` is that of the rollout: the step, and within a step something that tells it from others.
     """
     with timers("rollout"):
-        share = sampler(prompts, cfg.rollout, cfg.branching, step=name, description=f"step {name} rollout")
+        share = sampler(
+            prompts, cfg.rollout, cfg.branching, step=name, statistics=statistics, description=f"step {name} rollout"
+        )
     with timers("reward"):
         sampler.score(share if sampler.team.is_first else [])
     with timers("exchange"):

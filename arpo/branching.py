@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from arpo.options import BranchingConfig
-from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
+from arpo.entropy import signal_of
+from arpo.options import RELEASED_WEIGHT, BranchingConfig
+from arpo.trajectory import BranchDecision, Group, Prompt, SignalStatistics, Trajectory
 
-TOP_K, UPSTREAM_TOKENS = 10, 20
-"""Likeliest tokens and first tokens of a turn, from which the released code measures a turn's entropy."""
 Path = tuple[int, ...]
 """Place of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
 
@@ -33,7 +32,7 @@ class Evidence:
     root_entropies: tuple[float, ...]
     """(k,) The same of the first turn."""
     entropy: float
-    """H: mean of `entropies` / ln V, so 0..1. (branching.entropy_mode may measure it in another way.)"""
+    """H: mean of `entropies`, nats. (branching.entropy_mode may measure it in another way.)"""
     root_entropy: float
     """H_root: the same of the first turn."""
     consecutive: int = 0
@@ -41,60 +40,30 @@ class Evidence:
     turn: int = 0
     """Index of the turn that `entropies` belong to: 1 is the turn after the first tool result. (Under
     branching.timing=upstream the turn before the result is judged, so there it is one less.)"""
+    statistics: SignalStatistics | None = None
+    """Statistics of the signal (branching.signal) over the decisions of earlier steps; None where they are too few."""
 
     @property
     def delta_entropy(self) -> float:
-        """H - H_root: positive where the policy has become less certain."""
+        """H - H_root, nats: positive where the policy has become less certain."""
         return self.entropy - self.root_entropy
-
-
-def exact_turn_entropy(entropies: Sequence[float], num_tokens: int, vocab_size: int) -> float:
-    """Return the mean over the first k tokens of the full next-token entropy (nats), / ln V. [ln V, 0] -> 0.5"""
-    head = entropies[:num_tokens]
-    return sum(head) / len(head) / math.log(vocab_size) if head else 0.0
-
-
-def topk_entropy(logprobs: Sequence[float]) -> float:
-    """Return the entropy (nats) of a token's renormalised top logprobs; too small where the tail is heavy.
-
-    [-1, -1] -> ln 2. Those who sample through an API get no more.
-    """
-    total = math.log(sum(math.exp(lp) for lp in logprobs))
-    return -sum(math.exp(lp - total) * (lp - total) for lp in logprobs)
-
-
-def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
-    """Return the released measure: a SUM over at most 20 tokens of -p ln p over the top 10, / ln V. May exceed 1."""
-    rows = top_logprobs[:UPSTREAM_TOKENS]
-    return sum(-math.exp(lp) * lp for row in rows for lp in row[:TOP_K]) / math.log(vocab_size)
-
-
-def turn_entropy(
-    entropies: Sequence[float], top_logprobs: Sequence[Sequence[float]], cfg: BranchingConfig, vocab_size: int
-) -> float:
-    """Return the entropy of a turn as `cfg.entropy_mode` measures it, from its first tokens."""
-    if cfg.entropy_mode == "upstream":
-        return upstream_turn_entropy(top_logprobs, vocab_size)
-    if cfg.entropy_mode == "topk":
-        entropies = [topk_entropy(row) for row in top_logprobs]
-    return exact_turn_entropy(entropies, cfg.entropy_tokens, vocab_size)
-
-
-def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
-    """Return how many first tokens of a turn the engine reports entropies of, and how many top logprobs of each."""
-    num_tokens = UPSTREAM_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
-    return num_tokens, 0 if cfg.entropy_mode == "exact" else TOP_K
 
 
 # ---- the rules: evidence -> P(branch)
 
 
 def branch_probability(
-    delta_entropy: float, *, base: float = 0.5, weight: float = 0.2, consecutive: int = 0, penalty: float = 0.0
+    delta_entropy: float,
+    *,
+    base: float = 0.5,
+    weight: float = RELEASED_WEIGHT,
+    consecutive: int = 0,
+    penalty: float = 0.0,
 ) -> float:
     """P = clip((base + weight * (H - H_root)) * (1 - penalty * l), 0, 1).
 
-    ARPO (penalty 0) and AEPO; l = branching decisions in a row on the chain. (0.5, base 0.5, weight 0.2) -> 0.6
+    Entropies in nats. ARPO (penalty 0) and AEPO; l = branching decisions in a row on the chain.
+    (0.5, base 0.5, weight 0.2) -> 0.6
     """
     damping = max(0.0, 1.0 - penalty * consecutive)
     return min(max((base + weight * delta_entropy) * damping, 0.0), 1.0)
@@ -124,6 +93,25 @@ def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
     return branch_probability(delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
 
 
+def standardized(evidence: Evidence, cfg: BranchingConfig) -> float:
+    """P = clip(base + weight_z * z, 0, 1), where z = (signal - mean) / std over the decisions of earlier steps.
+
+    Whatever the size of a model's entropies, P moves by weight_z per standard deviation.
+    """
+    known = evidence.statistics
+    if known is None or known.std == 0.0:
+        return cfg.base
+    z = (signal_of(evidence.entropy, evidence.root_entropy, cfg) - known.mean) / known.std
+    return min(max(cfg.base + cfg.weight_z * z, 0.0), 1.0)
+
+
+def quantile(evidence: Evidence, cfg: BranchingConfig) -> float:
+    """P = 1 where the signal is above the quantile that a share `branch_rate` of earlier decisions exceeded, else 0."""
+    if evidence.statistics is None:
+        return cfg.base
+    return float(signal_of(evidence.entropy, evidence.root_entropy, cfg) > evidence.statistics.bound)
+
+
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P = base: a control that shows what the entropies are worth."""
     return cfg.base
@@ -132,6 +120,8 @@ def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
 RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
     "arpo": arpo,
     "aepo": aepo,
+    "standardized": standardized,
+    "quantile": quantile,
     "random": at_random,
     "none": None,  # no tool result is judged: plain GRPO
 }
@@ -147,11 +137,18 @@ def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tupl
     return draw < probability, probability, draw
 
 
+def neutral_probability(decision: BranchDecision, cfg: BranchingConfig) -> float:
+    """Return what P had been for this decision if the entropy had not changed."""
+    if cfg.selector != "aepo":
+        return cfg.base
+    return aepo(Evidence((), (), 0.0, 0.0, decision.consecutive), cfg)
+
+
 # ---- the number of children of a group, and the trajectories that get them
 
 
 def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, *, beta: float) -> int:
-    """Return AEPO's number of roots, clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n).
+    """Return AEPO's number of roots, clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n), H in nats.
 
     The more uncertain the question itself (and not the tool results), the more roots. (16, .2, .2) -> 9
     """
@@ -324,6 +321,7 @@ class GroupState:
                 d.probability,
                 d.draw,
                 d.evidence.consecutive,
+                statistics=d.evidence.statistics,
                 budget_left=self.budget.budget_before(turn, path),
                 num_children=children,
                 outcome="declined" if not d.wants else "branched" if children else "no_budget",

@@ -55,6 +55,8 @@ def given(owner: str, use: str) -> Need:
 RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
 JUDGES = none_of("branching.selector", "none", *RETROSPECTIVE, use="arpo or aepo")  # each tool result as it comes
+SCALE_FREE = ("standardized", "quantile")
+NO_WEIGHT = ("none", "random", *SCALE_FREE, *RETROSPECTIVE)
 GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
 CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
 CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
@@ -81,14 +83,15 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.expansion_rounds": (one_of("branching.selector", *RETROSPECTIVE),),
     "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
     "branching.base": (JUDGES, one_of("branching.compat", "paper")),
-    "branching.weight": (none_of("branching.selector", "none", "random", *RETROSPECTIVE, use="arpo or aepo"),),
+    "branching.weight": (none_of("branching.selector", *NO_WEIGHT, use="arpo or aepo"),),
+    "branching.weight_z": (one_of("branching.selector", "standardized"),),
+    "branching.branch_rate": (one_of("branching.selector", "quantile"),),
+    "branching.signal": (one_of("branching.selector", *SCALE_FREE),),
     "branching.threshold": (JUDGES, one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
-    "branching.consecutive_penalty": (
-        none_of("branching.selector", "none", "random", "arpo", *RETROSPECTIVE, use="aepo"),
-    ),
+    "branching.consecutive_penalty": (none_of("branching.selector", *NO_WEIGHT, "arpo", use="aepo"),),
     "branching.compat": (one_of("branching.selector", "aepo"),),
     "reward.function": (given("reward.file", "FILE"),),
     "reward.compat": (BUILT_IN,),
@@ -194,17 +197,18 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 
 RANGES: dict[tuple[float, float], str] = {
     (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
-    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.consecutive_penalty critic.lr "
-    "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient optim.lr "
-    "optim.weight_decay eval.max_questions",
+    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
+    "branching.budget_weight branching.consecutive_penalty critic.lr critic.warmup_steps loss.clip_low "
+    "loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient optim.lr optim.weight_decay "
+    "eval.max_questions",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
     "branching.expansion_rounds advantage.max_resample "
     "branching.entropy_tokens loss.dual_clip update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
     "judge.max_concurrent",
-    (0, 1): "engine.gpu_memory_utilization rollout.top_p advantage.gamma advantage.lam optim.warmup_ratio "
-    "optim.decay_ratio optim.min_lr_ratio",
+    (0, 1): "engine.gpu_memory_utilization rollout.top_p branching.base branching.branch_rate advantage.gamma "
+    "advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",
 }
 """(smallest, largest value) -> the knobs that must lie between them."""
 

@@ -156,16 +156,21 @@ class RolloutConfig:
         _ = self.call_limits  # which raises
 
 
+PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary
+RELEASED_WEIGHT, RELEASED_BUDGET_WEIGHT = round(0.2 * PER_NAT, 4), round(0.5 * PER_NAT, 3)  # 0.3352 and 0.838 per nat
+
+
 @dataclass(frozen=True)
 class BranchingConfig:
     """The rule by which a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
 
     selector: str = "arpo"
-    """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches;
-    random = always `base`; none = never (plain GRPO); or a rule of your own (RULES in arpo/branching.py).
+    """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; standardized =
+    P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
+    of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py).
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
-    least sure of; tail = the last turns of wrong chains; mixed = where right and wrong are most alike; or a selector of
-    your own (EXPANSIONS in arpo/retrospective.py)."""
+    least sure of; tail = the last turns of wrong chains; mixed = where right and wrong are most alike; or your own
+    (EXPANSIONS in arpo/retrospective.py)."""
     expansion_rounds: int = 2
     """tree_grpo, at2po, tail, mixed: rounds of forks, of equal size. A later round knows how the ones before went on,
     and waits until all their trajectories have ended."""
@@ -175,8 +180,15 @@ class BranchingConfig:
     """bernoulli = branch with probability P (released code); threshold = branch when P > `threshold` (paper)."""
     base: float = 0.5
     """alpha: P(branch) where the entropy did not change."""
-    weight: float = 0.2
-    """beta (gamma in AEPO): change of P per unit of normalised entropy change."""
+    weight: float = RELEASED_WEIGHT
+    """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, which acts on a sum over
+    20 tokens / ln V, per nat of the mean (x 20 / ln 151,669)."""
+    weight_z: float = 0.25
+    """standardized: change of P per standard deviation of the signal."""
+    branch_rate: float = 0.5
+    """quantile: share of the decisions that are to branch."""
+    signal: Literal["entropy", "delta"] = "entropy"
+    """standardized, quantile: entropy = H after the tool result; delta = H less that of the first turn."""
     threshold: float = 0.5
     """tau of the threshold rule."""
     max_branches_per_turn: int = 1
@@ -189,8 +201,8 @@ class BranchingConfig:
     """post_result = judge the tokens after the result; upstream = those before the call (one round late)."""
     dynamic_budget: bool = False
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
-    budget_weight: float = 0.5
-    """beta of the budget split's sigmoid."""
+    budget_weight: float = RELEASED_BUDGET_WEIGHT
+    """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
     consecutive_penalty: float = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
     compat: Literal["paper", "upstream"] = "paper"

@@ -23,12 +23,13 @@ from arpo import branching as br
 from arpo import retrospective
 from arpo.branching import Decision, GroupState, Live
 from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
 from arpo.retrospective import EXPANSIONS, NEED_REWARDS
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
+from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
 
 def rollout(
@@ -41,6 +42,7 @@ def rollout(
     *,
     seed: int,
     step: int | str = 0,
+    statistics: SignalStatistics | None = None,
     score: Callable[[list[Group]], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_group: Callable[[Group, list[float]], None] | None = None,
@@ -48,15 +50,14 @@ def rollout(
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
-    `step` names the rollout among those of a seed. `score` fills the reward of all trajectories of groups that have
-    none; selectors of NEED_REWARDS need it.
-
-    `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is whole, and the
-    seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer trajectories are
-    unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
+    `step` names the rollout among those of a seed. `statistics` are those of earlier steps' decisions, for the rules
+    that compare with them; `score` fills the reward of all trajectories of groups that have none, for the selectors of
+    NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is
+    whole, and the seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer
+    trajectories are unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
     """
     assert score or branching.selector not in NEED_REWARDS, branching.selector
-    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", score)
+    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics, score)
     waiting = deque(prompts)
     groups = []
     while waiting or loop.num_unfinished:
@@ -87,11 +88,12 @@ class _Loop:
         cfg: RolloutConfig,
         branching: BranchingConfig,
         seed: str,
+        statistics: SignalStatistics | None,
         score: Callable[[list[Group]], None] | None,
     ):
         self.engine, self.tools, self.codec, self.score = engine, tools, codec, score
-        self.cfg, self.branching, self.seed = cfg, branching, seed
-        self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
+        self.cfg, self.branching, self.seed, self.statistics = cfg, branching, seed, statistics
+        self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, str, str]] = {}  # call id -> (live, tag, argument)
         self.num_unfinished = 0
@@ -214,7 +216,7 @@ class _Loop:
         live.top_logprobs += chunk.top_logprobs
         turn.end = turn.result_end = len(trajectory.token_ids)
         if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
-            live.measured(br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
+            live.measured(turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
             if self.branching.timing == "post_result":
                 self.decide(live)
         if chunk.finish:
@@ -227,7 +229,8 @@ class _Loop:
         if group.budget.open.get(live.path) != turn:
             return
         rng = random.Random(f"{self.seed}|{live.key}")
-        decision = Decision(live.evidence, *br.decide(live.evidence, self.branching, rng))
+        evidence = replace(live.evidence, statistics=self.statistics)
+        decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)

@@ -13,7 +13,7 @@ from arpo.protocol import Codec
 from arpo.retrospective import NEED_REWARDS
 from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
-from arpo.trajectory import Group, Prompt
+from arpo.trajectory import Group, Prompt, SignalStatistics
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Sampler:
         *,
         description: str,
         step: int | str = 0,
+        statistics: SignalStatistics | None = None,
         is_part: bool = True,
         on_group: Callable[[Group, list[float]], None] | None = None,
         max_at_once: int = 0,
@@ -51,8 +52,9 @@ class Sampler:
         with self.log.progress(len(share) * cfg.group_size, description, is_part=is_part) as progress:
             return rollout(
                 share, self.engine, self.tools, self.codec, cfg, branching,
-                seed=self.seed, step=step, score=self.score_alike if branching.selector in NEED_REWARDS else None,
-                on_progress=progress.at, on_group=on_group, max_at_once=max_at_once,
+                seed=self.seed, step=step, statistics=statistics,
+                score=self.score_alike if branching.selector in NEED_REWARDS else None, on_progress=progress.at,
+                on_group=on_group, max_at_once=max_at_once,
             )  # fmt: skip
 
     def score_alike(self, groups: list[Group]) -> None:

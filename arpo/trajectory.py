@@ -61,11 +61,23 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class SignalStatistics:
+    """The branching signal over the decisions of earlier steps, which a rule without a scale compares with."""
+
+    count: int
+    """Number of those decisions."""
+    mean: float
+    std: float
+    bound: float
+    """The quantile that a share branching.branch_rate of them exceeded. All three in nats."""
+
+
+@dataclass(frozen=True)
 class BranchDecision:
     """The record of one branch decision, with everything needed to recompute it."""
 
     entropy: float
-    """H: mean entropy of the first k tokens after the tool result, in nats / ln V (0..1)."""
+    """H: mean entropy of the first k tokens after the tool result, nats."""
     root_entropy: float
     """H_root: the same over the first k tokens of the trajectory's first turn."""
     probability: float | None
@@ -79,6 +91,8 @@ class BranchDecision:
     num_children: int
     outcome: str
     """"branched" | "declined" | "no_budget" """
+    statistics: SignalStatistics | None = None
+    """What the signal was compared with; None in the first step."""
     score: float | None = None
     """What a retrospective selector chose the turn by (its newest choice, where it chose the turn again)."""
 
@@ -92,7 +106,7 @@ class Turn:
     result_end: int = 0
     """One past the last token of the appended tool result; equals `end` when no tool was called."""
     entropy: float | None = None
-    """Mean over the first k sampled tokens of the next-token entropy, in nats / ln V; None until known."""
+    """Mean over the first k sampled tokens of the next-token entropy, nats; None until known."""
     tool_call: ToolCall | None = None
     inherited: bool = False
     """True where a branch took the turn over from its parent: its tool call was not executed again."""

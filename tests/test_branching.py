@@ -10,13 +10,13 @@ from arpo.branching import (
     Evidence,
     branch_probability,
     decide,
-    exact_turn_entropy,
     initial_rollouts,
-    turn_entropy,
+    neutral_probability,
     upstream_branch_probability,
-    upstream_turn_entropy,
 )
-from arpo.options import BranchingConfig
+from arpo.entropy import exact_turn_entropy, turn_entropy, upstream_turn_entropy
+from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
+from arpo.trajectory import BranchDecision, SignalStatistics
 
 
 def seen(entropy: float, root_entropy: float, consecutive: int = 0) -> Evidence:
@@ -24,42 +24,67 @@ def seen(entropy: float, root_entropy: float, consecutive: int = 0) -> Evidence:
     return Evidence((), (), entropy, root_entropy, consecutive, turn=1)
 
 
-def test_turn_entropy_is_the_mean_over_the_first_k_tokens_in_units_of_ln_vocab():
-    assert exact_turn_entropy([math.log(8), 0.0, 100.0], 2, 8) == pytest.approx(0.5)
+def test_turn_entropy_is_the_mean_over_the_first_k_tokens_in_nats():
+    assert exact_turn_entropy([1.5, 0.0, 100.0], 2) == 0.75
 
 
-def test_turn_entropy_of_a_turn_shorter_than_k_uses_all_of_it():
-    assert exact_turn_entropy([math.log(8)], 20, 8) == pytest.approx(1.0)
+def test_a_turn_shorter_than_k_is_not_thereby_certain():
+    assert exact_turn_entropy([1.5], 20) == 1.5
 
 
 def test_topk_entropy_renormalises_what_it_sees():
     uniform_over_two_of_many = [[math.log(0.1), math.log(0.1)]]
     topk = BranchingConfig(entropy_mode="topk")
-    assert turn_entropy([5.0], uniform_over_two_of_many, topk, 4) == pytest.approx(math.log(2) / math.log(4))
+    assert turn_entropy([5.0], uniform_over_two_of_many, topk, 4) == pytest.approx(math.log(2))
 
 
 def test_upstream_entropy_is_a_sum_over_at_most_twenty_tokens_and_ten_candidates():
     row = [math.log(0.05)] * 11
-    per_token = 10 * -0.05 * math.log(0.05) / math.log(1000)
-    assert upstream_turn_entropy([row] * 30, 1000) == pytest.approx(20 * per_token)
-    assert upstream_turn_entropy([row] * 30, 1000) > 1.0
+    released = 20 * 10 * -0.05 * math.log(0.05) / math.log(1000)
+    assert upstream_turn_entropy([row] * 30, 1000) * PER_NAT == pytest.approx(released)
+    assert released > 1.0
+
+
+def test_upstream_entropy_of_twenty_tokens_is_their_mean_in_nats_under_the_papers_vocabulary():
+    row = [math.log(0.1)] * 10
+    assert upstream_turn_entropy([row] * 20, 151_669) == pytest.approx(math.log(10), rel=1e-3)
+    assert upstream_turn_entropy([row] * 5, 151_669) == pytest.approx(math.log(10) / 4, rel=1e-3)  # as released
+
+
+@pytest.mark.parametrize("vocab_size", [32_000, 128_256, 151_669])
+def test_the_released_decisions_come_out_of_the_weight_per_nat(vocab_size):
+    """10,000 random turns: ours with the default weight, against the released 0.2 on sums / ln V."""
+    cfg, rng, both = BranchingConfig(entropy_mode="upstream"), random.Random(vocab_size), [0, 0]
+    for _ in range(10_000):
+        turns = [[[-rng.expovariate(0.5) for _ in range(10)] for _ in range(rng.randint(1, 25))] for _ in range(2)]
+        root, after = (turn_entropy((), turn, cfg, vocab_size) for turn in turns)
+        sums = [sum(-math.exp(lp) * lp for row in turn[:20] for lp in row) / math.log(vocab_size) for turn in turns]
+        released = min(max(0.5 + 0.2 * (sums[1] - sums[0]), 0.0), 1.0)
+        seed = rng.random()
+        wants, probability, _ = decide(seen(after, root), cfg, random.Random(seed))
+        assert probability == pytest.approx(released, abs=1e-12)
+        assert wants == (random.Random(seed).random() < released)
+        both[wants] += 1
+    assert min(both) > 1000
 
 
 @pytest.mark.parametrize(
     "delta, kwargs, expected",
     [
         (0.0, {}, 0.5),
-        (0.5, {}, 0.6),
+        (0.2, {}, 0.567),  # the released constants: the table of ALGORITHMS 2
+        (0.5, {}, 0.668),
+        (1.0, {}, 0.835),
         (5.0, {}, 1.0),
         (-5.0, {}, 0.0),
         (0.0, {"base": 0.2, "weight": 1.0}, 0.2),
         (0.0, {"consecutive": 4, "penalty": 0.05}, 0.4),
-        (0.5, {"consecutive": 2, "penalty": 0.05}, 0.54),
+        (0.5, {"weight": 0.2, "consecutive": 2, "penalty": 0.05}, 0.54),
         (0.0, {"consecutive": 40, "penalty": 0.05}, 0.0),
     ],
 )
 def test_branch_probability_rises_with_entropy_and_falls_with_consecutive_branches(delta, kwargs, expected):
-    assert branch_probability(delta, **kwargs) == pytest.approx(expected)
+    assert branch_probability(delta, **kwargs) == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.parametrize("consecutive, expected", [(0, 0.5), (1, 0.4737), (5, 0.3333), (10, 0.0), (20, 0.0)])
@@ -79,13 +104,16 @@ def test_upstream_probability_is_what_the_released_gate_does_in_100000_draws():
 
 def test_initial_rollouts_span_the_published_range():
     assert [initial_rollouts(16, d, 0.0, beta=0.5) for d in (-1.5, 0.0, 1.5)] == [6, 9, 11]
+    published = {-2.0: 3, -1.0: 5, -0.5: 7, -0.2: 8, 0.0: 9, 0.2: 9, 0.5: 10, 1.0: 12, 2.0: 14}  # ALGORITHMS 2
+    beta = BranchingConfig().budget_weight
+    assert {nats: initial_rollouts(16, nats, 0.0, beta=beta) for nats in published} == published
     assert initial_rollouts(16, 1000.0, 0.0, beta=1.0) == 16
     assert initial_rollouts(1, -5.0, 5.0, beta=1.0) == 1
 
 
 def test_threshold_rule_branches_exactly_above_tau_and_draws_nothing():
     cfg = BranchingConfig(rule="threshold")
-    assert decide(seen(0.31, 0.3), cfg, random.Random(0)) == (True, pytest.approx(0.502), None)
+    assert decide(seen(0.31, 0.3), cfg, random.Random(0)) == (True, pytest.approx(0.5 + 0.01 * RELEASED_WEIGHT), None)
     assert decide(seen(0.30, 0.3), cfg, random.Random(0))[0] is False
 
 
@@ -98,6 +126,52 @@ def test_bernoulli_rule_branches_with_probability_p():
 def test_random_selector_ignores_entropy():
     cfg = BranchingConfig(selector="random", base=0.25, weight=5.0)
     assert RULES["random"](seen(1.0, 0.0, 3), cfg) == 0.25
+
+
+KNOWN = SignalStatistics(count=40, mean=0.2, std=0.1, bound=0.25)
+
+
+@pytest.mark.parametrize(
+    "signal, entropy, root_entropy, expected",
+    [
+        ("entropy", 0.2, 9.0, 0.5),  # at the mean, whatever the root's
+        ("entropy", 0.3, 9.0, 0.75),  # z = 1
+        ("entropy", 0.05, 9.0, 0.125),  # z = -1.5
+        ("entropy", 1.0, 9.0, 1.0),
+        ("delta", 1.3, 1.0, 0.75),
+        ("delta", 1.0, 1.3, 0.0),
+    ],
+)
+def test_standardized_moves_p_by_its_weight_per_deviation_of_the_signal(signal, entropy, root_entropy, expected):
+    cfg = BranchingConfig(selector="standardized", signal=signal)
+    evidence = Evidence((), (), entropy, root_entropy, statistics=KNOWN)
+    assert RULES["standardized"](evidence, cfg) == pytest.approx(expected)
+
+
+def test_quantile_branches_above_the_bound_and_never_below():
+    cfg = BranchingConfig(selector="quantile")
+    for entropy, expected in [(0.26, True), (0.25, False), (0.0, False)]:
+        evidence = Evidence((), (), entropy, 0.0, statistics=KNOWN)
+        assert {decide(evidence, cfg, random.Random(seed))[0] for seed in range(50)} == {expected}
+
+
+@pytest.mark.parametrize("selector", ["standardized", "quantile"])
+def test_a_rule_without_a_scale_falls_back_to_the_base(selector):
+    cfg = BranchingConfig(selector=selector, base=0.4)
+    assert RULES[selector](seen(9.0, 0.0), cfg) == 0.4
+    flat = SignalStatistics(count=40, mean=0.2, std=0.0, bound=0.2)
+    if selector == "standardized":  # nothing varies, so nothing stands out
+        assert RULES[selector](Evidence((), (), 9.0, 0.0, statistics=flat), cfg) == 0.4
+
+
+def test_neutral_probability_is_p_without_the_entropies():
+    decision = BranchDecision(2.0, 1.0, 0.9, 0.1, consecutive=4, budget_left=1, num_children=1, outcome="branched")
+    for cfg, expected in [
+        (BranchingConfig(), 0.5),
+        (BranchingConfig(selector="aepo"), 0.4),
+        (BranchingConfig(selector="aepo", compat="upstream"), 1 - 0.5 / 0.8),
+    ]:
+        assert neutral_probability(decision, cfg) == pytest.approx(expected)
 
 
 def test_only_aepo_penalises_consecutive_branches():

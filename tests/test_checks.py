@@ -108,6 +108,9 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("advantage.normalize_std", "advantage.kind"): "grpo",
     ("advantage.dead_groups", "advantage.kind"): "grpo",
     ("tools.search.corpus", "tools.search.backend"): "local",
+    ("branching.weight_z", "branching.selector"): "standardized",
+    ("branching.branch_rate", "branching.selector"): "quantile",
+    ("branching.signal", "branching.selector"): "quantile",
 }
 SPECIAL_OFF = {
     ("eval.server_model", "eval.server"): "",
@@ -121,7 +124,8 @@ SPECIAL_OFF = {
     ("tools.python.mode", "eval.replay"): True,
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
-    "rollout.top_p": 0.5, "branching.base": 0.6, "critic.path": "m", "loss.correction_low": 0.25,
+    "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",
+    "loss.correction_low": 0.25,
     "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
     "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
     "advantage.tree": "hard", "loss.kl_estimator": "k1", "loss.rollout_correction": "tis",

@@ -105,7 +105,7 @@ def test_a_config_is_frozen():
         ("branching: 3", [], ["c.yaml", "branching must be a mapping"]),
         ("run: {seed: {a: 1}}", [], ["c.yaml", "run.seed must be a value"]),
         ("run: {seed: many}", [], ["c.yaml", "run.seed", "int"]),
-        ("branching: {selector: best}", [], ["c.yaml", "branching.selector='best'", "arpo, aepo, random, none"]),
+        ("branching: {selector: best}", [], ["c.yaml", "branching.selector='best'", "use one of arpo, aepo, "]),
         ("", ["--branching.selector", "randm"], ["command line", "did you mean 'random'?"]),
         ("- a\n- b", [], ["c.yaml", "must be a mapping"]),
         ("a: [", [], ["c.yaml", "not valid YAML"]),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from arpo.branching import RULES, Evidence, initial_rollouts
 from arpo.checks import half_chosen_aepo
 from arpo.config import load_config
 from arpo.model.loading import check_head
@@ -105,7 +106,27 @@ def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
     selector = {"grpo": "none"}.get(algorithm, algorithm)
     assert (cfg.branching.selector, cfg.branching.dynamic_budget) == (selector, algorithm == "aepo")
     default = BranchingConfig()
-    assert (cfg.branching.base, cfg.branching.weight) == (default.base, default.weight) == (0.5, 0.2)
+    assert (cfg.branching.base, cfg.branching.weight) == (default.base, default.weight) == (0.5, 0.3352)
+
+
+RUNS_THAT_BRANCH = [
+    *([f"{model}.yaml", f"{algorithm}.yaml"] for model in MODELS for algorithm in ("arpo", "aepo")),
+    ["smoke.yaml"],
+    ["smoke.yaml", "aepo.yaml"],
+    ["demo_arpo.yaml"],
+    ["demo_arpo.yaml", "aepo.yaml"],
+    ["demo_arpo.yaml", "demo_hard.yaml"],
+]
+
+
+@pytest.mark.parametrize("files", RUNS_THAT_BRANCH, ids=" ".join)
+def test_the_entropy_acts_under_every_shipped_config(files):
+    """One nat more than in the first turn nearly decides; two nats either way move nearly the whole of AEPO's group."""
+    branching = load_config(RLConfig, [str(CONFIGS / name) for name in files]).branching
+    evidence = Evidence((), (), entropy=2.5, root_entropy=1.5)
+    assert RULES[branching.selector](evidence, branching) >= 0.83
+    beta = branching.budget_weight
+    assert initial_rollouts(16, 0.0, 2.0, beta=beta) <= 3 and initial_rollouts(16, 2.0, 0.0, beta=beta) >= 14
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,0 +1,117 @@
+"""The branching signal over a run's steps: what a new one is compared with, whether it acts, and what it is worth.
+
+Every rank has all groups of a step, so all ranks keep the same numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from arpo.branching import neutral_probability
+from arpo.entropy import signal_of
+from arpo.options import BranchingConfig
+from arpo.retrospective import EXPANSIONS
+from arpo.trajectory import BranchDecision, Group, SignalStatistics, StopReason
+
+WINDOW_STEPS = 10
+"""Steps whose decisions a new one is compared with."""
+MIN_DECISIONS = 32
+"""Fewer earlier decisions say too little: P is then `branching.base`."""
+NUM_FIRST_STEPS, MIN_MOVED = 3, 0.02
+"""A run whose entropies move P by less than this in each of its first steps is told so."""
+
+
+class BranchingSignal:
+    """The signal (branching.signal, nats) of the decisions of the last steps.
+
+    A plain window, so that mean, deviation and quantile are of the same decisions, and `state` is all that a resumed
+    run needs to decide as it would have.
+    """
+
+    def __init__(self, cfg: BranchingConfig, state: Sequence[Sequence[float]] = ()):
+        """`state` is that of the window to continue, as a checkpoint kept it."""
+        self.cfg = cfg
+        self.state = [list(values) for values in state]
+        """The signal of each decision, step by step; at most WINDOW_STEPS."""
+        self.warning = ""
+        """What the user must know of the step that was added last; "" where there is nothing."""
+        self._moved: list[float] = []  # `branching/signal` of the steps since the start
+
+    @property
+    def statistics(self) -> SignalStatistics | None:
+        """Statistics of the decisions so far; None where there are too few to compare with."""
+        values = sorted(value for step in self.state for value in step)
+        if len(values) < MIN_DECISIONS:
+            return None
+        num_above = round(self.cfg.branch_rate * len(values))
+        bound = values[max(len(values) - num_above - 1, 0)]
+        return SignalStatistics(len(values), statistics.fmean(values), statistics.stdev(values), bound)
+
+    def add(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Add a step's scored groups, those of all ranks. Return `signal_metrics`."""
+        metrics = signal_metrics(groups, self.cfg)
+        self._moved.append(metrics.get("branching/signal", 0.0))
+        self.warning = self._warning()
+        decided = [signal_of(d.entropy, d.root_entropy, self.cfg) for d in decisions(groups)]
+        self.state = [*self.state, decided][-WINDOW_STEPS:]
+        return metrics
+
+    def _warning(self) -> str:
+        """Return the warning of the step whose decisions are not in the window yet."""
+        selector, most = self.cfg.selector, max(self._moved)
+        if selector in ("standardized", "quantile") and self.statistics is None:
+            count = sum(map(len, self.state))
+            return f"P(branch) was branching.base: {selector} had {count} earlier decisions, and needs {MIN_DECISIONS}"
+        acts = most >= MIN_MOVED or self.cfg.rule == "threshold" or selector in ("random", "none", *EXPANSIONS)
+        if acts or len(self._moved) != NUM_FIRST_STEPS:
+            return ""
+        return (
+            f"warning: in the first {NUM_FIRST_STEPS} steps the entropies moved P(branch) by {most:.3f} at most: this "
+            "is random branching under another name; raise branching.weight, or set branching.selector=standardized"
+        )
+
+
+def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, float]:
+    """Return how far the entropies moved P, and how well they foretold which trajectories fail (docs/metrics.md).
+
+    A value that cannot be computed, like a correlation without variance, is left out.
+    """
+    values: dict[str, float] = {}
+    if taken := list(decisions(groups)):
+        values["branching/signal"] = statistics.fmean(abs(d.probability - neutral_probability(d, cfg)) for d in taken)
+        values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
+        values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
+    turns = list(turns_after_results(groups))
+    entropies, failures = [entropy for entropy, _, _ in turns], [failed for _, _, failed in turns]
+    deltas = [entropy - root_entropy for entropy, root_entropy, _ in turns]
+    for name, signal in {"predicts_failure": entropies, "predicts_failure_delta": deltas}.items():
+        if len(set(signal)) > 1 and len(set(failures)) > 1:
+            values[f"branching/{name}"] = statistics.correlation(signal, failures)
+    if quarter := len(turns) // 4:
+        by_entropy = [failed for _, failed in sorted(zip(entropies, failures, strict=True))]
+        values["branching/failed_low_entropy"] = statistics.fmean(by_entropy[:quarter])
+        values["branching/failed_high_entropy"] = statistics.fmean(by_entropy[-quarter:])
+    return values
+
+
+def decisions(groups: Sequence[Group]) -> Iterator[BranchDecision]:
+    """Yield the decisions that a rule took in these groups, in order; retrospective selectors have no P."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            taken = (turn.decision for turn in trajectory.turns if turn.decision)
+            yield from (decision for decision in taken if decision.probability is not None)
+
+
+def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float, float]]:
+    """Yield (H, H_root, 1.0 if the trajectory failed else 0.0) of each turn after a tool result, nats.
+
+    Inherited turns count for the trajectory that sampled them; those that ended in an error of ours do not count.
+    """
+    for trajectory in (t for group in groups for t in group.trajectories):
+        if trajectory.reward is None or trajectory.stop_reason == StopReason.ERROR:
+            continue
+        root_entropy, failed = trajectory.turns[0].entropy, float(trajectory.reward <= 0)
+        for turn in trajectory.turns[1:]:
+            if not turn.inherited and turn.entropy is not None:
+                yield turn.entropy, root_entropy, failed
