@@ -113,7 +113,7 @@ from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom, score_groups
 from arpo.sampler import Sampler
 from arpo.tools import make_tools, system_prompt_for
-from arpo.trajectory import Group, Metrics, Prompt, SignalStatistics
+from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
@@ -133,10 +133,11 @@ def main(cfg: RLConfig) -> None:
     )
 
     # ---- everything that can be wrong is found before a model is loaded
-    if cfg.data.num_prompts_per_step % dist.world_size:
+    num_prompts = cfg.data.num_prompts_per_step
+    if num_prompts % dist.world_size:
         raise UserError(
-            f"data.num_prompts_per_step={cfg.data.num_prompts_per_step} is not a multiple of the "
-            f"{dist.world_size} ranks; change it or --nproc_per_node"
+            f"data.num_prompts_per_step={num_prompts} is not a multiple of the {dist.world_size} ranks; "
+            "change it or --nproc_per_node"
         )
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     tokenizer = load_tokenizer(cfg.model.path)
@@ -146,18 +147,12 @@ def main(cfg: RLConfig) -> None:
     codec = Codec(tokenizer, tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
-    order = PromptOrder(
-        len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, option="data.num_prompts_per_step"
-    )
-    num_prompts = cfg.data.num_prompts_per_step
+    order = PromptOrder(len(train_prompts), num_prompts, cfg.run.seed, option="data.num_prompts_per_step")
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    if custom_reward and custom_reward.batched and cfg.branching.selector in NEED_REWARDS:
-        raise UserError(
-            f"branching.selector={cfg.branching.selector} needs each reward as soon as its group has ended, but "
-            f"{custom_reward.place} judges whole batches; let it take one response, or choose another selector"
-        )
+    if custom_reward and cfg.branching.selector in NEED_REWARDS:
+        custom_reward.require_single(f"branching.selector={cfg.branching.selector}")
     score = partial(score_groups, cfg=cfg.reward, custom=custom_reward, tools=cfg.tools.names, only_new=True)
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
     tools = team.tool_runner(make_tools(cfg.tools))
@@ -210,7 +205,7 @@ def main(cfg: RLConfig) -> None:
         while count := num_to_sample(sampled, num_prompts, cfg.advantage, multiple_of=team.num_teams):
             indices, num_drawn = order.draw(num_drawn, count)
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name, signal.statistics)
+            sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name, signal)
         groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
@@ -309,21 +304,15 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
 
 
 def sample(
-    sampler: Sampler,
-    prompts: list[Prompt],
-    cfg: RLConfig,
-    timers: ranks.Timers,
-    name: str,
-    statistics: SignalStatistics | None,
+    sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
 ) -> list[Group]:
     """Return the scored groups of the prompts on every rank, in order. Each team of ranks samples and scores its share.
 
     `name` is that of the rollout: the step, and within a step something that tells it from others.
     """
     with timers("rollout"):
-        share = sampler(
-            prompts, cfg.rollout, cfg.branching, step=name, statistics=statistics, description=f"step {name} rollout"
-        )
+        names = {"step": name, "description": f"step {name} rollout"}
+        share = sampler(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
     with timers("reward"):
         sampler.score(share if sampler.team.is_first else [])
     with timers("exchange"):
