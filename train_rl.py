@@ -202,7 +202,7 @@ def main(cfg: RLConfig) -> None:
         # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach
         sampled: list[Group] = []
         num_prefilled = engine.stats.prefilled_tokens
-        while count := num_to_sample(sampled, num_prompts, cfg.advantage, multiple_of=team.num_teams):
+        while count := num_to_sample(sampled, num_prompts, cfg.advantage):
             indices, num_drawn = order.draw(num_drawn, count)
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
             sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name, signal)

@@ -194,19 +194,19 @@ def is_dead(group: Group) -> bool:
     return len(rewards) > 1 and len(set(rewards)) == 1
 
 
-def num_to_sample(groups: list[Group], num_prompts: int, cfg: AdvantageConfig, *, multiple_of: int) -> int:
+def num_to_sample(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> int:
     """Return how many prompts a step samples next, after these groups of it; 0 where it has enough.
 
     First all `num_prompts`. Under dead_groups=resample then as many as should make up for the dead groups, by the share
-    of mixed ones so far: a multiple of the teams that share them, at most `num_prompts` at once, and no more in all
-    than cfg.max_resample allows. 8 prompts, 4 groups of them dead -> 8
+    of mixed ones so far: at most `num_prompts` at once, and no more in all than cfg.max_resample allows. Whatever the
+    number of ranks. 8 prompts, 2 groups of them dead -> 3
     """
     if not groups or cfg.dead_groups != "resample":
         return 0 if groups else num_prompts
     num_mixed = sum(not is_dead(group) for group in groups)
     expected = math.ceil((num_prompts - num_mixed) * len(groups) / max(num_mixed, 1))
     left = (1 + cfg.max_resample) * num_prompts - len(groups)
-    return max(0, min(math.ceil(expected / multiple_of) * multiple_of, num_prompts, left))
+    return max(0, min(expected, num_prompts, left))
 
 
 def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:

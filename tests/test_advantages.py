@@ -222,29 +222,26 @@ RESAMPLE = AdvantageConfig(dead_groups="resample", max_resample=2)
 @pytest.mark.parametrize("dead_groups", ["keep", "drop", "resample"])
 def test_a_step_samples_its_prompts_first_and_further_ones_only_under_resample(dead_groups):
     cfg = AdvantageConfig(dead_groups=dead_groups)
-    assert num_to_sample([], 8, cfg, multiple_of=2) == 8
-    assert (num_to_sample(groups_with([LIVE, DEAD]), 2, cfg, multiple_of=1) > 0) == (dead_groups == "resample")
-    assert num_to_sample(groups_with([LIVE, LIVE]), 2, cfg, multiple_of=1) == 0
+    assert num_to_sample([], 8, cfg) == 8
+    assert (num_to_sample(groups_with([LIVE, DEAD]), 2, cfg) > 0) == (dead_groups == "resample")
+    assert num_to_sample(groups_with([LIVE, LIVE]), 2, cfg) == 0
 
 
 @pytest.mark.parametrize(
-    "num_live, num_dead, multiple_of, expected",
+    "num_live, num_dead, expected",
     [
-        (6, 2, 1, 3),  # 2 are missing, and 6 of 8 are mixed: 2 * 8 / 6 = 2.67
-        (6, 2, 4, 4),  # shared by four teams
-        (4, 4, 1, 8),  # 4 * 8 / 4
-        (1, 7, 1, 8),  # 7 * 8 / 1 would be 56, but never more than a step at once
-        (0, 8, 1, 8),
-        (6, 16, 1, 2),  # 2 * 22 / 6 = 7.33, but 8 + 2 * 8 prompts are all that the step may sample
-        (6, 18, 1, 0),
-        (9, 3, 1, 0),  # more than enough
+        (6, 2, 3),  # 2 are missing, and 6 of 8 are mixed: 2 * 8 / 6 = 2.67
+        (4, 4, 8),  # 4 * 8 / 4
+        (1, 7, 8),  # 7 * 8 / 1 would be 56, but never more than a step at once
+        (0, 8, 8),
+        (6, 16, 2),  # 2 * 22 / 6 = 7.33, but 8 + 2 * 8 prompts are all that the step may sample
+        (6, 18, 0),
+        (9, 3, 0),  # more than enough
     ],
 )
-def test_the_number_of_further_prompts_follows_from_the_share_of_mixed_groups(
-    num_live, num_dead, multiple_of, expected
-):
+def test_the_number_of_further_prompts_follows_from_the_share_of_mixed_groups(num_live, num_dead, expected):
     groups = groups_with([LIVE] * num_live + [DEAD] * num_dead)
-    assert num_to_sample(groups, 8, RESAMPLE, multiple_of=multiple_of) == expected
+    assert num_to_sample(groups, 8, RESAMPLE) == expected
 
 
 def test_under_resample_the_first_mixed_groups_are_trained_on():
