@@ -51,7 +51,7 @@ SEEDED := --run.seed $(SEED) --run.dir $(RUNS)
 EVAL   := evaluate.py configs/demo_eval.yaml $(SEEDED) --eval.files $(DATA)/test.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
 
 demo: setup
-	$(PY) -m arpo.demo build --out $(DATA) --seed $(SEED)
+	$(TORCHRUN) -m arpo.demo build --out $(DATA) --seed $(SEED)
 	$(TORCHRUN) train_sft.py configs/demo_sft.yaml $(SEEDED) --model.path $(DATA)/model \
 	  --data.train $(DATA)/sft_train.jsonl --data.valid $(DATA)/sft_valid.jsonl
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_sft --model.path $(RUNS)/demo_sft/hf

@@ -220,8 +220,10 @@ def main(cfg: RLConfig) -> None:
             log.line(f"step {step}  {signal.warning}")
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
-        # (none where a tool's service failed so often that what is left of the batch would teach to do without it)
+        # (none where a tool failed so often that the batch would teach to do without it)
         minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(sampled) else []
+        if health.warning:
+            log.line(f"step {step}: {health.warning}")
         with timers("old_logprobs"):
             for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
                 metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))

@@ -125,6 +125,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "tools.search.url": (ONLINE,),
     "tools.search.zone": (one_of("tools.search.backend", "brightdata"),),
     "tools.search.market": (one_of("tools.search.backend", "brightdata", "serper"),),
+    "tools.search.location": (one_of("tools.search.backend", "brightdata", "serper"),),
     "tools.search.top_k": (SEARCHES,),
     "tools.search.requests_per_second": (ONLINE,),
     "tools.search.deadline_s": (SEARCHES,),

@@ -5,10 +5,14 @@ Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the sha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
 MAX_FAILED_SHARE = 0.05
 """A batch with a larger share of failed trajectories is not trained on."""
+MAX_MISSED_SHARE = 0.2
+"""A batch with a larger share of searches that found no recorded result is not trained on."""
 MAX_BAD_BATCHES = 3
 """Number of such batches in a row that ends the run."""
 
@@ -82,7 +86,9 @@ class ToolHealth:
     """Watch over the batches of a run. Every rank sees all groups, so all ranks decide alike.
 
     A trajectory that ended in a failure of one of our services is left out of the loss. Without many of them a batch
-    would be left with the questions that need no tool, and the policy would learn to do without tools.
+    would be left with the questions that need no tool, and the policy would learn to do without tools. It would learn
+    the same from a search that answers from recorded results only and finds none: that is an error which the model
+    reads, and its trajectory stays in the loss.
     """
 
     def __init__(self) -> None:
@@ -90,21 +96,52 @@ class ToolHealth:
         """Bad batches in a row."""
         self.failed_share = 0.0
         """Share of the last batch's trajectories that ended in a failure of ours."""
+        self.missed_share = 0.0
+        """Share of the last batch's searches for which nothing is recorded. Inherited ones do not count twice."""
+        self.warning = ""
+        """What the console should say of the last batch; empty for nothing. Few misses are said once in a run."""
+        self._told_of_misses = False
 
     def may_train(self, groups: list[Group]) -> bool:
-        """Return False where too many trajectories of the batch ended in an infrastructure failure."""
-        reasons = [t.stop_reason for group in groups for t in group.trajectories]
-        self.failed_share = reasons.count(StopReason.ERROR) / max(len(reasons), 1)
-        self.num_bad_batches = self.num_bad_batches + 1 if self.failed_share > MAX_FAILED_SHARE else 0
-        return self.num_bad_batches == 0
+        """Return False where too many trajectories failed through us, or too many searches found nothing recorded."""
+        trajectories = [t for group in groups for t in group.trajectories]
+        searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
+        self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
+        self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
+        is_bad = self.failed_share > MAX_FAILED_SHARE or self.missed_share > MAX_MISSED_SHARE
+        self.num_bad_batches = self.num_bad_batches + 1 if is_bad else 0
+        self.warning = f"warning: this batch is not trained on: {self._reason}" if is_bad else ""
+        if self.missed_share and not is_bad and not self._told_of_misses:
+            self.warning = f"warning: {self._misses}; the model reads an error in their place, and is trained on it"
+        self._told_of_misses |= self.missed_share > 0
+        return not is_bad
 
     @property
     def must_stop(self) -> bool:
         return self.num_bad_batches >= MAX_BAD_BATCHES
 
+    @property
+    def _misses(self) -> str:
+        return f"{self.missed_share:.1%} of the searches are not in the recorded results"
+
+    @property
+    def _reason(self) -> str:
+        """What makes the last batch a bad one."""
+        failures = f"tools failed in {self.failed_share:.0%} of the trajectories"
+        return failures if self.failed_share > MAX_FAILED_SHARE else self._misses
+
     def __str__(self) -> str:
         """The one line that ends the run."""
-        return (
-            f"tools failed in {self.failed_share:.0%} of the trajectories, in {self.num_bad_batches} batches in a row; "
-            "see the warnings above, then start the same command again: it continues from the checkpoint"
-        )
+        fix = "see the warnings above, then start the same command again"
+        if self.failed_share <= MAX_FAILED_SHARE:
+            fix = (
+                "start the command again with tools.search.mode record and tools.search.backend brightdata or serper "
+                "(each needs a key), http (a retriever) or local (a corpus)"
+            )
+        return f"{self._reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
+
+
+def _share(events: Iterable[bool]) -> float:
+    """Return the share of true ones; 0 of none."""
+    flags = list(events)
+    return sum(flags) / max(len(flags), 1)

@@ -101,6 +101,9 @@ def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
     deep_search = model.startswith("qwen3")
     assert cfg.rollout.max_tool_calls == (6 if deep_search or algorithm == "aepo" else 3)
     assert cfg.model.enable_thinking == deep_search
+    search = cfg.tools.search  # Bing through Bright Data, with a cache that fills: what is recorded is far too little
+    assert (search.backend, search.location, search.mode) == ("brightdata", "cn", "record")
+    assert search.cache == "data/search_cache.sqlite" and not search.read_pages
     assert cfg.model.path == f"runs/{sft(model).run.name}/hf"
     assert cfg.loss.entropy_balanced_clipping == cfg.loss.entropy_balanced_advantage == (algorithm == "aepo")
     selector = {"grpo": "none"}.get(algorithm, algorithm)
@@ -168,6 +171,51 @@ def test_an_evaluation_asks_as_training_did(model):
     assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking
     assert cfg.model.path == sft(model).model.path  # the model itself, where --model.path names no trained one
     assert cfg.run.name == f"{model}-eval"
+
+
+SAMPLING = (0.6, 0.95, 15, ("python=5", "search=10"), 5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_evaluation_searches_live_as_the_released_script_does(model):
+    cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval")])
+    rollout, search = cfg.rollout, cfg.tools.search
+    calls = (rollout.max_tool_calls, rollout.max_calls_per_tool)
+    assert (rollout.temperature, rollout.top_p, *calls, cfg.eval.num_samples) == SAMPLING
+    assert (search.backend, search.location, search.mode, search.read_pages) == ("brightdata", "cn", "record", 0)
+
+
+@pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_14b"])
+def test_deep_search_is_evaluated_with_pages_and_a_summariser(model):
+    cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval_deepsearch")])
+    rollout, search = cfg.rollout, cfg.tools.search
+    calls = (rollout.max_tool_calls, rollout.max_calls_per_tool)
+    assert (rollout.temperature, rollout.top_p, *calls, cfg.eval.num_samples) == SAMPLING
+    assert (search.backend, search.location, search.read_pages, search.page_chars) == ("brightdata", "cn", 10, 6000)
+    assert search.summarizer_url and search.summarizer_model and cfg.eval.benchmarks == ("deepsearch",)
+    assert search.cache != rl("arpo", model).tools.search.cache
+    assert cfg.max_model_len <= 32768 <= real(model).config.max_position_embeddings  # what Qwen3 was trained on
+    assert rollout.max_result_tokens >= 10 * 200 * 1.3  # ten summaries of 200 words
+
+
+@pytest.mark.parametrize("script", [RLConfig, EvalConfig])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"backend": "http", "url": "http://host:8000/retrieve"},
+        {"backend": "local", "corpus": "FILE.jsonl"},
+        {"backend": "serper"},
+        {"backend": "replay", "cache": "search_cache.json"},
+    ],
+)
+def test_another_search_takes_its_own_flags_only(script, flags):
+    """What the configs say of Bright Data goes with it."""
+    algorithm = {RLConfig: ["arpo"], EvalConfig: ["eval", "eval_deepsearch"]}[script]
+    for name in algorithm:
+        files = [str(CONFIGS / f"{file}.yaml") for file in ("qwen3_8b", name)]
+        given = [token for key, value in flags.items() for token in (f"--tools.search.{key}", value)]
+        search = load_config(script, [*files, *given]).tools.search
+        assert vars(search).items() >= flags.items() and not search.zone
 
 
 def test_an_algorithms_file_is_its_whole_bundle():

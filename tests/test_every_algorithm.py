@@ -28,15 +28,18 @@ ALGORITHMS = {
               "--model.path", "@WORLD@/searcher", "--rollout.max_response_tokens", "190",
               "--rollout.max_result_tokens", "60", "--reward.function", "compute_hit", "--run.save_every", "1",
               "--advantage.dead_groups", "resample"],
+    "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1",
+                     "--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
+                     "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    world = build_toy_world(tmp_path_factory.mktemp("world"))
-    searching_model(world / "searcher")
-    return world
+    folder = build_toy_world(tmp_path_factory.mktemp("world"))
+    searching_model(folder / "searcher")
+    return folder
 
 
 def metrics_of_run(world, run: str, algorithm: str, *flags: str, ranks: int = 2) -> list[dict[str, float]]:
@@ -80,6 +83,17 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
     assert after["critic/loss"] > 0 and abs(after["critic/value"] - after["critic/return"]) < abs(
         warmup["critic/value"] - warmup["critic/return"]
     )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_of, world):
+    first, second = metrics_of("standardized")
+    assert first["branching/signal"] == 0 and first["branching/probability"] == 0.5  # nothing to compare with
+    assert second["branching/signal"] > 0.05
+    metrics_of_run(world, "cut standardized", "standardized", "--run.num_steps", "1")
+    resumed = metrics_of_run(world, "cut standardized", "standardized")[1]
+    names = [name for name in second if name.startswith(("branching/", "reward/", "loss/"))]
+    assert {name: resumed[name] for name in names} == {name: second[name] for name in names}
 
 
 @pytest.mark.slow

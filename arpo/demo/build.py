@@ -1,19 +1,22 @@
 """Build everything the offline demo needs, from nothing: world, tokenizer, corpus, SFT and RL data, a tiny model.
 
 `build` writes OUT/{corpus, sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model, a 2-layer Qwen3 with
-tokenizer and chat template that loads in transformers and vLLM; the same task and seed give the same files.
+tokenizer and chat template that loads in transformers and vLLM; the same task and seed give the same files (the model's
+weights up to rounding, where another number of processes shares the work under torchrun).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import time
 from functools import cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -53,9 +56,30 @@ def build(out: Path, seed: int, task: str = "plain") -> None:
         return
     started = time.perf_counter()
     transformers_logging.disable_progress_bar()
-    out.mkdir(parents=True, exist_ok=True)
-    stamp_path.unlink(missing_ok=True)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    parts = [write_data(out, seed, task)] if rank == 0 else [None]
+    if num_ranks > 1:
+        dist.broadcast_object_list(parts)
+    tokenizer, words = parts[0]
+    model = build_model(tokenizer, seed)
+    teach_recall(model, words, seed, rank, num_ranks)
+    if rank == 0:
+        model.save_pretrained(out / "model")
+        tokenizer.save_pretrained(out / "model")
+        stamp_path.write_text(json.dumps(stamp) + "\n")
+        num_parameters = sum(p.numel() for p in model.parameters())
+        print(f"model: {num_parameters / 1e6:.2f}M parameters, {len(tokenizer)} tokens")
+        print(f"{out}: built in {time.perf_counter() - started:.0f} s")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
+
+def write_data(out: Path, seed: int, task: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """Write the data files into `out`. Return the tokenizer, and the tokens that the model is taught to copy."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "stamp.json").unlink(missing_ok=True)
     world_type, trace = TASKS[task]
     world = world_type(seed)
     write_jsonl(out / "corpus.jsonl", world.documents())
@@ -64,14 +88,7 @@ def build(out: Path, seed: int, task: str = "plain") -> None:
     for name, rows in build_data(world, demonstrator, seed).items():
         write_jsonl(out / f"{name}.jsonl", rows)
         print(f"{out / name}.jsonl: {len(rows)} rows")
-    model = build_model(tokenizer, seed)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"model: {num_parameters / 1e6:.2f}M parameters, {len(tokenizer)} tokens", flush=True)
-    teach_recall(model, tokens_in_use(out / "sft_train.jsonl", tokenizer), seed)
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
-    stamp_path.write_text(json.dumps(stamp) + "\n")
-    print(f"{out}: built in {time.perf_counter() - started:.0f} s")
+    return tokenizer, tokens_in_use(out / "sft_train.jsonl", tokenizer)
 
 
 def fingerprint() -> str:
@@ -220,12 +237,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     return model
 
 
-def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int) -> None:
+def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int, rank: int = 0, num_ranks: int = 1) -> None:
     """Pre-training in miniature: sequences in which a few random phrases keep coming back.
 
     Predicting the rest of a phrase seen before needs exactly the copying circuit that every pretrained LLM has and that
     SFT alone does not form within minutes: without this stage, numbers and names are not copied and accuracy stays 0.
-    `words` are the tokens that the phrases are made of. It holds no knowledge of tasks, tools or facts.
+    `words` are the tokens that the phrases are made of. It holds no knowledge of tasks, tools or facts. Ranks share the
+    sequences of a step.
     """
     rng = random.Random(f"recall {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RECALL_LR, betas=(0.9, 0.95), weight_decay=0.05)
@@ -234,14 +252,21 @@ def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = RECALL_LR * min(1.0, step / 20)
         rows = [recall_sequence(words, RECALL_TOKENS, rng) for _ in range(RECALL_SEQUENCES)]
-        input_ids = torch.tensor(rows)  # (B, T)
+        input_ids = torch.tensor(rows[rank::num_ranks])  # (B, T)
         logits = model(input_ids=input_ids[:, :-1], use_cache=False).logits  # (B, T-1, V)
         loss = F.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten())
-        loss.backward()
+        (loss * len(input_ids) / len(rows)).backward()  # this rank's share of the mean
+        if num_ranks > 1:
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+            dist.all_reduce(gradients)
+            for p, gradient in zip(
+                model.parameters(), gradients.split([p.numel() for p in model.parameters()]), strict=True
+            ):
+                p.grad = gradient.view_as(p)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 50 == 0:
+        if step % 50 == 0 and rank == 0:
             print(f"recall step {step}/{RECALL_STEPS}  loss {loss.item():.3f}", flush=True)
 
 

@@ -62,6 +62,8 @@ class SearchConfig:
     market: str = "auto"
     """brightdata, serper: language and country, like en-US; auto = zh-CN for queries with Chinese characters, else
     en-US."""
+    location: str = ""
+    """brightdata, serper: country where the search is made, like cn (the released code's); empty = the market's."""
     top_k: int = 0
     """Most passages or results per query; 0 = 3 with local and http, 10 with brightdata and serper."""
     requests_per_second: float = 50.0
@@ -107,7 +109,8 @@ class SearchConfig:
 
     def what_decides(self) -> dict[str, object]:
         """Return the settings that make other trajectories."""
-        return {name: getattr(self, name) for name in ("backend", "corpus", "top_k", "read_pages")}
+        names = "backend corpus market location top_k read_pages page_chars summarizer_model"
+        return {name: getattr(self, name) for name in names.split()}
 
 
 @dataclass(frozen=True)

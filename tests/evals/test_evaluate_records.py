@@ -15,7 +15,7 @@ from arpo.evals.options import EvalSection
 from arpo.evals.records import Record, append_records, group_records, read_records
 from arpo.evals.resume import claim_run, model_identity, read_settings, unfinished, what_decides
 from arpo.options import ModelConfig, RolloutConfig
-from arpo.tools.options import ToolsConfig
+from arpo.tools.options import SearchConfig, ToolsConfig
 
 [GROUP] = play(call_then_answer)
 RECORDS = group_records(GROUP, "gaia", "qa", [1.0, 2.0, 3.0, 4.00049])
@@ -116,7 +116,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_groups(tmp_path):
 def settings(folder, **changes) -> dict:
     cfg = replace(EvalSection(files=("x.jsonl",)), **changes.pop("eval", {}))
     rollout = replace(RolloutConfig(), **changes.pop("rollout", {}))
-    return what_decides(changes.pop("seed", 0), cfg, ModelConfig(path=str(folder)), rollout, ToolsConfig())
+    tools = ToolsConfig(search=SearchConfig(**changes.pop("search", {})))
+    return what_decides(changes.pop("seed", 0), cfg, ModelConfig(path=str(folder)), rollout, tools)
 
 
 def test_a_run_is_continued_under_the_same_settings_with_more_questions(tmp_path):
@@ -133,6 +134,8 @@ def test_a_run_is_continued_under_the_same_settings_with_more_questions(tmp_path
         ({"eval": {"num_samples": 3}}, "num_samples=1, and now it is 3"),
         ({"eval": {"mute_tools": True}}, "mute_tools=False, and now it is True"),
         ({"seed": 5}, "seed=0, and now it is 5"),
+        ({"search": {"location": "cn"}}, r"tools\.search\.location=, and now it is cn"),
+        ({"search": {"summarizer_model": "small"}}, r"tools\.search\.summarizer_model=, and now it is small"),
     ],
 )
 def test_other_settings_are_refused_with_their_name(tmp_path, changes, words):

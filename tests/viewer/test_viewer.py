@@ -207,6 +207,19 @@ def test_a_turn_that_was_chosen_afterwards_shows_its_score(run, groups, tmp_path
 
 
 @needs_browser
+def test_the_plot_shows_p_over_the_change_of_entropy_of_every_decision(run, groups, tmp_path):
+    write_page(run)
+    plot = section(dom(run / "viewer.html", tmp_path / "profile"), "signal")
+    taken = [[turn.decision for t in g.trajectories for turn in t.turns if turn.decision] for g in groups]
+    points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="([\d.]+)"', plot)
+    assert len(points) == sum(map(len, taken)) and len(taken[0]) > 1
+    assert [r for _, _, r in points].count("3.5") == len(taken[0])  # those of the group that is shown stand out
+    highest = max((d for group in taken for d in group), key=lambda d: d.probability)
+    assert float(min(points, key=lambda point: float(point[1]))[1]) == pytest.approx(64 - 56 * highest.probability)
+    assert f"P(branch) {highest.probability:g}, draw" in words(plot)
+
+
+@needs_browser
 def test_hostile_text_is_shown_and_never_executed(run, tmp_path):
     write_page(run)
     document = dom(run / "viewer.html", tmp_path / "profile")

@@ -19,7 +19,8 @@ import random
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,6 +233,13 @@ def read_key(variable: str) -> str:
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")
     return key
+
+
+def probe_from_rank_0(probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run the probe of a service to its end, unless this is another rank than 0. Raises what it raises."""
+    if os.environ.get("RANK", "0") == "0":
+        with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
+            thread.submit(lambda: asyncio.run(probe())).result()
 
 
 def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import aiohttp
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
 from arpo.tools.cache.store import cache_key, clean_text
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url, probe_from_rank_0
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.page_fetch import PageFetcher, is_public
@@ -48,7 +48,10 @@ class ReadingBackend:
     """A backend of the search tool that reads the pages which another one finds."""
 
     def __init__(self, search: HttpBackend, cfg: SearchConfig, cache: Cache | None):
-        """Keeps nothing if `cache` is None. Raises UserError for settings that cannot work and for missing packages."""
+        """Keeps nothing if `cache` is None. Rank 0 asks the summarizer something small, unless the config replays.
+
+        Raises UserError for settings that cannot work, missing packages, and a summarizer that does not answer.
+        """
         check_reading(cfg)
         self._search, self._cfg, self._cache = search, cfg, cache
         self.params = search.params | {"read_pages": cfg.read_pages, "page_chars": cfg.page_chars}
@@ -58,13 +61,8 @@ class ReadingBackend:
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
-            self._summarizer = HttpClient(
-                "summarizer",
-                cfg.summarizer_url,
-                HttpPolicy(deadline_s=cfg.deadline_s),
-                setting="tools.search.summarizer_url",
-                key_variable="SUMMARIZER_API_KEY",
-            )
+            self._summarizer = self._make_summarizer()
+            probe_from_rank_0(lambda: self._probe(self._make_summarizer()))
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """Failures by kind: page, summary."""
@@ -122,6 +120,25 @@ class ReadingBackend:
         request = chat_request(self._cfg.summarizer_model, prompt, max_tokens=MAX_SUMMARY_TOKENS, temperature=0.0)
         ask = partial(self._summarizer.post, request, _summary_text)
         return await self._cached(key, SUMMARY, f"<summary>{query}</summary>", ask)
+
+    def _make_summarizer(self) -> HttpClient:
+        return HttpClient(
+            "summarizer",
+            self._cfg.summarizer_url,
+            HttpPolicy(deadline_s=self._cfg.deadline_s),
+            setting="tools.search.summarizer_url",
+            key_variable="SUMMARIZER_API_KEY",
+        )
+
+    async def _probe(self, client: HttpClient) -> None:
+        try:
+            request = chat_request(self._cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
+            await client.post(request, chat_content)
+        except OSError as error:
+            fix = "start the model there, or set tools.search.read_pages 0"
+            raise UserError(f"tools.search.summarizer_url: {error}; {fix}") from None
+        finally:
+            await client.aclose()
 
     async def _cached(self, key: bytes, kind: str, label: str, ask: Callable[[], Awaitable[str]]) -> str:
         if self._cache is None:

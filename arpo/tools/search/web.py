@@ -6,19 +6,17 @@ is responsible for everything that can go wrong on the way. Keys come from the e
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
 from arpo.tools.cache.store import clean_text
-from arpo.tools.http.client import HttpClient, bearer, check_url, read_key
+from arpo.tools.http.client import HttpClient, bearer, check_url, probe_from_rank_0, read_key
 from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
@@ -59,14 +57,15 @@ def _market_of(cfg: SearchConfig, query: str) -> list[str]:
 
 def _brightdata_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
     language, country = _market_of(cfg, query)
-    bing = {"q": query, "mkt": f"{language}-{country}", "setLang": language, "brd_json": "1", "cc": country.lower()}
+    location = cfg.location or country.lower()
+    bing = {"q": query, "mkt": f"{language}-{country}", "setLang": language, "brd_json": "1", "cc": location}
     return {"zone": cfg.zone, "url": f"https://www.bing.com/search?{urllib.parse.urlencode(bing)}", "format": "raw"}
 
 
 def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
     language, country = _market_of(cfg, query)
     language = "zh-cn" if language == "zh" else language
-    return {"q": query, "gl": country.lower(), "hl": language, "num": cfg.num_passages}
+    return {"q": query, "gl": cfg.location or country.lower(), "hl": language, "num": cfg.num_passages}
 
 
 def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
@@ -119,7 +118,8 @@ def _text(row: Any, name: str) -> str:
 
 
 def _web_params(cfg: SearchConfig) -> dict[str, object]:
-    return {"market": cfg.market, "max_results": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS}
+    params = {"market": cfg.market, "max_results": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS}
+    return params | ({"location": cfg.location} if cfg.location else {})  # keys of older caches lack it
 
 
 SERVICES: dict[str, Service] = {
@@ -165,20 +165,21 @@ class HttpBackend:
         """
         self._cfg, self._service, self._time_source = cfg, SERVICES[cfg.backend], time_source
         self.params = self._service.params(cfg)
+        variable = self._service.key_variable
+        if variable and not cfg.replays and not read_key(variable):
+            raise UserError(
+                f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}, or set "
+                "tools.search.backend to http (a retriever at tools.search.url), local (the file in "
+                "tools.search.corpus) or replay (only what tools.search.cache holds)"
+            )
         check_settings(cfg)
         check_url(cfg.url or self._service.url)
         self._limit: LocalRateLimit | None = None
         self._client: HttpClient | None = None
         if not cfg.replays:
-            variable = self._service.key_variable
-            if variable and not read_key(variable):
-                needs = f"tools.search.backend {cfg.backend} needs a key"
-                raise UserError(f"{needs}; set the environment variable {variable}")
             self._limit = rate_limit_of(cfg)
             self._client = self._make_client()
-            if os.environ.get("RANK", "0") == "0":
-                with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
-                    thread.submit(asyncio.run, self._probe(self._make_client())).result()
+            probe_from_rank_0(lambda: self._probe(self._make_client()))
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
@@ -233,6 +234,8 @@ def check_settings(cfg: SearchConfig) -> None:
         raise UserError("tools.search.requests_per_second must not be negative, and deadline_s must be positive")
     if cfg.market != "auto" and not re.fullmatch(r"[a-z]{2}-[A-Z]{2}", cfg.market):
         raise UserError(f"tools.search.market must be auto or like en-US, not {cfg.market!r}")
+    if cfg.location and not re.fullmatch(r"[a-z]{2}", cfg.location):
+        raise UserError(f"tools.search.location must be a country like cn, or empty, not {cfg.location!r}")
     if cfg.backend == "brightdata" and not cfg.zone:
         raise UserError("tools.search.zone is empty; set it to the name of your Bright Data SERP API zone")
     if cfg.backend == "http" and not cfg.url:

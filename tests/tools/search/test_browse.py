@@ -343,6 +343,18 @@ def test_a_summarizer_that_refuses_the_key_ends_the_run(the_web, monkeypatch):
     assert "sk-summary" not in str(error.value)
 
 
+@pytest.mark.parametrize("answer", [says("", 400), says("{}")])
+def test_a_summarizer_that_does_not_answer_is_found_before_training(the_web, monkeypatch, answer):
+    monkeypatch.setenv("RANK", "0")
+    the_web.pages["/v1/chat"] = answer
+    with pytest.raises(
+        UserError, match=r"tools\.search\.summarizer_url: .*; start the model there, or set .*read_pages 0"
+    ):
+        SearchTool(summarizing(the_web))
+    the_web.pages["/v1/chat"] = a_summary("")  # eight tokens may all be thoughts
+    asyncio.run(SearchTool(summarizing(the_web)).aclose())
+
+
 # ---- cache
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,6 +28,7 @@ from helpers.web_service import (
 from arpo.config import load_config, save_config
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
+from arpo.tools.cache.__main__ import main as cache_main
 from arpo.tools.cache.store import NO_RESULTS
 from arpo.tools.http.client import proxy_of
 from arpo.tools.http.policy import HttpPolicy, RedisRateLimit
@@ -115,6 +117,25 @@ def test_a_chinese_query_goes_to_the_chinese_market(service):
     service.then(says({"organic": []}))
     ask(SearchTool(SearchConfig(backend="brightdata", url=service.url, zone="z", mode="live")), "水獭 身高")
     assert b"mkt=zh-CN&setLang=zh&brd_json=1&cc=cn" in service.requests[-1].body
+
+
+def test_a_location_is_where_the_search_is_made_whatever_its_language(service):
+    service.then(says({"organic": []}))
+    cfg = SearchConfig(backend="brightdata", url=service.url, zone="z", mode="live", location="cn")
+    ask(SearchTool(cfg), "otters")
+    assert b"mkt=en-US&setLang=en&brd_json=1&cc=cn" in service.requests[-1].body
+    ask(SearchTool(SearchConfig(backend="serper", url=service.url, mode="live", location="cn")), "otters")
+    assert b'"gl":"cn","hl":"en"' in service.requests[-1].body
+
+
+def test_another_location_is_not_answered_from_the_cache_but_older_caches_are_read(service, tmp_path):
+    cfg = SearchConfig(backend="serper", url=service.url, cache=str(tmp_path / "cache.sqlite"))
+    service.then(says({"organic": [{"snippet": "found"}]}))
+    assert not ask(SearchTool(cfg), "q").cached
+    assert not ask(SearchTool(replace(cfg, location="cn")), "q").cached
+    assert ask(SearchTool(cfg), "q").cached and ask(SearchTool(replace(cfg, location="cn")), "q").cached
+    without_location = {"market": "auto", "max_results": 10, "max_passage_chars": 1000}  # what older runs have written
+    assert HttpBackend(replace(cfg, mode="replay")).params == without_location
 
 
 def test_the_retriever_gets_one_query_and_the_number_of_passages(service):
@@ -373,8 +394,28 @@ def test_a_saved_config_holds_no_key(tmp_path):
 def test_a_missing_key_is_named(monkeypatch, variable, value):
     monkeypatch.delenv(variable) if value is None else monkeypatch.setenv(variable, value)
     backend = variable.partition("_")[0].lower()
-    with pytest.raises(UserError, match=f"backend {backend} needs a key; set the environment variable {variable}"):
-        SearchTool(SearchConfig(backend=backend, zone="z"))
+    with pytest.raises(UserError, match=f"backend {backend} needs a key; set the environment variable {variable}") as e:
+        SearchTool(SearchConfig(backend=backend))  # said before the missing zone, which nobody has without a key
+    assert all(word in str(e.value) for word in ("http (a retriever", "local (the file", "replay")) and "\n" not in str(
+        e
+    )
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_live_search_begins_with_what_the_released_cache_holds(service, tmp_path, imported):
+    """Imported into the run's cache, or named as the cache itself; either way what is new is recorded."""
+    released, cache = tmp_path / "search_cache.json", tmp_path / "search_cache.sqlite"
+    released.write_text(json.dumps({"who wrote it": "Page 1: Ann"}))
+    if imported:
+        cache_main(["import", str(cache), str(released)])
+    cfg = retriever(service, mode="record", cache=str(cache if imported else released))
+    for is_new in (True, False):
+        service.then(found("otters swim"))
+        known, asked = ask(SearchTool(cfg), "who wrote it", "otters")
+        assert (known.text, known.cached) == ("Page 1: Ann", True)
+        assert (asked.text, asked.cached) == ("Page 1: otters swim", not is_new)
+        queries = [json.loads(request.body)["queries"] for request in service.requests]
+        assert queries == [["weather"], ["otters"]][: 1 + is_new]
 
 
 @pytest.mark.parametrize("value", ["sk\nx", "two words", "sk-é", "“sk”"])
@@ -398,6 +439,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_quoting_it(monkeypatch
         ({"backend": "http", "url": "http://host:port/x"}, r"tools\.search\.url: .* is not an address like http://"),
         ({"backend": "http", "url": "http://me:pw@host/x"}, r"tools\.search\.url must not hold a user or password"),
         ({"backend": "brightdata"}, r"tools\.search\.zone is empty"),
+        ({"backend": "serper", "location": "CN"}, r"tools\.search\.location must be a country like cn, .*not 'CN'"),
         ({"backend": "serper", "market": "english"}, r"tools\.search\.market must be auto or like en-US"),
         ({"backend": "serper", "top_k": -1}, r"tools\.search\.top_k=-1 must be at least 1, or 0"),
         ({"backend": "serper", "requests_per_second": -1.0}, r"requests_per_second must not be negative"),
