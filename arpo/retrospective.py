@@ -132,16 +132,18 @@ def mixed(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -
     """The places from which right and wrong are most alike: largest p (1 - p), with p = (1 + right) / (2 + all) over
     the finished trajectories that passed there (the prompt included). So a group of equal rewards is forked where
     little was tried, which may make it a mixed one."""
-    num_all: Counter[Start] = Counter()
     num_right: Counter[Start] = Counter()
+    num_wrong: Counter[Start] = Counter()
     first: dict[Start, Fork] = {}
     by_id = {t.trajectory_id: t for t in group.trajectories}
     for (name, turn), start in starts(group).items():
-        num_all[start] += 1
-        num_right[start] += is_right(by_id[name])
+        (num_right if is_right(by_id[name]) else num_wrong)[start] += 1
         first.setdefault(start, Fork(name, turn))
-    chance = {start: (1 + num_right[start]) / (2 + num_all[start]) for start in first}
-    return best([fork._replace(score=chance[s] * (1 - chance[s])) for s, fork in first.items()], budget, rng)
+    scored = []
+    for start, fork in first.items():
+        right, wrong = 1 + num_right[start], 1 + num_wrong[start]
+        scored.append(fork._replace(score=right * wrong / (right + wrong) ** 2))  # the same for p and 1 - p, exactly
+    return best(scored, budget, rng)
 
 
 EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], list[Fork]]] = {

@@ -89,7 +89,7 @@ def test_mixed_prefers_the_place_where_right_and_wrong_are_most_alike():
     forks = EXPANSIONS["mixed"](TREE, 9, CFG, random.Random(0))
     assert [fork[:2] for fork in forks[:2]] == [("0", 1), ("0", 0)]
     assert {fork[:2] for fork in forks[2:]} == {("0", 2), ("0.0", 2)}
-    assert [fork.score for fork in forks] == pytest.approx([0.25, 0.24, 2 / 9, 2 / 9])
+    assert [fork.score for fork in forks] == [0.25, 0.24, 2 / 9, 2 / 9]  # p and 1 - p are equal, so chance decides
 
 
 def test_mixed_attacks_a_dead_group_where_little_was_tried():
