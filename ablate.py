@@ -27,6 +27,11 @@ ALGORITHMS: dict[str, list[str]] = {
         *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
     ],
     "random": ["--branching.selector", "random"],
+    "arpo_threshold": ["--branching.selector", "arpo", "--branching.rule", "threshold"],
+    "standardized": ["--branching.selector", "standardized"],
+    "standardized_delta": ["--branching.selector", "standardized", "--branching.signal", "delta"],
+    "mixed": ["--branching.selector", "mixed"],
+    "node_parent": ["--branching.selector", "arpo", "--advantage.tree", "node_parent"],
 }
 
 
@@ -48,7 +53,7 @@ class AblationSection:
     """Config files of train_rl.py that all runs share; later ones win."""
     eval: tuple[str, ...] = ()
     """Config files of evaluate.py; use temperature 1, because RL trains the policy as it is sampled."""
-    algorithms: tuple[str, ...] = tuple(ALGORITHMS)
+    algorithms: tuple[str, ...] = ("grpo", "arpo", "aepo", "random")
     """Names in ablate.py's ALGORITHMS; "name=--flags of train_rl.py" adds one of your own."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of training: data order, sampling, branch decisions. Evaluations all use ablation.eval_seed."""
@@ -58,6 +63,8 @@ class AblationSection:
     """Number of training steps of each run."""
     nproc_per_node: int = 1
     """Number of ranks of each run."""
+    validate_every: int = 0
+    """Steps between greedy validations (data.valid), of which the table at equal tokens is made; 0 = no such table."""
     num_parallel: int = 1
     """Number of runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
     target_reward: float = 0.8
@@ -177,7 +184,7 @@ def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
             run = folder / f"{algorithm}_seed{seed}"
             train = ["train_rl.py", *cfg.train, *overrides, "--run.dir", str(folder), "--run.name", run.name,
                      "--run.seed", str(seed), "--run.num_steps", str(cfg.num_steps),
-                     "--run.validate_every", "0"]  # fmt: skip
+                     "--run.validate_every", str(cfg.validate_every)]  # fmt: skip
             evaluate = ["evaluate.py", *cfg.eval, "--model.path", str(run / "hf"), "--run.dir", str(run),
                         "--run.name", "eval", "--run.seed", str(cfg.eval_seed)]  # fmt: skip
             jobs.append(Job(algorithm, seed, run, [train, evaluate], cfg.nproc_per_node))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -46,7 +47,9 @@ class CriticEvidence:
 
 
 def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    """Return `group_advantages`; without cfg.normalize_std this is Dr.GRPO."""
+    """Return `group_advantages`; without cfg.normalize_std this is Dr.GRPO. normalize=batch: `batch_advantages`."""
+    if cfg.normalize == "batch":
+        return batch_advantages(evidence, with_dead_groups=cfg.dead_groups == "keep")
     return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize_std)
 
 
@@ -74,6 +77,26 @@ def group_advantages(
         std = 1.0 if alone else group.std(unbiased=True)
         advantages[indices] = (centred / (std + eps) if normalize_std else centred).to(rewards.dtype)
     return advantages
+
+
+def batch_advantages(evidence: GroupEvidence, *, with_dead_groups: bool) -> Tensor:
+    """(reward - its group's mean - m) / (s + 1e-8), m and s over all loss tokens of the step on all ranks. -> (N,)
+
+    This is REINFORCE++ with baseline (arXiv 2501.03262; with one trajectory per prompt, REINFORCE++). A trajectory
+    enters m and s once for each of its loss tokens; s is unbiased. `with_dead_groups` False: groups whose rewards are
+    all equal, which are not trained on then, do not enter them.
+
+    Rewards [1, 0] and [2, 0] in two groups, one loss token each -> centred [0.5, -0.5] and [1, -1], m = 0, s = 0.913 ->
+    [0.548, -0.548] and [1.095, -1.095].
+    """
+    centred = group_advantages(evidence.rewards, evidence.group_ids, normalize_std=False)
+    num_tokens = torch.tensor([t.num_sampled_tokens for t in evidence.trajectories], dtype=centred.dtype)
+    for indices in members(evidence.group_ids):
+        if not with_dead_groups and len(indices) > 1 and not centred[indices].any():
+            num_tokens[indices] = 0
+    mean = (num_tokens * centred).sum() / num_tokens.sum().clamp(min=1)
+    variance = (num_tokens * (centred - mean).square()).sum() / (num_tokens.sum() - 1).clamp(min=1)
+    return (centred - mean) / (variance.sqrt() + 1e-8)
 
 
 def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
@@ -158,16 +181,113 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     }
 
 
-TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {"soft": soft, "hard": hard}
+def node(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """A token gets the value of its turn, see `turn_values` (AT2PO, arXiv 2601.04767: `child_mean`, `node_value`)."""
+    paths, values = turn_values(group, cfg)
+    return by_turn(group, {name: [values[turn] for turn in path[1:-1]] for name, path in paths.items()})
+
+
+def node_parent(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """A token gets its turn's value less that of the turn before, of a first turn less the prompt's (AT2PO).
+
+    So what was decided before counts neither for nor against a turn. One without siblings, which has nothing to be
+    compared with, gets 0: a token learns only in the first turn, and in turns in front of which the tree forks.
+    """
+    paths, values = turn_values(group, cfg)
+    return by_turn(
+        group, {name: [values[b] - values[a] for a, b in pairwise(path[:-1])] for name, path in paths.items()}
+    )
+
+
+def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """Every token gets its trajectory's z among all of the prompt, plus its z in its own tree: among the trajectories
+    that descend from the same root (Tree-GRPO, arXiv 2509.21240). A tree of one trajectory adds 0."""
+    taught = teaching(group)
+    rewards = np.array([t.reward - t.kl_penalty for t in taught])
+    credits = z_scores(rewards, cfg, ddof=1)
+    for tree in members([t.trajectory_id.partition(".")[0] for t in taught]):
+        credits[tree] += z_scores(rewards[tree], cfg, ddof=1)
+    return {t.trajectory_id: np.full(len(t.token_ids), credit) for t, credit in zip(taught, credits, strict=True)}
+
+
+TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {
+    "soft": soft,
+    "hard": hard,
+    "node": node,
+    "node_parent": node_parent,
+    "inter_intra": inter_intra,
+}
 """Each returns trajectory_id -> (T,) advantage of every response token, for the trajectories that teach, from the
-group's tree and their `advantage` (and `reward`). A (advantage 1) and its branch B (advantage -1, forked at 2), three
-tokens each: soft A [1, 1, 1], B [-1, -1, -1]; hard A [0, 0, 1], B [0, 0, -1]."""
+group's tree and their `advantage` (or `reward`). A (reward 1) and its branch B (reward 0, forked at 2), three tokens
+and two turns each, advantages 1 and -1: soft A [1, 1, 1], B [-1, -1, -1]; hard and node A [0, 0, 1], B [0, 0, -1];
+node_parent the same; inter_intra A [1.41, 1.41, 1.41], B the negative."""
+FROM_REWARDS = {"node", "node_parent", "inter_intra"}
+"""Tree credits that normalise the rewards themselves: they go with kind=grpo and normalize=group only."""
 
 
 def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
     """Return TREE_CREDITS[tree] of a group. Raises ValueError for a name that is not there."""
     check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
     return TREE_CREDITS[tree](group, cfg or AdvantageConfig())
+
+
+Turns = list[tuple[str, int]]
+"""A path through a group's tree. A turn's name is (id of the trajectory that wrote it, its first response position)."""
+PROMPT, LEAF = ("", 0), -1
+
+
+def turn_values(group: Group, cfg: AdvantageConfig) -> tuple[dict[str, Turns], dict[tuple[str, int], float]]:
+    """Return the path of each trajectory that teaches, and the value V of everything on these paths.
+
+    A path leads from the prompt over the trajectory's turns to its leaf, (trajectory_id, LEAF). V of a leaf is the z of
+    its reward among the prompt's leaves, with the population's standard deviation; V of a turn, and of the prompt, is
+    the mean over its children, however many leaves are below each.
+    """
+    taught = teaching(group)
+    paths = {t.trajectory_id: [PROMPT, *turns_of(t, group), (t.trajectory_id, LEAF)] for t in taught}
+    leaves = z_scores(np.array([t.reward - t.kl_penalty for t in taught]), cfg, ddof=0)
+    values = {(t.trajectory_id, LEAF): float(z) for t, z in zip(taught, leaves, strict=True)}
+    children: dict[tuple[str, int], Turns] = {}
+    for path in paths.values():
+        for parent, child in pairwise(path):
+            if child not in children.setdefault(parent, []):
+                children[parent].append(child)
+
+    def fill(name: tuple[str, int]) -> float:
+        if name not in values:
+            values[name] = sum(map(fill, children[name])) / len(children[name])
+        return values[name]
+
+    for path in paths.values():
+        fill(path[0])
+    return paths, values
+
+
+def turns_of(trajectory: Trajectory, group: Group) -> Turns:
+    """Return the trajectory's turns, in order: trajectories that share a turn have the same name for it."""
+    pieces = written_by(trajectory, group)
+    return [
+        (next((writer for writer, _, end in pieces if turn.start < end), trajectory.trajectory_id), turn.start)
+        for turn in trajectory.turns
+    ]
+
+
+def by_turn(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarray]:
+    """Give each turn's credit to its tokens, and to the tool result behind them. trajectory_id -> (T,)"""
+    tokens = {}
+    for t in teaching(group):
+        assert t.turns and t.turns[0].start == 0, t.trajectory_id
+        lengths = np.diff([*(turn.start for turn in t.turns), len(t.token_ids)])
+        tokens[t.trajectory_id] = np.repeat(np.asarray(credits[t.trajectory_id], dtype=float), lengths)
+    return tokens
+
+
+def z_scores(rewards: np.ndarray, cfg: AdvantageConfig, *, ddof: int) -> np.ndarray:
+    """(x - mean) / (std + 1e-6), std over N - ddof; without cfg.normalize_std only x - mean; equal rewards give 0."""
+    if not len(rewards) or (rewards == rewards[0]).all():
+        return np.zeros(len(rewards))  # exactly: eps would blow up the rounding of the mean
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std(ddof=ddof) + 1e-6) if cfg.normalize_std else centred
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:

@@ -12,7 +12,7 @@ from arpo.branching import neutral_probability
 from arpo.entropy import signal_of
 from arpo.options import BranchingConfig
 from arpo.retrospective import EXPANSIONS
-from arpo.trajectory import BranchDecision, Group, SignalStatistics, StopReason
+from arpo.trajectory import BranchDecision, Group, SignalStatistics, StopReason, Trajectory
 
 WINDOW_STEPS = 10
 """Steps whose decisions a new one is compared with."""
@@ -53,7 +53,7 @@ class BranchingSignal:
         metrics = signal_metrics(groups, self.cfg)
         self._moved.append(metrics.get("branching/signal", 0.0))
         self.warning = self._warning()
-        decided = [signal_of(d.entropy, d.root_entropy, self.cfg) for d in decisions(groups)]
+        decided = [signal_of(d.entropy, d.root_entropy, self.cfg) for _, d in decisions(groups)]
         self.state = [*self.state, decided][-WINDOW_STEPS:]
         return metrics
 
@@ -78,10 +78,13 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
     A value that cannot be computed, like a correlation without variance, is left out.
     """
     values: dict[str, float] = {}
-    if taken := list(decisions(groups)):
+    if taken := [decision for _, decision in decisions(groups)]:
         values["branching/signal"] = statistics.fmean(abs(d.probability - neutral_probability(d, cfg)) for d in taken)
         values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
         values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
+    for outcome in ("branched", "declined"):
+        if solved := [float(t.reward > 0) for t, d in decisions(groups) if was_judged(t) and d.outcome == outcome]:
+            values[f"branching/solved_where_{outcome}"] = statistics.fmean(solved)
     turns = list(turns_after_results(groups))
     entropies, failures = [entropy for entropy, _, _ in turns], [failed for _, _, failed in turns]
     deltas = [entropy - root_entropy for entropy, root_entropy, _ in turns]
@@ -95,12 +98,12 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
     return values
 
 
-def decisions(groups: Sequence[Group]) -> Iterator[BranchDecision]:
-    """Yield the decisions that a rule took in these groups, in order; retrospective selectors have no P."""
+def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:
+    """Yield (trajectory, decision) of all decisions that a rule took, in order; retrospective selectors have no P."""
     for group in groups:
         for trajectory in group.trajectories:
             taken = (turn.decision for turn in trajectory.turns if turn.decision)
-            yield from (decision for decision in taken if decision.probability is not None)
+            yield from ((trajectory, decision) for decision in taken if decision.probability is not None)
 
 
 def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float, float]]:
@@ -108,10 +111,13 @@ def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float,
 
     Inherited turns count for the trajectory that sampled them; those that ended in an error of ours do not count.
     """
-    for trajectory in (t for group in groups for t in group.trajectories):
-        if trajectory.reward is None or trajectory.stop_reason == StopReason.ERROR:
-            continue
+    for trajectory in (t for group in groups for t in group.trajectories if was_judged(t)):
         root_entropy, failed = trajectory.turns[0].entropy, float(trajectory.reward <= 0)
         for turn in trajectory.turns[1:]:
             if not turn.inherited and turn.entropy is not None:
                 yield turn.entropy, root_entropy, failed
+
+
+def was_judged(trajectory: Trajectory) -> bool:
+    """Return whether the trajectory has a reward of its own, and not an error of ours."""
+    return trajectory.reward is not None and trajectory.stop_reason != StopReason.ERROR

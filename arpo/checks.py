@@ -97,12 +97,17 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "reward.compat": (BUILT_IN,),
     "reward.bonus_tools": (BUILT_IN, one_of("reward.compat", "paper")),
     "advantage.tree": (GROUPS, BRANCHES),
-    "advantage.normalize_std": (GROUPS,),
+    "advantage.normalize": (
+        GROUPS,
+        none_of("advantage.tree", *names_of("advantages", "FROM_REWARDS"), use="soft or hard"),
+    ),
+    "advantage.normalize_std": (GROUPS, one_of("advantage.normalize", "group")),
     "advantage.dead_groups": (GROUPS,),
     "advantage.max_resample": (GROUPS, one_of("advantage.dead_groups", "resample")),
     "advantage.gamma": (CRITIC,),
     "advantage.lam": (CRITIC,),
     "critic": (CRITIC,),
+    "loss.ratio_over": (none_of("loss.kind", "ppo", "cispo", "reinforce", use="gspo"),),
     "loss.clip_low": (CLIPS,),
     "loss.clip_high": (CLIPS,),
     "loss.dual_clip": (none_of("loss.kind", "gspo", "cispo", "reinforce", use="ppo"),),
@@ -114,8 +119,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "loss.reference": (REFERENCE,),
     "loss.offload_reference": (REFERENCE,),
     "loss.rollout_correction": (one_of("loss.old_logprobs", "recompute"),),  # else the weights are 1
-    "loss.correction_low": (one_of("loss.rollout_correction", "mis"),),
-    "loss.correction_high": (one_of("loss.rollout_correction", "tis", "mis"),),
+    "loss.correction_low": (one_of("loss.rollout_correction", "mis", "sequence_mis", "geometric_mis"),),
+    "loss.correction_high": (none_of("loss.rollout_correction", "none", use="tis or mis"),),
     "optim.decay_ratio": (one_of("optim.schedule", "linear"),),
     "optim.min_lr_ratio": (one_of("optim.schedule", "linear", "cosine"),),
     "tools.python": (PYTHON,),
@@ -201,7 +206,7 @@ RANGES: dict[tuple[float, float], str] = {
     "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
     "branching.budget_weight branching.consecutive_penalty critic.lr critic.warmup_steps loss.clip_low "
     "loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient optim.lr optim.weight_decay "
-    "eval.max_questions",
+    "loss.correction_low eval.max_questions",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens branching.max_branches_per_turn "
@@ -273,11 +278,12 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
-    whole_rows = names_of("losses", "NEED_WHOLE_ROWS")
+    whole_rows = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
     for wrong, option in (
         (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
         (loss.kind in whole_rows, f"loss.kind={loss.kind}"),
         (loss.aggregation in whole_rows, f"loss.aggregation={loss.aggregation}"),
+        (loss.rollout_correction in whole_rows, f"loss.rollout_correction={loss.rollout_correction}"),
         (loss.kl_coefficient and loss.kl_in == "reward", "loss.kl_in=reward"),
     ):
         require(

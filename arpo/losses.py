@@ -1,7 +1,7 @@
-"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms, and the rollout correction.
+"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms.
 
 A new loss is one function (LossInputs, LossConfig) -> TokenLosses and one line in TOKEN_LOSSES; its knob is a field of
-LossConfig. KL_ESTIMATORS, ROLLOUT_CORRECTIONS and AGGREGATIONS work in the same way. All functions are pure.
+LossConfig. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
 A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
@@ -44,7 +44,7 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
     rollout_weights: Tensor | None = None
-    """(B, T) importance weights of the rollout correction (`rollout_weights`), multiplied to each token's loss."""
+    """(B, T) importance weights of the rollout correction (rollout_correction.py), multiplied to each token's loss."""
     entropy_statistics: tuple[float, float] | None = None
     """(mean, standard deviation) of `entropy` over the mini-batch; `policy_loss` sets it where the options use it."""
 
@@ -137,8 +137,10 @@ def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
 
 
 def gspo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
-    """PPO without dual clip, with one ratio for the whole sequence in place of r (arXiv 2507.18071)."""
-    return clipped_surrogate(inputs, sequence_ratio(inputs.log_ratio, inputs.mask), cfg)
+    """PPO without dual clip, with one ratio in place of r for all tokens of the sequence (arXiv 2507.18071), or of the
+    turn (ratio_over=turn; AT2PO, arXiv 2601.04767)."""
+    mean = mean_over_turns if cfg.ratio_over == "turn" else mean_over_sequence
+    return clipped_surrogate(inputs, shared_ratio(inputs.log_ratio, inputs.mask, mean), cfg)
 
 
 def cispo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
@@ -181,15 +183,31 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> Tok
     return TokenLosses(losses, ratio, {"clip_fraction": above, "clip_fraction_low": below})
 
 
-def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return GSPO's ratio, (B, T): exp(mean log ratio over the sequence's loss tokens), the same value at every token,
-    but with the gradient of that token's own logprob, so that tokens of one sequence may have different advantages.
+def shared_ratio(log_ratio: Tensor, mask: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return GSPO's ratio, (B, T): exp(mean log ratio over loss tokens), the same value at all tokens of the mean, but
+    with the gradient of each token's own logprob, so that tokens with one ratio may have different advantages.
 
     Ratios 2 and 0.5 -> 1 at both tokens; d value / d logp is 1 at its own token and 0 at the other.
     """
-    detached = torch.where(mask, log_ratio, 0.0).detach()
-    mean = detached.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-    return (mean + (log_ratio - log_ratio.detach())).exp()
+    return (mean(log_ratio.detach(), mask) + (log_ratio - log_ratio.detach())).exp()
+
+
+def mean_over_sequence(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over each row's loss tokens, (B, 1); 0 where there is none."""
+    return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the loss tokens of each token's turn, (B, T).
+
+    A turn is a run of loss tokens: a tool result, whose mask is 0, ends it.
+    values [1, 3, 9, 5], mask [1, 1, 0, 1] -> [2, 2, 2, 5]; what it says of mask-0 tokens does not matter.
+    """
+    starts = mask.int().diff(dim=-1, prepend=mask.new_zeros(len(mask), 1).int()) > 0
+    turn_ids = starts.cumsum(-1)  # (B, T) from 1; 0 before the first turn
+    is_in = (turn_ids[..., None] == torch.arange(int(turn_ids.max()) + 1, device=mask.device)) & mask[..., None]
+    sums = torch.where(is_in, values[..., None], 0.0).sum(1)  # (B, turns + 1); no scatter_add: its order is not fixed
+    return (sums / is_in.sum(1).clamp(min=1)).gather(1, turn_ids)
 
 
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -223,43 +241,6 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda difference: 0.5 * difference.square(),
     "k3": k3,
 }
-
-
-def rollout_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cfg: LossConfig
-) -> tuple[Tensor, Metrics]:
-    """Return importance weights against the difference of vLLM's and the trainer's logprobs, and metrics.
-
-    w = exp(old_logprobs - rollout_logprobs), bounded by ROLLOUT_CORRECTIONS[cfg.rollout_correction]; (B, T) without
-    gradient, 0 where mask is 0. Within [0.5, 2], w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0.
-    """
-    keep = mask.bool()
-    with torch.no_grad():
-        difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
-        weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        weights, changed = ROLLOUT_CORRECTIONS[cfg.rollout_correction](weights, cfg)
-        metrics = Metrics()
-        if num_tokens := int(keep.sum()):
-            for name, tokens in changed.items():
-                metrics.mean(name, int((tokens & keep).sum()) / num_tokens, num_tokens)
-        return weights * keep, metrics
-
-
-def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Truncated importance sampling: min(w, correction_high)."""
-    return weights.clamp(max=cfg.correction_high), {"truncated_share": weights > cfg.correction_high}
-
-
-def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Masked importance sampling: w within [correction_low, correction_high], 0 outside. Such a token still counts in
-    the denominator of the mean, so that the other tokens' weights do not depend on it."""
-    outside = (weights > cfg.correction_high) | (weights < cfg.correction_low)
-    return torch.where(outside, 0.0, weights), {"masked_share": outside}
-
-
-Correction = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
-"""Weights (B, T) -> the weights to use, and metric name -> (B, T) bool of the tokens that it changed."""
-ROLLOUT_CORRECTIONS: dict[str, Correction] = {"tis": truncated, "mis": masked}
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:

@@ -234,7 +234,13 @@ class AdvantageConfig:
     kind: str = "grpo"
     """grpo = compare with the other trajectories of the prompt; gae = compare each token with a critic (PPO)."""
     tree: str = "soft"
-    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets their mean."""
+    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets their mean. From the
+    rewards themselves: node = a token gets its turn's value, which is the mean over the turns that follow it in the
+    tree, and at the end the normalised reward (AT2PO); node_parent = that less the value of the turn before;
+    inter_intra = the trajectory's normalised reward among all of the prompt plus that in its own tree (Tree-GRPO)."""
+    normalize: Literal["group", "batch"] = "group"
+    """grpo: what a reward less its group's mean is divided by: group = the group's standard deviation; batch = that of
+    all loss tokens of the step, after taking off their mean (REINFORCE++ with baseline)."""
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
     dead_groups: Literal["keep", "drop", "resample"] = "keep"
@@ -258,6 +264,12 @@ class AdvantageConfig:
             critics = names_of("advantages", "CRITIC_ESTIMATORS")
             check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *critics)
         check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
+        from_rewards = self.tree in names_of("advantages", "FROM_REWARDS")
+        require(
+            self.kind == "grpo" or self.needs_critic or not from_rewards,  # a critic's: see NEEDS
+            f"advantage.tree={self.tree} starts from the rewards, so advantage.kind={self.kind} has no effect; "
+            "set advantage.kind=grpo or advantage.tree=soft",
+        )
 
 
 @dataclass(frozen=True)
@@ -280,6 +292,9 @@ class LossConfig:
     """ppo = clipped ratio of each token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
     clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant weight of
     the log-probability; reinforce = no ratio."""
+    ratio_over: Literal["sequence", "turn"] = "sequence"
+    """gspo: tokens that have one ratio, by the mean of their log-ratios: the response's, or each turn's (AT2PO:
+    clip_low 3e-3, clip_high 4e-3)."""
     clip_low: float = 0.2
     """Ratio clip below 1."""
     clip_high: float = 0.2
@@ -314,17 +329,20 @@ class LossConfig:
     """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
     rollout_correction: str = "none"
     """Weight of each token's loss by w = trainer's / vLLM's probability before the update: none = 1; tis = w, at most
-    correction_high; mis = w, but 0 outside [correction_low, correction_high]."""
+    correction_high; mis = w, but 0 outside [correction_low, correction_high]. sequence_tis, sequence_mis: the product
+    of w over the response instead, for all its tokens; geometric_tis, geometric_mis: their geometric mean."""
     correction_low: float = 0.5
-    """mis: smallest weight that counts."""
+    """All kinds of mis: smallest weight that counts, 0 to 1. A geometric mean hardly leaves 1: take 0.999 there."""
     correction_high: float = 2.0
-    """tis, mis: largest weight."""
+    """Largest weight, at least 1; for a geometric mean take 1.001."""
 
     def __post_init__(self) -> None:
         check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")
         check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")
         check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
-        check_name("loss.rollout_correction", self.rollout_correction, "losses", "ROLLOUT_CORRECTIONS", "none")
+        check_name(
+            "loss.rollout_correction", self.rollout_correction, "rollout_correction", "ROLLOUT_CORRECTIONS", "none"
+        )
         require(
             self.correction_low <= 1 <= self.correction_high,
             f"loss.correction_low={self.correction_low} and correction_high={self.correction_high} must enclose 1",

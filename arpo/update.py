@@ -23,7 +23,6 @@ from arpo.losses import (
     LossInputs,
     loss_denominator,
     policy_loss,
-    rollout_weights,
     statistics_of,
     token_kl,
     token_moments,
@@ -34,6 +33,7 @@ from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
 from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
+from arpo.rollout_correction import rollout_weights
 from arpo.trajectory import Group, Metrics, Trajectory
 from arpo.tree import tree_microbatches
 

@@ -114,6 +114,26 @@ def test_algorithms_are_compared_seed_by_seed(tmp_path):
     assert [difference[k] for k in ("mean", "low", "high")] == pytest.approx([0.02] * 3)
 
 
+def test_equal_tokens_are_compared_between_validations(tmp_path):
+    """100 tokens a step against 150: arpo ends at 400, which grpo passes a third of the way from 300 to 600."""
+    for name, tokens, accuracies in [("grpo_seed0", 150, [0.3, 0.6]), ("arpo_seed0", 100, [0.2, 0.5])]:
+        write_run(tmp_path / name, 0.9, [0.1] * 4)
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for row in rows[1:]:
+            row |= {"tokens/sampled": tokens, "group/mixed_share": 0.25}
+        for row, accuracy in zip(rows[2::2], accuracies, strict=True):
+            row["valid/accuracy"] = accuracy
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = [read_run(tmp_path / name, name[:4], 0) for name in ("grpo_seed0", "arpo_seed0")]
+    table = compare_algorithms(runs, target_reward=0.8)
+    assert table["arpo"]["at_tokens"] == pytest.approx(
+        {"num_tokens": 400, "mean": 0.5, "low": 0.5, "high": 0.5, "seeds": 1}
+    )
+    assert table["grpo"]["at_tokens"]["mean"] == pytest.approx(0.3 + (400 - 300) / 300 * 0.3)
+    text = algorithms_table(table, target_reward=0.8)
+    assert "after 400 sampled tokens" in text and "mixed groups" in text
+
+
 def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
     runs = []
     for algorithm in ("grpo", "arpo"):

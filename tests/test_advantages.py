@@ -14,8 +14,9 @@ from arpo.advantages import (
     num_to_sample,
     training_trajectories,
 )
+from arpo.errors import names_of
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 
 def group_advantages(rewards: torch.Tensor, group_ids: list, **options) -> torch.Tensor:
@@ -50,6 +51,45 @@ def test_constant_rewards_give_exactly_zero(reward):
 def test_without_std_only_the_mean_is_subtracted():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
     assert group_advantages(rewards, [0] * 4, normalize_std=False).tolist() == [0.25, -0.75, 0.25, 0.25]
+
+
+# REINFORCE++ with baseline, as verl computes it: rewards [1, 0] and [2, 0] in two groups, responses of 1, 3, 2, 2 loss
+# tokens. Less the group's mean: 0.5, -0.5, 1, -1. Over the 8 tokens: sum 0.5 - 1.5 + 2 - 2 = -1, mean -0.125; squares
+# 4 x 1/4 + 4 x 1 = 5, variance (5 - 8 / 64) / 7 = 0.696429, deviation 0.834523, (0.5 + 0.125) / 0.834523 = 0.748931.
+def group_of_masks(masks: list[list[int]], rewards: list[float]) -> Group:
+    trajectories = [
+        Trajectory("p", str(i), m, m, reward=r) for i, (m, r) in enumerate(zip(masks, rewards, strict=True))
+    ]
+    return Group(Prompt("p", [], []), trajectories)
+
+
+BATCH = AdvantageConfig(normalize="batch")
+WHITENED = [0.748931, -0.449358, 1.348076, -1.048503]
+
+
+def two_groups() -> list[Group]:
+    return [group_of_masks([[1], [1, 1, 0, 1]], [1.0, 0.0]), group_of_masks([[1, 1], [0, 1, 1]], [2.0, 0.0])]
+
+
+def test_normalised_over_the_batch_a_reward_is_compared_with_all_loss_tokens_of_the_step():
+    groups = two_groups()
+    assign_advantages(groups, BATCH)
+    assert [t.advantage for g in groups for t in g.trajectories] == pytest.approx(WHITENED, abs=1e-6)
+
+
+def test_dead_groups_enter_the_batchs_statistics_only_where_they_are_trained_on():
+    dropped, kept = ([*two_groups(), group_of_masks([[1] * 9] * 2, [0.1, 0.1])] for _ in range(2))
+    assign_advantages(dropped, AdvantageConfig(normalize="batch", dead_groups="drop"))
+    assert [t.advantage for g in dropped[:2] for t in g.trajectories] == pytest.approx(WHITENED, abs=1e-6)
+    assign_advantages(kept, BATCH)
+    advantages = [t.advantage for g in kept for t in g.trajectories for _ in range(t.num_sampled_tokens)]
+    assert sum(advantages) == pytest.approx(0, abs=1e-9) and torch.tensor(advantages).std().item() == pytest.approx(1)
+
+
+def test_a_batch_in_which_no_reward_differs_teaches_nothing():
+    groups = [group_of_masks([[1], [1, 1]], [0.1, 0.1]), group_of_masks([[0], [0]], [0.3, 0.3])]
+    assign_advantages(groups, BATCH)
+    assert [t.advantage for g in groups for t in g.trajectories] == [0.0] * 4
 
 
 def naive_gae(rewards, values, gamma, lam):
@@ -128,14 +168,16 @@ TREE = [
 
 
 def branched_group() -> Group:
-    """Tokens name their writer and place, so that two trajectories share a prefix exactly where they are equal."""
+    """Tokens name their writer and place, so that two trajectories share a prefix exactly where they are equal. Each is
+    a turn, as a fork is possible in front of a turn only."""
     tokens: dict[str, list] = {}
     trajectories = []
     for name, parent, fork_at, length, advantage in TREE:
         tokens[name] = (tokens[parent][:fork_at] if parent else []) + [f"{name}/{i}" for i in range(fork_at, length)]
         stop = StopReason.EOS if advantage is not None else StopReason.ERROR
         t = Trajectory("p", name, tokens[name], [1] * length, parent_id=parent, fork_at=fork_at, stop_reason=stop)
-        t.advantage = advantage
+        t.advantage = t.reward = advantage
+        t.turns = [Turn(i, i + 1, i + 1) for i in range(length)]
         trajectories.append(t)
     return Group(Prompt("p", [], []), trajectories)
 
@@ -163,6 +205,17 @@ def test_an_unknown_way_to_share_credit_is_refused(word):
         AdvantageConfig(tree=word)
     with pytest.raises(ValueError, match="did you mean 'hard'"):
         AdvantageConfig(tree="hrad")
+
+
+def test_a_credit_that_starts_from_the_rewards_refuses_another_estimator(monkeypatch):
+    names = {"GROUP_ESTIMATORS": ("grpo", "rloo")}  # as if rloo had been added, see docs/extending.md
+    for module in ("options", "errors"):
+        monkeypatch.setattr(f"arpo.{module}.names_of", lambda m, name: names.get(name) or names_of(m, name))
+    assert AdvantageConfig(kind="rloo", tree="hard").tree == "hard"
+    with pytest.raises(
+        ValueError, match=r"tree=node starts from the rewards, .*kind=rloo .*set advantage\.kind=grpo or"
+    ):
+        AdvantageConfig(kind="rloo", tree="node")
 
 
 def test_every_way_to_share_credit_covers_the_trajectories_that_teach():

@@ -104,6 +104,19 @@ def test_what_the_signal_is_worth():
     assert "branching/signal" not in values  # nothing was decided
 
 
+def test_how_often_a_trajectory_succeeds_where_it_branched():
+    declined = BranchDecision(1.0, 1.0, 0.5, 0.9, 0, 4, 0, "declined")
+    values = BranchingSignal(BranchingConfig()).add(
+        groups(
+            trajectory(1.0, decided(1.0), Turn(0, decision=declined)),
+            trajectory(0.0, decided(1.0), decided(1.0)),
+            trajectory(-1.0, decided(1.0), stop_reason=StopReason.ERROR),
+        )
+    )
+    assert values["branching/solved_where_branched"] == pytest.approx(1 / 3)
+    assert values["branching/solved_where_declined"] == 1.0
+
+
 def test_inherited_turns_and_failures_of_ours_do_not_count():
     values = BranchingSignal(BranchingConfig()).add(
         groups(

@@ -5,6 +5,7 @@ And whether the real architectures (on the meta device) fit them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -225,6 +226,26 @@ def test_an_algorithms_file_is_its_whole_bundle():
         assert rl("grpo", model).branching == BranchingConfig(selector="none")
 
 
+BASELINES = {
+    "gspo": {
+        "kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean_token_mean",
+    },
+    "dapo": {"clip_high": 0.28, "dual_clip": 10.0},
+    "reinforce_pp": {"kl_coefficient": 1e-5, "kl_estimator": "k2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [*MODELS, "smoke"])
+@pytest.mark.parametrize("algorithm", BASELINES)
+def test_a_baseline_is_grpo_with_its_own_loss_and_advantage(algorithm, model):
+    cfg, grpo = rl(algorithm, model), rl("grpo", model)
+    assert cfg.loss == replace(grpo.loss, **BASELINES[algorithm])
+    assert cfg.advantage.normalize == ("batch" if algorithm == "reinforce_pp" else "group")
+    assert (cfg.branching, cfg.rollout, cfg.update, cfg.optim) == (
+        grpo.branching, grpo.rollout, grpo.update, grpo.optim,
+    )  # fmt: skip
+
+
 def test_the_smoke_run_is_small_enough_for_one_gpu():
     cfg = load_config(RLConfig, [str(CONFIGS / "smoke.yaml")])
     trajectories = cfg.run.num_steps * cfg.data.num_prompts_per_step * cfg.rollout.group_size
@@ -237,5 +258,7 @@ def test_the_family_of_arpo_goes_after_every_models_file(algorithm, model):
     cfg = rl(algorithm, model)
     assert cfg.branching.selector == ("none" if algorithm == "dapo" else algorithm)
     assert cfg.advantage.dead_groups == ("resample" if algorithm == "dapo" else "keep")
+    credit = {"at2po": ("node", "turn"), "tree_grpo": ("inter_intra", "sequence")}.get(algorithm, ("soft", "sequence"))
+    assert (cfg.advantage.tree, cfg.loss.ratio_over) == credit
     if algorithm != "dapo":
         assert cfg.branching.num_initial_rollouts == rl("arpo", model).branching.num_initial_rollouts

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from arpo import losses
+from arpo import losses, rollout_correction
+from arpo.advantages import FROM_REWARDS, TREE_CREDITS
 from arpo.config import load_config
 from arpo.errors import UserError, check_name, names_of
 from train_rl import RLConfig
@@ -15,7 +16,7 @@ DICTS = [
     ("losses", "TOKEN_LOSSES"),
     ("losses", "KL_ESTIMATORS"),
     ("losses", "AGGREGATIONS"),
-    ("losses", "ROLLOUT_CORRECTIONS"),
+    ("rollout_correction", "ROLLOUT_CORRECTIONS"),
     ("advantages", "GROUP_ESTIMATORS"),
     ("advantages", "CRITIC_ESTIMATORS"),
     ("advantages", "TREE_CREDITS"),
@@ -31,6 +32,8 @@ def test_names_read_from_the_source_are_the_keys_of_the_dict(module, dict_name):
 def test_names_are_read_from_a_set_too():
     assert set(names_of("losses", "NEED_WHOLE_ROWS")) == losses.NEED_WHOLE_ROWS
     assert losses.TOKEN_LOSSES.keys() | losses.AGGREGATIONS.keys() > losses.NEED_WHOLE_ROWS
+    assert rollout_correction.ROLLOUT_CORRECTIONS.keys() > rollout_correction.NEED_WHOLE_ROWS
+    assert set(names_of("advantages", "FROM_REWARDS")) == FROM_REWARDS < TREE_CREDITS.keys()
 
 
 def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
@@ -38,8 +41,8 @@ def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
         check_name("loss.kind", "cipso", "losses", "TOKEN_LOSSES")
     hint = "did you mean 'cispo'? use one of ppo, gspo, cispo, reinforce"
     assert str(caught.value) == f"loss.kind='cipso' is unknown; {hint}"
-    with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, none$"):
-        check_name("loss.rollout_correction", "xyz", "losses", "ROLLOUT_CORRECTIONS", "none")
+    with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, sequence_tis, .*, none$"):
+        check_name("loss.rollout_correction", "xyz", "rollout_correction", "ROLLOUT_CORRECTIONS", "none")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -53,7 +56,7 @@ def test_a_misspelt_name_in_a_config_is_one_plain_line_whatever_the_terminal(enc
 
 
 def test_names_beside_the_dict_are_known_too():
-    check_name("loss.rollout_correction", "none", "losses", "ROLLOUT_CORRECTIONS", "none")
+    check_name("loss.rollout_correction", "none", "rollout_correction", "ROLLOUT_CORRECTIONS", "none")
 
 
 def test_a_dict_that_is_not_there_is_an_error_of_ours():

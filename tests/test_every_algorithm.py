@@ -15,6 +15,9 @@ from helpers.toy_run import build_toy_world
 from arpo.log import read_metrics
 
 SHORT = ["--run.num_steps", "2", "--run.validate_every", "0", "--run.save_every", "0", "--run.save_hf", "False"]
+SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
+            "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"]  # fmt: skip
+"""A model that calls a tool, so that there are trees."""
 ALGORITHMS = {
     "gspo": ["--loss.kind", "gspo", "--loss.aggregation", "sequence_mean_token_mean", "--advantage.tree", "hard",
              "--loss.kl_coefficient", "0.1", "--loss.reference", "@WORLD@/model", "--loss.offload_reference", "True"],
@@ -24,13 +27,19 @@ ALGORITHMS = {
                   "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
-    "mixed": ["--branching.selector", "mixed", "--branching.num_initial_rollouts", "3", "--run.dump_every", "1",
-              "--model.path", "@WORLD@/searcher", "--rollout.max_response_tokens", "190",
-              "--rollout.max_result_tokens", "60", "--reward.function", "compute_hit", "--run.save_every", "1",
-              "--advantage.dead_groups", "resample"],
+    "mixed": ["--branching.selector", "mixed", "--branching.num_initial_rollouts", "3", "--run.save_every", "1",
+              "--reward.function", "compute_hit", "--advantage.dead_groups", "resample",
+              "--run.dump_every", "1", *SEARCHES],
+    "at2po": ["--branching.selector", "at2po", "--loss.kind", "gspo", "--loss.ratio_over", "turn",
+              "--loss.clip_low", "3e-3", "--loss.clip_high", "4e-3", "--loss.aggregation", "sequence_mean_token_mean",
+              "--advantage.tree", "node", "--loss.rollout_correction", "sequence_mis", *SEARCHES],
+    "tree grpo": ["--branching.selector", "tree_grpo", "--branching.expansion_rounds", "1",
+                  "--advantage.tree", "inter_intra", "--loss.rollout_correction", "geometric_tis", *SEARCHES],
+    "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis", *SEARCHES],
+    "reinforce++": ["--advantage.normalize", "batch", "--loss.rollout_correction", "geometric_mis",
+                    "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
     "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1",
-                     "--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
-                     "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"],
+                     *SEARCHES],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
@@ -67,6 +76,13 @@ def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[1]["optim/grad_norm"] > 0 and rows[1]["mismatch/abs"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["at2po", "tree grpo", "parents"])
+def test_there_are_trees_whose_credits_are_shared(metrics_of, name):
+    for row in metrics_of(name):
+        assert row["branching/branches_per_prompt"] > 0 and row["group/mixed_share"] > 0 and row["optim/grad_norm"] > 0
 
 
 @pytest.mark.slow

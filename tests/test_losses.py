@@ -74,6 +74,31 @@ def test_gspos_token_form_has_the_gradient_of_the_sequence_objective():
     torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, direct)))
 
 
+def test_with_a_ratio_for_each_turn_gspo_clips_turns():
+    """Row 0: turns of ratios 4, 0.25 and, after a result, 1.5; means 1 and 1.5, so the second is clipped for A = 1.
+    Row 1: a result first, then 0.5 and 2 in one turn and 0.9: means 1 and 0.9, nothing is clipped."""
+    logprobs = torch.tensor([[4.0, 0.25, 9.0, 1.5], [7.0, 0.5, 2.0, 1.0]]).log()
+    logprobs = torch.cat([logprobs, torch.tensor([[1.0], [0.9]]).log()], dim=1).requires_grad_()
+    mask = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 0, 1]])
+    options = {"kind": "gspo", "denominator": 1.0}
+    loss, metrics = loss_of(logprobs, torch.zeros(2, 5), torch.ones(2, 5), mask, ratio_over="turn", **options)
+    assert loss.item() == pytest.approx(-(1 + 1 + 1.2 + 1 + 1 + 0.9))
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1, 0, 0, 0], [0, -1, -1, 0, -0.9]]))
+    assert metrics["clip_fraction"] == pytest.approx(1 / 6) and metrics["ratio_max"] == pytest.approx(1.5)
+    whole = loss_of(logprobs, torch.zeros(2, 5), torch.ones(2, 5), mask, **options)[0]  # row 0: 1.5 ** (1 / 3)
+    assert whole.item() == pytest.approx(-3 * (1.5 ** (1 / 3) + 0.9 ** (1 / 3)))
+
+
+def test_a_response_of_one_turn_has_the_same_ratio_over_both():
+    logprobs, old, advantages, mask = random_rows()
+    mask = mask.cumprod(-1)  # cut at the first token without loss
+    by_turn, by_sequence = (
+        loss_of(logprobs, old, advantages, mask, kind="gspo", ratio_over=over)[0] for over in ("turn", "sequence")
+    )
+    assert by_turn.item() == pytest.approx(by_sequence.item(), rel=1e-6) and mask.sum() > 5
+
+
 def test_balanced_clipping_of_high_entropy_tokens_leaves_the_others_to_the_plain_clip():
     logprobs = torch.full((1, 2), math.log(1.5), requires_grad=True)
     ones, entropy = torch.ones(1, 2), torch.tensor([[0.1, 0.9]])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import rollout_weights
 from arpo.options import LossConfig
+from arpo.rollout_correction import rollout_weights
 
 WEIGHTS = [0.4, 0.5, 1.0, 2.0, 3.0]
 TIS = LossConfig(rollout_correction="tis")
@@ -29,6 +29,28 @@ def test_weights_are_truncated_or_masked(kind, expected, metric, share):
     weights, metrics = weights_of(kind, correction_low=0.499, correction_high=2.001)
     torch.testing.assert_close(weights, torch.tensor([expected]), atol=2e-3, rtol=0)
     assert metrics.values() == pytest.approx({metric: share})
+
+
+# Two rows of w: 0.5, 3, (9), 1 with product 1.5 and third root 1.1447; 0.5, 0.8, 0.9, 0.5 with product 0.18 and fourth
+# root 0.6513. The 9 is of a tool result, mask 0.
+@pytest.mark.parametrize(
+    ("kind", "bounds", "weights", "share"),
+    [
+        ("sequence_tis", (0.5, 1.25), (1.25, 0.18), 3 / 7),
+        ("sequence_tis", (0.5, 2.0), (1.5, 0.18), 0),
+        ("sequence_mis", (0.5, 2.0), (1.5, 0), 4 / 7),
+        ("geometric_tis", (0.5, 1.1), (1.1, 0.6513), 3 / 7),
+        ("geometric_mis", (0.6, 1.1), (0, 0.6513), 3 / 7),
+        ("geometric_mis", (0.7, 1.2), (1.1447, 0), 4 / 7),
+    ],
+)
+def test_all_tokens_of_a_sequence_have_the_product_or_the_geometric_mean_of_their_weights(kind, bounds, weights, share):
+    cfg = LossConfig(rollout_correction=kind, correction_low=bounds[0], correction_high=bounds[1])
+    log_weights = torch.tensor([[0.5, 3.0, 9.0, 1.0], [0.5, 0.8, 0.9, 0.5]]).log()
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
+    found, metrics = rollout_weights(log_weights - 3.0, torch.full((2, 4), -3.0), mask, cfg)
+    torch.testing.assert_close(found, torch.tensor(weights)[:, None] * mask, atol=1e-4, rtol=0)
+    assert list(metrics.values().values()) == [pytest.approx(share)]
 
 
 def test_masked_tokens_have_no_weight_and_do_not_count():
@@ -75,6 +97,6 @@ def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
 
 def test_an_unknown_correction_is_an_error_that_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"loss\.rollout_correction='ti' .*did you mean 'tis'\? use one of tis, mis, none"
+        ValueError, match=r"loss\.rollout_correction='ti' .*did you mean 'tis'\? use one of tis, mis, .*, none"
     ):
         LossConfig(rollout_correction="ti")

@@ -17,7 +17,7 @@ from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
 from arpo.ranks import Ranks
-from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
@@ -38,6 +38,19 @@ CASES = {
         LossConfig(kl_coefficient=0.1, entropy_coefficient=0.01, rollout_correction="mis"),
     ),
     "kl in the reward": (GRPO, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")),
+    "at2po": (
+        AdvantageConfig(tree="node"),
+        LossConfig(kind="gspo", ratio_over="turn", aggregation="sequence_mean_token_mean"),
+    ),
+    "parents, sequence mis": (
+        AdvantageConfig(tree="node_parent"),
+        LossConfig(rollout_correction="sequence_mis", correction_low=1e-4, correction_high=30.0),
+    ),
+    "inter intra, geometric mis": (
+        AdvantageConfig(tree="inter_intra"),
+        LossConfig(rollout_correction="geometric_mis", correction_low=0.2, correction_high=3.0),
+    ),
+    "reinforce++": (AdvantageConfig(normalize="batch"), LossConfig(rollout_correction="geometric_tis")),
     "gae": (GAE, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="abs", rollout_correction="tis")),
 }
 # world size, tokens per micro-batch, order of groups and trajectories, layout
@@ -64,6 +77,8 @@ def make_groups() -> list[Group]:
             trajectories.append(t)
         parent, branch = trajectories[1:]
         branch.parent_id, branch.fork_at = "1", 5
+        for t in trajectories:
+            t.turns = [Turn(0), *([Turn(5)] if len(t.token_ids) > 5 else [])]
         for field in ("token_ids", "loss_mask", "rollout_logprobs"):
             setattr(branch, field, getattr(parent, field)[:5] + getattr(branch, field)[5:])
         trajectories.append(dataclasses.replace(trajectories[0], trajectory_id="3", stop_reason=StopReason.ERROR))
@@ -190,7 +205,8 @@ def test_the_cases_are_really_different(outcomes):
     assert all(not np.allclose(a, b) for i, a in enumerate(seen) for b in seen[:i])
     assert 0.1 < outcomes["whole"]["ppo, token_mean"][0]["loss/clip_fraction"] < 0.9
     assert 0 < outcomes["whole"]["gae"][0]["mismatch/truncated_share"] < 1
-    assert 0 < outcomes["whole"]["everything in the loss"][0]["mismatch/masked_share"] < 1
+    for case in ("everything in the loss", "parents, sequence mis", "inter intra, geometric mis"):
+        assert 0 < outcomes["whole"][case][0]["mismatch/masked_share"] < 1
 
 
 # ---------------------------------------------------------------------------------------- advantages of a mini-batch

@@ -27,6 +27,16 @@ TOTALS = {
     "step_s": "time/step",
 }
 """Column of the table -> the metric that is summed over all steps for it."""
+REASONS = {
+    "moves P by": "branching/signal",
+    "std of dH, nats": "branching/delta_entropy_std",
+    "H predicts failure": "branching/predicts_failure",
+    "solved where branched": "branching/solved_where_branched",
+    "solved where declined": "branching/solved_where_declined",
+    "mixed groups": "group/mixed_share",
+}
+"""Column of the table of reasons -> the metric whose mean over the steps that have it stands there."""
+VALID = "valid/accuracy"
 SMOOTHING_STEPS = 5
 """Number of steps in the running mean of the training reward."""
 
@@ -49,6 +59,27 @@ class RunResult:
 
     def series(self, metric: str) -> np.ndarray:
         return np.array([row[metric] for row in self.metrics])
+
+    def mean_of(self, metric: str) -> float | None:
+        """Return the mean over the steps that have the metric; None where none has."""
+        values = [row[metric] for row in self.metrics if metric in row]
+        return mean(values) if values else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens sampled in training."""
+        return int(self.series("tokens/sampled").sum())
+
+    def accuracy_at(self, num_tokens: int) -> float | None:
+        """Return the greedy validation accuracy when so many tokens had been sampled, interpolated between validations.
+
+        None where the run was not validated before and after.
+        """
+        tokens = np.cumsum(self.series("tokens/sampled"))
+        points = [(t, row[VALID]) for t, row in zip(tokens, self.metrics, strict=True) if VALID in row]
+        if not points or not points[0][0] <= num_tokens <= points[-1][0]:
+            return None
+        return float(np.interp(num_tokens, *zip(*points, strict=True)))
 
     def steps_until(self, target_reward: float) -> int | None:
         """Return the first step at which the running mean of the training reward reaches the target; None = never."""
@@ -93,8 +124,12 @@ def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[str, dict]:
-    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, minus_random, minus_grpo, seeds}."""
+    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, minus_random, minus_grpo, seeds, at_tokens}.
+
+    `at_tokens` is the validation accuracy when the run that sampled the fewest tokens was at its end.
+    """
     groups, table = by_algorithm(results), {}
+    num_tokens = min(run.num_tokens for run in results)
     for algorithm, runs in groups.items():
         reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
         row = table[algorithm] = {
@@ -103,6 +138,12 @@ def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[s
             "steps_to_target": {"mean": mean(reached) if reached else None, "seeds": len(reached)},
             "seeds": {run.seed: run.accuracy for run in runs},
         }
+        at_tokens = [accuracy for run in runs if (accuracy := run.accuracy_at(num_tokens)) is not None]
+        row["at_tokens"] = {"num_tokens": num_tokens} | estimate(at_tokens) if at_tokens else None
+        row["reasons"] = {}
+        for name, metric in REASONS.items():
+            if known := [value for run in runs if (value := run.mean_of(metric)) is not None]:
+                row["reasons"][name] = mean(known)
         for name, metric in TOTALS.items():
             row[name] = estimate([sum(step[metric] for step in run.metrics) for run in runs])
         for reference in REFERENCES:
@@ -112,7 +153,8 @@ def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[s
 
 
 def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
-    """Write what `compare_algorithms` returned as a Markdown table, one row per algorithm."""
+    """Write what `compare_algorithms` returned as Markdown tables, one row per algorithm: the result, the validation
+    accuracy at equal tokens (where runs were validated), and what the branching signal did."""
 
     def interval(cell: dict | None, sign: str = "") -> str:
         return with_interval(cell["mean"], cell["low"], cell["high"], sign) if cell else ""
@@ -129,7 +171,16 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
         cells += [f"{row[name]['mean']:,.0f}" for name in TOTALS]
         cells += [f"{reached['mean']:.1f} ({reached['seeds']} of {num_seeds} seeds)" if reached["seeds"] else "never"]
         rows.append(cells)
-    return "\n".join(markdown_table(head, rows)) + "\n"
+    tables = [markdown_table(head, rows)]
+    if at_tokens := {name: row["at_tokens"] for name, row in table.items() if row["at_tokens"]}:
+        num_tokens = next(iter(at_tokens.values()))["num_tokens"]
+        head = ["algorithm", "runs", f"greedy validation accuracy after {num_tokens:,} sampled tokens [95 %]"]
+        tables.append(markdown_table(head, [[n, str(c["seeds"]), interval(c)] for n, c in at_tokens.items()]))
+    reasons = {name: row["reasons"] for name, row in table.items() if row["reasons"]}
+    if reasons:
+        rows = [[n, *(f"{r[c]:.3f}" if c in r else "" for c in REASONS)] for n, r in reasons.items()]
+        tables.append(markdown_table(["algorithm, means over all steps", *REASONS], rows))
+    return "\n\n".join("\n".join(lines) for lines in tables) + "\n"
 
 
 def draw_curves(results: list[RunResult], path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Importance weights against the difference between the policy that sampled (vLLM's) and the trainer's own.
+
+A new correction is one line in ROLLOUT_CORRECTIONS, of a function that combines the weights of tokens, and one that
+bounds them. All functions are pure. Legend as in losses.py: B trajectories (rows), T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from arpo.losses import MAX_LOG_RATIO, mean_over_sequence
+from arpo.options import LossConfig
+from arpo.trajectory import Metrics
+
+
+def rollout_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cfg: LossConfig
+) -> tuple[Tensor, Metrics]:
+    """Return importance weights against the difference of vLLM's and the trainer's logprobs, and metrics.
+
+    w = exp(old_logprobs - rollout_logprobs) of each token, or one for all tokens of a sequence, bounded as
+    ROLLOUT_CORRECTIONS[cfg.rollout_correction] says; (B, T) without gradient, 0 where mask is 0.
+
+    Within [0.5, 2], a row of w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0; sequence_tis and _mis their product, 1.2;
+    geometric_tis and _mis its third root, 1.06.
+    """
+    keep = mask.bool()
+    with torch.no_grad():
+        difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
+        combined, bounded = ROLLOUT_CORRECTIONS[cfg.rollout_correction]
+        weights = combined(difference, keep).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
+        weights, changed = bounded(weights, cfg)
+        metrics = Metrics()
+        if num_tokens := int(keep.sum()):
+            for name, tokens in changed.items():
+                metrics.mean(name, int((tokens & keep).sum()) / num_tokens, num_tokens)
+        return weights * keep, metrics
+
+
+def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncated importance sampling: min(w, correction_high)."""
+    return weights.clamp(max=cfg.correction_high), {"truncated_share": weights > cfg.correction_high}
+
+
+def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Masked importance sampling: w within [correction_low, correction_high], 0 outside. Such a token still counts in
+    the denominator of the mean, so that the other tokens' weights do not depend on it."""
+    outside = (weights > cfg.correction_high) | (weights < cfg.correction_low)
+    return torch.where(outside, 0.0, weights), {"masked_share": outside}
+
+
+def each_token(log_weights: Tensor, mask: Tensor) -> Tensor:
+    """Return the weights as they are: every token has its own."""
+    return log_weights
+
+
+def sum_over_sequence(log_weights: Tensor, mask: Tensor) -> Tensor:
+    """Return the log of the product of each row's weights, (B, 1): unbiased until it is bounded, unlike the others, but
+    of a variance that grows with the length."""
+    return log_weights.sum(-1, keepdim=True)
+
+
+Combined = Callable[[Tensor, Tensor], Tensor]
+"""log w of the tokens (B, T), 0 off the mask, and the mask -> log w to use, (B, T) or (B, 1)."""
+Bounded = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
+"""Weights (B, T) -> the weights to use, and metric name -> (B, T) bool of the tokens that it changed."""
+ROLLOUT_CORRECTIONS: dict[str, tuple[Combined, Bounded]] = {
+    "tis": (each_token, truncated),
+    "mis": (each_token, masked),
+    "sequence_tis": (sum_over_sequence, truncated),
+    "sequence_mis": (sum_over_sequence, masked),
+    "geometric_tis": (mean_over_sequence, truncated),
+    "geometric_mis": (mean_over_sequence, masked),
+}
+NEED_WHOLE_ROWS = {"sequence_tis", "sequence_mis", "geometric_tis", "geometric_mis"}
+"""Those that combine the tokens of a row, and so cannot go with model.context_parallel > 1."""
