@@ -81,7 +81,7 @@ from arpo.model import load_tokenizer
 from arpo.model.policy import check_model_folder
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
-from arpo.rollout import Sampler
+from arpo.sampler import Sampler
 from arpo.tools import make_tools, system_prompt_for
 from arpo.tools.base import MutedTool
 from arpo.trajectory import Group, Prompt

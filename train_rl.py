@@ -10,9 +10,17 @@ Every rank samples its share of the prompts with its own vLLM engine and trains 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
-from arpo.checks import check_loss, check_parallel, check_result_room, check_sizes, half_chosen_aepo
+from arpo.checks import (
+    check_loss,
+    check_parallel,
+    check_result_room,
+    check_rewards_in_time,
+    check_sizes,
+    half_chosen_aepo,
+)
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
 from arpo.options import (
@@ -83,6 +91,7 @@ class RLConfig:
         check_result_room(self.tools.search, self.rollout)
         check_parallel(self.model, self.advantage, self.loss)
         check_loss(self.loss)
+        check_rewards_in_time(self.branching, self.advantage, self.loss)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -91,6 +100,7 @@ CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None
 from pathlib import Path
 
 from arpo import ranks
+from arpo.advantages import groups_to_train_on, num_to_sample
 from arpo.branching_signal import BranchingSignal
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
@@ -107,11 +117,11 @@ from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion, check_model_folder
 from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
+from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom, score_groups
-from arpo.rewards.custom import CustomReward
-from arpo.rollout import Sampler
+from arpo.sampler import Sampler
 from arpo.tools import make_tools, system_prompt_for
-from arpo.trajectory import Metrics, Prompt
+from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
@@ -131,10 +141,11 @@ def main(cfg: RLConfig) -> None:
     )
 
     # ---- everything that can be wrong is found before a model is loaded
-    if cfg.data.num_prompts_per_step % dist.world_size:
+    num_prompts = cfg.data.num_prompts_per_step
+    if num_prompts % dist.world_size:
         raise UserError(
-            f"data.num_prompts_per_step={cfg.data.num_prompts_per_step} is not a multiple of the "
-            f"{dist.world_size} ranks; change it or --nproc_per_node"
+            f"data.num_prompts_per_step={num_prompts} is not a multiple of the {dist.world_size} ranks; "
+            "change it or --nproc_per_node"
         )
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     tokenizer = load_tokenizer(cfg.model.path)
@@ -145,12 +156,13 @@ def main(cfg: RLConfig) -> None:
     codec.check_result_room(cfg.rollout.max_result_tokens)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
-    order = PromptOrder(
-        len(train_prompts), cfg.data.num_prompts_per_step, cfg.run.seed, option="data.num_prompts_per_step"
-    )
+    order = PromptOrder(len(train_prompts), num_prompts, cfg.run.seed, option="data.num_prompts_per_step")
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
+    if custom_reward and cfg.branching.selector in NEED_REWARDS:
+        custom_reward.require_single(f"branching.selector={cfg.branching.selector}")
+    score = partial(score_groups, cfg=cfg.reward, custom=custom_reward, tools=cfg.tools.names, only_new=True)
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
     tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
@@ -170,6 +182,7 @@ def main(cfg: RLConfig) -> None:
             cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference
         ).requires_grad_(False)
     done_steps = checkpoints.resume(policy, optimizer, critic, critic_optimizer, allow=cfg.run.resume)
+    num_drawn = checkpoints.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
     engine = Engine(
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
     )
@@ -182,10 +195,10 @@ def main(cfg: RLConfig) -> None:
     if warning := half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
 
-    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed)
+    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
-        values = validate(sampler, valid_prompts, cfg, custom_reward, step=0)
+        values = validate(sampler, valid_prompts, cfg, step=0)
         log.scalars(0, values)
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
@@ -195,29 +208,29 @@ def main(cfg: RLConfig) -> None:
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
 
-        # ---- rollout and reward: each team of ranks its share of the prompts; then every rank has all groups
-        prompts = [train_prompts[i] for i in order.indices(step - 1)]
+        # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach
+        sampled: list[Group] = []
         num_prefilled = engine.stats.prefilled_tokens
-        with timers("rollout"):
-            share = sampler(
-                prompts, cfg.rollout, cfg.branching,
-                step=step, statistics=signal.statistics, description=f"step {step} rollout",
-            )  # fmt: skip
-        with timers("reward"):
-            score_groups(share if team.is_first else [], cfg.reward, custom_reward, tools=cfg.tools.names)
-        with timers("exchange"):
-            groups = team.exchange(share, len(prompts))
+        while count := num_to_sample(sampled, num_prompts, cfg.advantage):
+            indices, num_drawn = order.draw(num_drawn, count)
+            name = f"{step}.{len(sampled)}" if sampled else f"{step}"
+            sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name, signal)
+        groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
-        metrics.merge(rollout_metrics(groups[dist.rank :: dist.world_size]))  # each rank counts its share once
-        signal_values = signal.add(groups)
+        metrics.merge(rollout_metrics(sampled[dist.rank :: dist.world_size]))  # each rank counts its share once
+        if cfg.advantage.dead_groups == "resample":
+            metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
+            if len(groups) < num_prompts:
+                log.line(f"step {step}: only {len(groups)} groups to train on, after {len(sampled)} prompts")
+        signal_values = signal.add(sampled)
         if signal.warning:
             log.line(f"step {step}  {signal.warning}")
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
         # (none where a tool failed so often that the batch would teach to do without it)
-        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(groups) else []
+        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(sampled) else []
         if health.warning:
             log.line(f"step {step}: {health.warning}")
         with timers("old_logprobs"):
@@ -252,7 +265,7 @@ def main(cfg: RLConfig) -> None:
                             )
                         )  # fmt: skip
             except FloatingPointError:
-                log.trajectories(step, groups, kind="nonfinite")
+                log.trajectories(step, sampled, kind="nonfinite")
                 raise
 
         # ---- the engine samples from the new policy
@@ -265,17 +278,16 @@ def main(cfg: RLConfig) -> None:
         values = {}
         if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
-                values = validate(sampler, valid_prompts, cfg, custom_reward, step=step)
+                values = validate(sampler, valid_prompts, cfg, step=step)
         values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values()
         log.scalars(step, values)
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
-            log.trajectories(step, groups)
-            log.transcripts(step, groups, tag="train")
+            log.trajectories(step, sampled)
+            log.transcripts(step, sampled, tag="train")
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
         if is_last or health.must_stop or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            folder = checkpoints.save(
-                step, policy, optimizer, critic, critic_optimizer, progress={"signal": signal.state}
-            )
+            state = {"signal": signal.state, "num_drawn": num_drawn}
+            folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer, progress=state)
             if cfg.run.save_hf:
                 export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
         if health.must_stop:
@@ -302,14 +314,28 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     )
 
 
-def validate(
-    sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, custom_reward: CustomReward | None, *, step: int
-) -> dict[str, float]:
+def sample(
+    sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
+) -> list[Group]:
+    """Return the scored groups of the prompts on every rank, in order. Each team of ranks samples and scores its share.
+
+    `name` is that of the rollout: the step, and within a step something that tells it from others.
+    """
+    with timers("rollout"):
+        names = {"step": name, "description": f"step {name} rollout"}
+        share = sampler(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
+    with timers("reward"):
+        sampler.score(share if sampler.team.is_first else [])
+    with timers("exchange"):
+        return sampler.team.exchange(share, len(prompts))
+
+
+def validate(sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:
     """Scores on the validation prompts: greedy, one trajectory each, no branching. Also dumps the trajectories."""
     greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
     none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
     share = sampler(prompts, greedy, none, step=step, description="validation")
-    score_groups(share if sampler.team.is_first else [], cfg.reward, custom_reward, tools=cfg.tools.names)
+    sampler.score(share if sampler.team.is_first else [])
     groups = sampler.team.exchange(share, len(prompts))
     sampler.log.trajectories(step, groups, kind="valid")
     sampler.log.transcripts(step, groups, tag="valid")

@@ -8,6 +8,7 @@ of AdvantageConfig.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -322,15 +323,37 @@ def is_dead(group: Group) -> bool:
     return len(group.trajectories) > 1 and len({t.reward - t.kl_penalty for t in teaching(group)}) <= 1
 
 
+def num_to_sample(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> int:
+    """Return how many prompts a step samples next, after these groups of it; 0 where it has enough.
+
+    First all `num_prompts`. Under dead_groups=resample then as many as should make up for the dead groups, by the share
+    of mixed ones so far: at most `num_prompts` at once, and no more in all than cfg.max_resample allows. Whatever the
+    number of ranks. 8 prompts, 2 groups of them dead -> 3
+    """
+    if not groups or cfg.dead_groups != "resample":
+        return 0 if groups else num_prompts
+    num_mixed = sum(not is_dead(group) for group in groups)
+    expected = math.ceil((num_prompts - num_mixed) * len(groups) / max(num_mixed, 1))
+    left = (1 + cfg.max_resample) * num_prompts - len(groups)
+    return max(0, min(expected, num_prompts, left))
+
+
+def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:
+    """Return the groups of a step for its mini-batches; under dead_groups=resample its first mixed ones."""
+    if cfg.dead_groups != "resample":
+        return groups
+    return [group for group in groups if not is_dead(group)][:num_prompts]
+
+
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
     """Return (group index, trajectory) of all that are trained on, in order: no error of ours, at least one loss token.
 
-    Under dead_groups=drop, without the trajectories of dead groups.
+    Without the trajectories of dead groups, unless dead_groups=keep.
     """
     return [
         (index, t)
         for index, group in enumerate(groups)
-        if not (cfg.dead_groups == "drop" and is_dead(group))
+        if cfg.dead_groups == "keep" or not is_dead(group)
         for t in teaching(group)
         if any(t.loss_mask)
     ]

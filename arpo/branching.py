@@ -304,6 +304,8 @@ class GroupState:
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
     wall_s: dict[Path, float] = field(default_factory=dict)
     """Seconds of each finished trajectory, from its first own token to its end."""
+    num_rounds: int = 0
+    """Rounds of forks that a retrospective selector has chosen."""
 
     @property
     def num_roots(self) -> int:

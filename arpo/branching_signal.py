@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from arpo.branching import neutral_probability
 from arpo.entropy import signal_of
 from arpo.options import BranchingConfig
+from arpo.retrospective import EXPANSIONS
 from arpo.trajectory import BranchDecision, Group, SignalStatistics, StopReason, Trajectory
 
 WINDOW_STEPS = 10
@@ -62,7 +63,7 @@ class BranchingSignal:
         if selector in ("standardized", "quantile") and self.statistics is None:
             count = sum(map(len, self.state))
             return f"P(branch) was branching.base: {selector} had {count} earlier decisions, and needs {MIN_DECISIONS}"
-        acts = most >= MIN_MOVED or self.cfg.rule == "threshold" or selector in ("random", "none")
+        acts = most >= MIN_MOVED or self.cfg.rule == "threshold" or selector in ("random", "none", *EXPANSIONS)
         if acts or len(self._moved) != NUM_FIRST_STEPS:
             return ""
         return (
@@ -98,10 +99,11 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
 
 
 def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:
-    """Yield (trajectory, decision) of all branch decisions of these groups, in order."""
+    """Yield (trajectory, decision) of all decisions that a rule took, in order; retrospective selectors have no P."""
     for group in groups:
         for trajectory in group.trajectories:
-            yield from ((trajectory, turn.decision) for turn in trajectory.turns if turn.decision)
+            taken = (turn.decision for turn in trajectory.turns if turn.decision)
+            yield from ((trajectory, decision) for decision in taken if decision.probability is not None)
 
 
 def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float, float]]:

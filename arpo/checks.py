@@ -52,9 +52,11 @@ def given(owner: str, use: str) -> Need:
     return Need(owner, bool, use)
 
 
+RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
+JUDGES = none_of("branching.selector", "none", *RETROSPECTIVE, use="arpo or aepo")  # each tool result as it comes
 SCALE_FREE = ("standardized", "quantile")
-NO_WEIGHT = ("none", "random", *SCALE_FREE)
+NO_WEIGHT = ("none", "random", *SCALE_FREE, *RETROSPECTIVE)
 GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
 CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
 CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
@@ -76,16 +78,17 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "engine": (one_of("eval.server", ""),),
     "engine.max_num_seqs": (),  # with a server, the requests under way
     "rollout.top_p": (given("rollout.temperature", "1"),),
-    "branching": (BRANCHES,),
+    "branching": (JUDGES,),
     "branching.selector": (),
+    "branching.expansion_rounds": (one_of("branching.selector", *RETROSPECTIVE),),
     "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
-    "branching.base": (BRANCHES, one_of("branching.compat", "paper")),
+    "branching.base": (JUDGES, one_of("branching.compat", "paper")),
     "branching.weight": (none_of("branching.selector", *NO_WEIGHT, use="arpo or aepo"),),
-    "branching.rule": (none_of("branching.selector", "none", "random", use="arpo or aepo"),),
+    "branching.rule": (none_of("branching.selector", "none", "random", *RETROSPECTIVE, use="arpo or aepo"),),
     "branching.weight_z": (one_of("branching.selector", "standardized"),),
     "branching.branch_rate": (one_of("branching.selector", "quantile"),),
     "branching.signal": (one_of("branching.selector", *SCALE_FREE),),
-    "branching.threshold": (BRANCHES, one_of("branching.rule", "threshold")),
+    "branching.threshold": (JUDGES, one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
@@ -101,6 +104,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "advantage.normalize_std": (GROUPS, one_of("advantage.normalize", "group")),
     "advantage.dead_groups": (GROUPS, one_of("loss.kl_in", "loss")),  # unequal penalties: no group is dead
+    "advantage.max_resample": (GROUPS, one_of("advantage.dead_groups", "resample")),
     "advantage.gamma": (CRITIC,),
     "advantage.lam": (CRITIC,),
     "critic": (CRITIC,),
@@ -208,7 +212,8 @@ RANGES: dict[tuple[float, float], str] = {
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens "
-    "branching.max_branches_per_turn branching.entropy_tokens data.max_prompt_tokens eval.max_prompt_tokens "
+    "branching.max_branches_per_turn branching.entropy_tokens branching.expansion_rounds advantage.max_resample "
+    "data.max_prompt_tokens eval.max_prompt_tokens "
     "rollout.max_result_tokens data.max_tokens_per_microbatch update.max_tokens_per_microbatch "
     "tools.search.page_chars update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
     "judge.max_concurrent",
@@ -302,4 +307,17 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         require(
             model.context_parallel == 1 or not wrong,
             f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1",
+        )
+
+
+def check_rewards_in_time(branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
+    """Raise ValueError where something looks at rewards before the KL has been taken off them."""
+    for needs_rewards, option in (
+        (branching.selector in names_of("retrospective", "NEED_REWARDS"), f"branching.selector={branching.selector}"),
+        (advantage.dead_groups == "resample", "advantage.dead_groups=resample"),
+    ):
+        require(
+            not (needs_rewards and loss.kl_coefficient and loss.kl_in == "reward"),
+            f"{option} needs the rewards during the rollout, but loss.kl_in=reward takes the KL off them after it; "
+            "set loss.kl_in=loss",
         )

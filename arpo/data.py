@@ -313,7 +313,17 @@ class PromptOrder:
 
     def indices(self, step: int) -> list[int]:
         """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.num_per_step
+        return self.draw(step * self.num_per_step, self.num_per_step)[0]
+
+    def draw(self, num_drawn: int, count: int) -> tuple[list[int], int]:
+        """Return the next `count` <= num_per_step prompt indices after `num_drawn`, and num_drawn for the next draw.
+
+        For steps that draw more than once. All are of one epoch, so that none comes twice: where the rest of an epoch
+        is too short, it is skipped.
+        """
+        per_epoch = self.steps_per_epoch * self.num_per_step
+        epoch, start = divmod(num_drawn, per_epoch)
+        if start + count > per_epoch:
+            epoch, start = epoch + 1, 0
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
-        return permutation[start : start + self.num_per_step].tolist()
+        return permutation[start : start + count].tolist(), epoch * per_epoch + start + count

@@ -54,7 +54,8 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
         if turn.entropy is not None:
             m.mean("entropy/root" if turn is t.turns[0] else "entropy/after_tool", turn.entropy)
         if turn.decision:
-            m.mean("branching/probability", turn.decision.probability)
+            if turn.decision.probability is not None:  # a retrospective selector has none
+                m.mean("branching/probability", turn.decision.probability)
             m.sum(f"branching/{turn.decision.outcome}", 1)
     m.sum("tokens/sampled", sum(turn.end - turn.start for turn in own_turns))
 

@@ -167,7 +167,13 @@ class BranchingConfig:
     selector: str = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; standardized =
     P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
-    of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py)."""
+    of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py).
+    Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
+    least sure of; tail = the last turns of wrong chains; mixed = where right and wrong are most alike; or your own
+    (EXPANSIONS in arpo/retrospective.py)."""
+    expansion_rounds: int = 2
+    """tree_grpo, at2po, tail, mixed: rounds of forks, of equal size. A later round knows how the ones before went on,
+    and waits until all their trajectories have ended."""
     num_initial_rollouts: int = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
     rule: Literal["bernoulli", "threshold"] = "bernoulli"
@@ -203,7 +209,7 @@ class BranchingConfig:
     """upstream = the released code's gate with penalty (selector aepo only), but with one counter per chain."""
 
     def __post_init__(self) -> None:
-        check_name("branching.selector", self.selector, "branching", "RULES")
+        check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
 
 
 @dataclass(frozen=True)
@@ -237,8 +243,12 @@ class AdvantageConfig:
     all loss tokens of the step, after taking off their mean (REINFORCE++ with baseline)."""
     normalize_std: bool = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
-    dead_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out."""
+    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out;
+    resample = leave them out, and sample further prompts until the step is full of others (DAPO)."""
+    max_resample: int = 2
+    """resample: further prompts of a step, at most this many times data.num_prompts_per_step. A step that is not full
+    then is trained on what there is."""
     gamma: float = 1.0
     """gae: discount per sampled token; the tokens of tool results do not count."""
     lam: float = 1.0

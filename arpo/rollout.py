@@ -6,7 +6,8 @@ the result are known the branch decision is taken, and children fork at the end 
 out: nothing the model sampled is re-tokenised, nothing it did not sample gets loss_mask 1.
 
 Every random number is drawn from (seed, step, prompt, path in the tree, turn), and budget is granted in canonical
-order (`BranchBudget`), so the order in which tools answer changes no decision.
+order (`BranchBudget`), so the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)
+forks only after all trajectories of the group have ended, once per round.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from arpo import branching as br
+from arpo import retrospective
 from arpo.branching import Decision, GroupState, Live
 from arpo.engine import Chunk, Engine, SamplingSpec
-from arpo.engine.team import Team
 from arpo.entropy import tokens_to_measure, turn_entropy
-from arpo.log import RunLog
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
+from arpo.retrospective import EXPANSIONS, NEED_REWARDS
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
@@ -40,20 +41,23 @@ def rollout(
     branching: BranchingConfig,
     *,
     seed: int,
-    step: int = 0,
+    step: int | str = 0,
     statistics: SignalStatistics | None = None,
+    score: Callable[[list[Group]], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_group: Callable[[Group, list[float]], None] | None = None,
     max_at_once: int = 0,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
 
-    `statistics` are those of earlier steps' decisions, for the rules that compare with them. `on_progress` gets the
-    number of trajectories finished so far; `on_group` each group as soon as it is whole, and the seconds of its
-    trajectories. All prompts are begun at once; with `max_at_once`, only while fewer trajectories are unfinished, so
-    that the first groups are whole early. Raises what a tool or the engine raises.
+    `step` names the rollout among those of a seed. `statistics` are those of earlier steps' decisions, for the rules
+    that compare with them; `score` fills the reward of all trajectories of groups that have none, for the selectors of
+    NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is
+    whole, and the seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer
+    trajectories are unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
     """
-    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics)
+    assert score or branching.selector not in NEED_REWARDS, branching.selector
+    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics, score)
     waiting = deque(prompts)
     groups = []
     while waiting or loop.num_unfinished:
@@ -73,45 +77,6 @@ def rollout(
     return [group.finish() for group in groups]
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """A run's engine, tools and seed, with which `rollout` samples this rank's share of the prompts."""
-
-    engine: Engine | None
-    """Engine or ServerEngine; None only where there is nothing to sample."""
-    tools: ToolRunner
-    codec: Codec
-    team: Team
-    """The ranks that share this rank's engine."""
-    log: RunLog
-    seed: int
-
-    def __call__(
-        self,
-        prompts: list[Prompt],
-        cfg: RolloutConfig,
-        branching: BranchingConfig,
-        *,
-        description: str,
-        step: int = 0,
-        statistics: SignalStatistics | None = None,
-        is_part: bool = True,
-        on_group: Callable[[Group, list[float]], None] | None = None,
-        max_at_once: int = 0,
-    ) -> list[Group]:
-        """Return this team's share of the groups of `prompts`, in their order and unscored; see `rollout`.
-
-        `description` stands before the progress bar; `is_part`: within a step that has a progress of its own.
-        """
-        share = self.team.share(prompts)
-        with self.log.progress(len(share) * cfg.group_size, description, is_part=is_part) as progress:
-            return rollout(
-                share, self.engine, self.tools, self.codec, cfg, branching,
-                seed=self.seed, step=step, statistics=statistics, on_progress=progress.at,
-                on_group=on_group, max_at_once=max_at_once,
-            )  # fmt: skip
-
-
 class _Loop:
     """The handlers of the event loop, for tokens and tool results that arrive."""
 
@@ -124,8 +89,9 @@ class _Loop:
         branching: BranchingConfig,
         seed: str,
         statistics: SignalStatistics | None,
+        score: Callable[[list[Group]], None] | None,
     ):
-        self.engine, self.tools, self.codec = engine, tools, codec
+        self.engine, self.tools, self.codec, self.score = engine, tools, codec, score
         self.cfg, self.branching, self.seed, self.statistics = cfg, branching, seed, statistics
         self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
@@ -142,7 +108,7 @@ class _Loop:
         budget = br.BranchBudget(
             budget=None if self.branching.dynamic_budget else size - roots,
             max_children=self.branching.max_branches_per_turn,
-            last_turn=self.cfg.max_tool_calls if br.RULES[self.branching.selector] else 0,
+            last_turn=self.cfg.max_tool_calls if br.RULES.get(self.branching.selector) else 0,
         )
         group = GroupState(prompt, size, budget)
         self.num_unfinished += size
@@ -159,7 +125,9 @@ class _Loop:
                 group.budget.expect(path, turn=1)
             self.start_turn(Live(trajectory, group, path))
 
-    def fork(self, group: GroupState, parent_path: br.Path, turn: int, path: br.Path) -> None:
+    def fork(
+        self, group: GroupState, parent_path: br.Path, turn: int, path: br.Path, evidence: br.Evidence | None = None
+    ) -> None:
         """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
         parent = group.trajectories[parent_path]
         at = parent.turns[turn].start
@@ -174,15 +142,34 @@ class _Loop:
             fork_at=at,
         )
         group.trajectories[path] = child
-        judged_by = group.decisions[turn, parent_path].evidence
-        self.start_turn(Live(child, group, path, replace(judged_by, consecutive=judged_by.consecutive + 1)))
+        self.start_turn(Live(child, group, path, evidence))
 
     def grow(self, group: GroupState) -> None:
         """Start what the budget allows now: children; and, once nothing can branch any more, the missing roots."""
         for turn, parent, children in group.budget.settle():
+            evidence = group.decisions[turn, parent].evidence
             for child in children:
-                self.fork(group, parent, turn, child)
-        if group.budget.budget is not None and group.budget.is_settled:
+                self.fork(group, parent, turn, child, replace(evidence, consecutive=evidence.consecutive + 1))
+        if self.branching.selector in EXPANSIONS:
+            self.expand(group)
+        elif group.budget.budget is not None and group.budget.is_settled:
+            self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
+
+    def expand(self, group: GroupState) -> None:
+        """Once all trajectories have ended, fork them as a retrospective selector says; fresh roots are the rest."""
+        finished = retrospective.finished_part(group)
+        if finished is None or len(group.trajectories) == group.size:
+            return
+        if self.score:
+            self.score([finished])
+        forks = retrospective.next_forks(group, finished, self.branching, self.seed)
+        for fork in forks:
+            parent, child = retrospective.place(group, fork)
+            if parent:
+                self.fork(group, parent, fork.turn, child)
+            else:
+                self.start_roots(group, 1, may_branch=False)
+        if not forks or group.num_rounds == self.branching.expansion_rounds:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
 
     def split_budget(self, group: GroupState, pilot: Trajectory) -> None:

@@ -80,7 +80,8 @@ class BranchDecision:
     """H: mean entropy of the first k tokens after the tool result, nats."""
     root_entropy: float
     """H_root: the same over the first k tokens of the trajectory's first turn."""
-    probability: float
+    probability: float | None
+    """P(branch); None where a retrospective selector chose, after all had ended."""
     draw: float | None
     """The uniform number compared with `probability`; None under the threshold rule."""
     consecutive: int
@@ -92,6 +93,8 @@ class BranchDecision:
     """"branched" | "declined" | "no_budget" """
     statistics: SignalStatistics | None = None
     """What the signal was compared with; None in the first step."""
+    score: float | None = None
+    """What a retrospective selector chose the turn by (its newest choice, where it chose the turn again)."""
 
 
 @dataclass

@@ -8,8 +8,10 @@ from arpo.advantages import (
     GroupEvidence,
     assign_advantages,
     gae,
+    groups_to_train_on,
     grpo,
     is_dead,
+    num_to_sample,
     training_trajectories,
 )
 from arpo.errors import names_of
@@ -282,3 +284,42 @@ def test_training_leaves_out_what_cannot_teach():
     dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
     for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
         assert [len(t.token_ids) for _, t in training_trajectories([mixed, dead], cfg)] == expected
+
+
+LIVE, DEAD = [1.0, 0.0], [1.0, 1.0]
+RESAMPLE = AdvantageConfig(dead_groups="resample", max_resample=2)
+
+
+@pytest.mark.parametrize("dead_groups", ["keep", "drop", "resample"])
+def test_a_step_samples_its_prompts_first_and_further_ones_only_under_resample(dead_groups):
+    cfg = AdvantageConfig(dead_groups=dead_groups)
+    assert num_to_sample([], 8, cfg) == 8
+    assert (num_to_sample(groups_with([LIVE, DEAD]), 2, cfg) > 0) == (dead_groups == "resample")
+    assert num_to_sample(groups_with([LIVE, LIVE]), 2, cfg) == 0
+
+
+@pytest.mark.parametrize(
+    "num_live, num_dead, expected",
+    [
+        (6, 2, 3),  # 2 are missing, and 6 of 8 are mixed: 2 * 8 / 6 = 2.67
+        (4, 4, 8),  # 4 * 8 / 4
+        (1, 7, 8),  # 7 * 8 / 1 would be 56, but never more than a step at once
+        (0, 8, 8),
+        (6, 16, 2),  # 2 * 22 / 6 = 7.33, but 8 + 2 * 8 prompts are all that the step may sample
+        (6, 18, 0),
+        (9, 3, 0),  # more than enough
+    ],
+)
+def test_the_number_of_further_prompts_follows_from_the_share_of_mixed_groups(num_live, num_dead, expected):
+    groups = groups_with([LIVE] * num_live + [DEAD] * num_dead)
+    assert num_to_sample(groups, 8, RESAMPLE) == expected
+
+
+def test_under_resample_the_first_mixed_groups_are_trained_on():
+    groups = groups_with([DEAD, LIVE, DEAD, LIVE, LIVE])
+    assert groups_to_train_on(groups, 2, RESAMPLE) == [groups[1], groups[3]]
+    assert groups_to_train_on(groups, 4, RESAMPLE) == [groups[1], groups[3], groups[4]]
+    assert groups_to_train_on(groups, 5, AdvantageConfig(dead_groups="drop")) == groups
+    for t in groups[0].trajectories + groups[1].trajectories:
+        t.loss_mask = [1]
+    assert [g for g, _ in training_trajectories(groups[:2], RESAMPLE)] == [1, 1]

@@ -22,6 +22,7 @@ MINIMUM = {
     AblationConfig: {"ablation.train": ("x",), "ablation.eval": ("x",)},
 }
 GAE = ["--advantage.kind", "gae"]
+KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -80,7 +81,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
     "reward.compat": "paper",
     "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
-    "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
+    "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
@@ -93,7 +94,7 @@ OFF = {
     "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
     "branching.entropy_mode": "upstream", "reward.file": "",
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
-    "loss.kind": "reinforce",
+    "advantage.dead_groups": "drop", "loss.kind": "reinforce",
     "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
     "loss.kl_in": "reward",
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
@@ -105,6 +106,8 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("reward.bonus_tools", "reward.file"): "",
     ("eval.server_model", "eval.server"): "http://h",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
+    ("branching.expansion_rounds", "branching.selector"): "at2po",
+    ("advantage.max_resample", "advantage.kind"): "grpo",
     ("advantage.tree", "advantage.kind"): "grpo",
     ("advantage.normalize", "advantage.kind"): "grpo",
     ("advantage.normalize_std", "advantage.kind"): "grpo",
@@ -120,6 +123,7 @@ SPECIAL_OFF = {
     ("reward.compat", "reward.file"): "x",
     ("reward.bonus_tools", "reward.file"): "x",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
+    ("advantage.max_resample", "advantage.kind"): "gae",
     ("advantage.tree", "advantage.kind"): "gae",
     ("advantage.normalize", "advantage.kind"): "gae",
     ("advantage.normalize_std", "advantage.kind"): "gae",
@@ -255,6 +259,19 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--rollout.max_result_tokens", "0"], ["max_result_tokens=0 must be at least 1"]),
         (["--loss.clip_low", "-0.1"], ["clip_low=-0.1 must be at least 0"]),
         (["--optim.max_grad_norm", "-1"], ["max_grad_norm=-1.0 must be at least 0"]),
+        # a selector that looks back knows no P, no first come, and no rewards that change afterwards
+        (["--branching.selector", "mixed", "--branching.weight", "1"], ["weight=1.0", "selector=arpo or aepo"]),
+        (
+            ["--branching.selector", "at2po", "--branching.max_branches_per_turn", "2"],
+            ["branching.max_branches_per_turn=2 is ignored unless branching.selector=arpo or aepo (it is at2po)"],
+        ),
+        (["--branching.selector", "tail", "--branching.timing", "upstream"], ["timing=upstream", "(it is tail)"]),
+        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or tail or mixed"]),
+        (["--branching.selector", "at2po", "--branching.expansion_rounds", "0"], ["rounds=0 must be at least 1"]),
+        (["--branching.selector", "mixd"], ["did you mean 'mixed'", "none, tree_grpo, at2po, tail, mixed"]),
+        (["--branching.selector", "tail", *KL], ["branching.selector=tail needs the rewards", "set loss.kl_in=loss"]),
+        (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
+        (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
@@ -276,6 +293,8 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--advantage.tree", "node_parent", "--loss.kind", "gspo", "--loss.ratio_over", "turn"],
         ["--advantage.normalize", "batch", "--advantage.tree", "hard", "--loss.rollout_correction", "sequence_tis"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
+        ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
+        ["--branching.selector", "mixed", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
         [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],

@@ -250,3 +250,15 @@ def test_the_smoke_run_is_small_enough_for_one_gpu():
     cfg = load_config(RLConfig, [str(CONFIGS / "smoke.yaml")])
     trajectories = cfg.run.num_steps * cfg.data.num_prompts_per_step * cfg.rollout.group_size
     assert trajectories * cfg.rollout.max_response_tokens < 600 * 2000  # ten minutes at 2,000 tokens per second
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ["at2po", "tree_grpo", "dapo"])
+def test_the_family_of_arpo_goes_after_every_models_file(algorithm, model):
+    cfg = rl(algorithm, model)
+    assert cfg.branching.selector == ("none" if algorithm == "dapo" else algorithm)
+    assert cfg.advantage.dead_groups == ("resample" if algorithm == "dapo" else "keep")
+    credit = {"at2po": ("node", "turn"), "tree_grpo": ("inter_intra", "sequence")}.get(algorithm, ("soft", "sequence"))
+    assert (cfg.advantage.tree, cfg.loss.ratio_over) == credit
+    if algorithm != "dapo":
+        assert cfg.branching.num_initial_rollouts == rl("arpo", model).branching.num_initial_rollouts

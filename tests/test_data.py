@@ -189,6 +189,19 @@ def test_incomplete_last_step_of_an_epoch_is_left_out():
         assert len(set(taken)) == 4 and set(taken) < set(range(5))
 
 
+def test_draws_of_any_size_follow_the_same_order_and_never_hold_a_prompt_twice():
+    order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
+    assert order.draw(6, 3) == (order.indices(2), 9)
+    epoch = order.indices(0) + order.indices(1) + order.indices(2)
+    assert order.draw(1, 2) == (epoch[1:3], 3) and order.draw(3, 1) == (epoch[3:4], 4)
+    # one prompt is left of the first epoch: too few for two, so they are the second epoch's first
+    assert order.draw(8, 2) == (order.indices(3)[:2], 11) and order.draw(8, 1) == (epoch[8:], 9)
+    drawn = 0
+    for count in [3, 1, 2, 3, 2, 2, 3, 3, 1, 2, 3]:
+        indices, drawn = order.draw(drawn, count)
+        assert len(set(indices)) == count
+
+
 @pytest.mark.parametrize(
     "number, words", [(4, "3 usable rows of data.train are fewer than data.n=4"), (0, "^data.n=0 must be at least 1")]
 )

@@ -7,6 +7,7 @@ import functools
 import math
 
 import pytest
+from helpers.files import read_jsonl
 from helpers.models import searching_model
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
@@ -26,10 +27,14 @@ ALGORITHMS = {
                   "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
-    "at2po": ["--loss.kind", "gspo", "--loss.ratio_over", "turn", "--loss.clip_low", "3e-3", "--loss.clip_high", "4e-3",
-              "--loss.aggregation", "sequence_mean_token_mean", "--advantage.tree", "node",
-              "--loss.rollout_correction", "sequence_mis", *SEARCHES],
-    "tree grpo": ["--advantage.tree", "inter_intra", "--loss.rollout_correction", "geometric_tis", *SEARCHES],
+    "mixed": ["--branching.selector", "mixed", "--branching.num_initial_rollouts", "3", "--run.save_every", "1",
+              "--reward.function", "compute_hit", "--advantage.dead_groups", "resample",
+              "--run.dump_every", "1", *SEARCHES],
+    "at2po": ["--branching.selector", "at2po", "--loss.kind", "gspo", "--loss.ratio_over", "turn",
+              "--loss.clip_low", "3e-3", "--loss.clip_high", "4e-3", "--loss.aggregation", "sequence_mean_token_mean",
+              "--advantage.tree", "node", "--loss.rollout_correction", "sequence_mis", *SEARCHES],
+    "tree grpo": ["--branching.selector", "tree_grpo", "--branching.expansion_rounds", "1",
+                  "--advantage.tree", "inter_intra", "--loss.rollout_correction", "geometric_tis", *SEARCHES],
     "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis", *SEARCHES],
     "reinforce++": ["--advantage.normalize", "batch", "--loss.rollout_correction", "geometric_mis",
                     "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
@@ -46,9 +51,9 @@ def world(tmp_path_factory):
     return folder
 
 
-def metrics_of_run(world, run: str, algorithm: str, *flags: str) -> list[dict[str, float]]:
+def metrics_of_run(world, run: str, algorithm: str, *flags: str, ranks: int = 2) -> list[dict[str, float]]:
     chosen = [flag.replace("@WORLD@", str(world)) for flag in ALGORITHMS[algorithm]]
-    run_script("train_rl.py", str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen, *flags)
+    run_script("train_rl.py", str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen, *flags, ranks=ranks)
     return read_metrics(world / "runs" / run)
 
 
@@ -58,8 +63,9 @@ def metrics_of(world):
     return functools.cache(lambda algorithm: metrics_of_run(world, algorithm, algorithm))
 
 
-IN_THE_FAST_TIER = ("gspo", "ppo")
-"""Between them: a reference, a critic, trees, another ratio. Each run takes about eight seconds of computing."""
+IN_THE_FAST_TIER = ("gspo", "ppo", "mixed")
+"""Between them: a reference, a critic, trees, another ratio, rewards during the rollout, further prompts in a step.
+Each run takes about eight seconds of computing."""
 
 
 @pytest.mark.parametrize(
@@ -113,3 +119,43 @@ def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_o
     resumed = metrics_of_run(world, "cut", "ppo")[1]
     for name in ("reward/mean", "critic/loss", "critic/grad_norm", "optim/grad_norm", "loss/policy", "loss/entropy"):
         assert resumed[name] == whole[name], name
+
+
+def groups_of(world, run: str, step: int) -> dict[str, list[dict]]:
+    """prompt -> its dumped trajectories, in the order in which prompts were sampled."""
+    groups: dict[str, list[dict]] = {}
+    for row in read_jsonl(world / "runs" / run / "trajectories" / f"step_{step:06d}.jsonl"):
+        groups.setdefault(row["prompt_id"], []).append(row)
+    return groups
+
+
+def test_further_prompts_are_sampled_for_dead_groups_and_mixed_groups_alone_are_trained_on(metrics_of, world):
+    rows = metrics_of("mixed")
+    assert any(row["group/resampled_prompts"] > 0 for row in rows), rows
+    for row in rows:
+        groups = groups_of(world, "mixed", row["step"])
+        assert len(groups) == 4 + row["group/resampled_prompts"] <= 12
+        mixed = [name for name, group in groups.items() if len({t["reward"] for t in group}) > 1]
+        trained = [name for name, group in groups.items() if any(t["advantage"] is not None for t in group)]
+        assert trained == mixed[:4] and all(len(group) == 8 for group in groups.values())
+
+
+def test_forks_that_look_at_rewards_are_recorded_with_their_score(metrics_of, world):
+    metrics_of("mixed")
+    trajectories = [t for group in groups_of(world, "mixed", 1).values() for t in group]
+    decisions = [turn["decision"] for t in trajectories for turn in t["turns"] if turn["decision"]]
+    assert any(t["parent_id"] for t in trajectories) and decisions
+    assert all(0 < d["score"] <= 0.25 and d["probability"] is None for d in decisions)
+
+
+@pytest.mark.slow
+def test_resampling_goes_on_as_it_would_have_after_a_cut_and_on_one_rank(metrics_of, world):
+    whole, one_rank = metrics_of("mixed"), metrics_of_run(world, "alone", "mixed", ranks=1)
+    metrics_of_run(world, "cut_mixed", "mixed", "--run.num_steps", "1")
+    resumed = metrics_of_run(world, "cut_mixed", "mixed")
+    for name in ("reward/mean", "group/resampled_prompts", "tokens/sampled", "branching/branched", "loss/policy"):
+        assert resumed[1][name] == whole[1][name], name
+        assert one_rank[0][name] == pytest.approx(whole[0][name], rel=1e-4), name
+    for name, group in groups_of(world, "alone", 1).items():
+        theirs = groups_of(world, "mixed", 1)[name]
+        assert [t["token_ids"] for t in group] == [t["token_ids"] for t in theirs]

@@ -157,6 +157,35 @@ def test_a_rule_on_the_means_decides_otherwise(decisions):
     assert [children for _, children in decisions["means"]["0"].values()] == [0, 1]
 
 
+# ---- a retrospective selector
+
+USE_MIDDLE = """
+from helpers.scripted_rollout import ANSWER, CALL, play
+from arpo.config import load_config
+from arpo.errors import UserError
+from train_rl import RLConfig
+
+RL = ["--data.train", "x", "--rollout.group_size", "4", "--branching.num_initial_rollouts", "2"]
+cfg = load_config(RLConfig, [*RL, "--branching.selector", "middle", "--branching.expansion_rounds", "1"])
+[group] = play(lambda p, path, turn: CALL if turn < 3 - 2 * int(path[0]) else ANSWER, cfg=cfg.rollout,
+               branching=cfg.branching)
+print([t.trajectory_id for t in group.trajectories])
+for flags in (["--branching.selector", "midle"], ["--branching.selector", "middle", "--branching.base", "0.4"]):
+    try:
+        load_config(RLConfig, [*RL, *flags])
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_retrospective_selector_is_one_function_and_one_line(tmp_path):
+    edits = edits_of("A retrospective selector")
+    assert [code.count("def ") for _, code in edits] == [1, 0]
+    forked, misspelt, useless = run_in(edited_copy(tmp_path, edits), USE_MIDDLE).splitlines()
+    assert forked == "['0', '0.0', '1', '1.0']"
+    assert "did you mean 'middle'" in misspelt and "base=0.4 is ignored unless branching.selector=arpo" in useless
+
+
 # ---- a tool with a knob
 
 USE_CALCULATOR = r"""

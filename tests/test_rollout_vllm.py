@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
 from arpo.protocol import Codec
+from arpo.retrospective import EXPANSIONS
 from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
@@ -96,3 +97,30 @@ def test_the_same_seed_gives_the_same_trees_whatever_the_tool_latencies(parts):
         assert [json.dumps(t.token_ids) for t in old.trajectories] == [
             json.dumps(t.token_ids) for t in new.trajectories
         ]
+
+
+@pytest.mark.parametrize("selector", EXPANSIONS)
+def test_finished_groups_are_forked_where_the_selector_says_and_alike_each_time(parts, selector):
+    codec, _, prompts, engine, runner = parts
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=2, expansion_rounds=2)
+
+    def odd(groups):
+        for t in (t for g in groups for t in g.trajectories):
+            t.reward = float(len(t.token_ids) % 2)
+
+    runs = [rollout(prompts, engine, runner, codec, CFG, branching, seed=1, score=odd) for _ in range(2)]
+    assert [[t.to_dict()["token_ids"] for t in g.trajectories] for g in runs[0]] == [
+        [t.to_dict()["token_ids"] for t in g.trajectories] for g in runs[1]
+    ]
+    num_forks = 0
+    for group in runs[0]:
+        by_id = {t.trajectory_id: t for t in group.trajectories}
+        assert len(by_id) == 6
+        for child in (t for t in group.trajectories if t.parent_id is not None):
+            num_forks += 1
+            parent, turn = by_id[child.parent_id], sum(turn.inherited for turn in child.turns)
+            assert child.fork_at == parent.turns[turn - 1].result_end == parent.turns[turn].start
+            assert child.token_ids[: child.fork_at] == parent.token_ids[: child.fork_at]
+            assert child.rollout_logprobs[: child.fork_at] == parent.rollout_logprobs[: child.fork_at]
+            assert child.token_ids != parent.token_ids
+    assert num_forks > 4

@@ -57,6 +57,13 @@ class Team:
         shares = self.ranks.all_gather_objects(groups if self.is_first else [])[:: self.size]
         return [shares[i % self.num_teams][i // self.num_teams] for i in range(num_prompts)]
 
+    def from_first(self, value: T) -> T:
+        """Return the value of the team's first rank on all its ranks. Collective within the team."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, group_src=0, group=self.group)
+        return values[0]
+
     def tool_runner(self, tools: dict[str, Tool]) -> ToolRunner:
         return ToolRunner(tools) if self.group is None else TeamToolRunner(tools, self.group)
 

@@ -117,8 +117,14 @@ def score_trajectories(
 
 
 def score_groups(
-    groups: list[Group], cfg: RewardConfig, custom: CustomReward | None = None, *, tools: Sequence[str]
+    groups: list[Group],
+    cfg: RewardConfig,
+    custom: CustomReward | None = None,
+    *,
+    tools: Sequence[str],
+    only_new: bool = False,
 ) -> None:
-    """Apply `score_trajectories` to all trajectories of all groups at once."""
+    """Apply `score_trajectories` to all trajectories of all groups at once; `only_new`: those without a reward."""
     prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
-    score_trajectories([t for group in groups for t in group.trajectories], prompts_by_id, cfg, custom, tools=tools)
+    trajectories = [t for group in groups for t in group.trajectories if not (only_new and t.reward is not None)]
+    score_trajectories(trajectories, prompts_by_id, cfg, custom, tools=tools)

@@ -28,6 +28,14 @@ class CustomReward:
     place: str
     """File and function, like "my_reward.py: compute_score", for messages."""
 
+    def require_single(self, who: str) -> None:
+        """Raise UserError if it takes all samples at once; `who` needs rewards before there are all."""
+        if self.batched:
+            raise UserError(
+                f"{who} needs rewards while the groups still grow, but {self.place} takes the whole batch at once; "
+                "let it take one response, or choose another selector"
+            )
+
 
 def load_custom(file: str, function: str) -> CustomReward:
     """Import `function` from a Python file. One required parameter means that it takes all samples at once.

@@ -21,12 +21,12 @@ def prompt(prompt_id: str = "p0", tools=("python", "search")) -> Prompt:
     return Prompt(prompt_id, messages, ["1"], tools=tools, token_ids=tuple(CODEC.render_prompt(messages)))
 
 
-def play(script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None):
+def play(script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None, score=None):
     engine = engine or ScriptedEngine(TOKENIZER, script)
     tools = tools or [EchoTool("search", "found"), EchoTool("python", "2")]
     runner = ToolRunner({t.tag: t for t in tools})
     try:
-        groups = rollout(prompts or [prompt()], engine, runner, CODEC, cfg, branching, seed=seed)
+        groups = rollout(prompts or [prompt()], engine, runner, CODEC, cfg, branching, seed=seed, score=score)
     finally:
         runner.close()
     return groups

@@ -9,6 +9,11 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     \"\"\"Share of characters that are the letter e or a: easy to learn, hard to hit by chance.\"\"\"
     return sum(c in "ea" for c in solution_str) / max(len(solution_str), 1)
+
+
+def compute_hit(data_source, solution_str, ground_truth, extra_info):
+    \"\"\"1 for one response in eight, by chance: so of groups of eight about two in three are mixed.\"\"\"
+    return float(len(solution_str) % 8 == 0)
 """
 CONFIG = """
 run: {name: rl, num_steps: 12, validate_every: 6, save_every: 2, dump_every: 4, dir: @DIR@/runs}

@@ -344,6 +344,24 @@ def test_custom_reward_of_a_batch(tmp_path):
     assert [t.reward for t in group.trajectories] == [3.0, 2.0]
 
 
+def test_only_new_trajectories_are_scored_where_that_is_asked_for(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(d, text, truth, e): return 7.0 + (truth in text)")
+    group = make_group()
+    group.trajectories[0].reward = 5.0
+    custom = load_custom(str(tmp_path / "mine.py"), "f")
+    score_groups([group], RewardConfig(), custom, tools=LOADED, only_new=True)
+    assert [t.reward for t in group.trajectories] == [5.0, 7.0]
+
+
+def test_a_reward_of_whole_batches_is_refused_where_rewards_are_needed_one_by_one(tmp_path):
+    (tmp_path / "mine.py").write_text("def batch(samples): ...\ndef single(d, s, g, e): ...\n")
+    load_custom(str(tmp_path / "mine.py"), "single").require_single("branching.selector=tail")
+    with pytest.raises(
+        UserError, match=r"^branching.selector=tail needs rewards .*mine\.py: batch takes the whole batch"
+    ):
+        load_custom(str(tmp_path / "mine.py"), "batch").require_single("branching.selector=tail")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

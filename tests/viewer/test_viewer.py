@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,22 @@ def test_a_branch_shows_its_decisions_calls_and_rewards_and_dims_what_it_inherit
             if d := turn.decision:  # every decision of the group is on the tree, this branch's own in full
                 assert f"{d.probability:.2f} {d.outcome}" in text
                 assert f"baseline {d.root_entropy:.4f}" in text
+
+
+@needs_browser
+def test_a_turn_that_was_chosen_afterwards_shows_its_score(run, groups, tmp_path):
+    group = deepcopy(groups[0])
+    turns = [turn for t in group.trajectories for turn in t.turns if turn.decision]
+    for turn in turns:
+        turn.decision = replace(turn.decision, probability=None, draw=None, score=0.2375)
+    log = RunLog(run, RunConfig(), is_main=True)
+    log.trajectories(30, [group])
+    log.close()
+    write_page(run)
+    document = dom(run / "viewer.html", tmp_path / "profile")
+    text = words(document)
+    assert text.count("score 0.2375, chosen after all had ended") >= len(turns) > 0 and "0.24 branched" in text
+    assert '<svg id="signal"' not in document  # there is no P to plot
 
 
 @needs_browser

@@ -1,0 +1,218 @@
+"""Retrospective selectors, which are pure: they say where to fork a group whose trajectories have all ended.
+
+A rule of branching.py judges a tool result a moment after it has come; a retrospective selector sees how everything
+went on, and so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories that
+ended in an error of ours), the number of forks of this round, its config section and a random generator. A selector of
+your own is one function and one line in EXPANSIONS.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from arpo.branching import GroupState, Path
+from arpo.options import BranchingConfig
+from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
+
+SIBLING_PENALTY = 0.05
+"""at2po: what each further turn sampled at the same place takes off a turn's score (nats per token)."""
+EASY_TO_LOSE = 0.75
+"""tail: right chains are forked too where at most this share of the group is right."""
+
+
+class Fork(NamedTuple):
+    """A place to fork. The new trajectory begins where the turn begins, so the turn is sampled anew."""
+
+    trajectory_id: str
+    turn: int
+    """Index of the turn. Before it everything is shared, the tool result included; 0 makes a new root."""
+    score: float | None = None
+    """What the selector chose it by, for the record; None where chance chose."""
+
+
+Start = tuple[str, int]
+"""Where a turn begins: (trajectory_id of the one that sampled the turn before, index of the turn); ("", 0) = at the
+prompt. Turns that begin at the same place of the tree have the same."""
+
+
+def starts(group: Group) -> dict[tuple[str, int], Start]:
+    """Return where each turn of each trajectory begins, inherited turns included, by (trajectory_id, turn).
+
+    "0.0", a branch of "0" at turn 1: {("0", 0): ("", 0), ("0", 1): ("0", 1), ("0.0", 0): ("", 0), ("0.0", 1): ("0", 1)}
+    """
+    by_id, found = {t.trajectory_id: t for t in group.trajectories}, {}
+    for t in group.trajectories:
+        for turn in range(len(t.turns)):
+            writer = t
+            while turn and writer.turns[turn - 1].inherited:
+                writer = by_id[writer.parent_id]
+            found[t.trajectory_id, turn] = (writer.trajectory_id if turn else "", turn)
+    return found
+
+
+def own_turns(group: Group) -> list[tuple[tuple[Trajectory, int], Start]]:
+    """Return ((trajectory, turn), where it begins) of every turn of the tree, once: with the one that sampled it."""
+    by_id, begin = {t.trajectory_id: t for t in group.trajectories}, starts(group)
+    return [((by_id[n], k), start) for (n, k), start in begin.items() if not by_id[n].turns[k].inherited]
+
+
+def times_sampled(group: Group) -> Counter[Start]:
+    """Return how many turns of the tree begin at each place."""
+    return Counter(start for _, start in own_turns(group))
+
+
+def surprise(t: Trajectory, turn: int) -> float:
+    """Return the mean of -log pi over the turn's sampled tokens, in nats."""
+    logprobs = t.rollout_logprobs[t.turns[turn].start : t.turns[turn].end]
+    return -sum(logprobs) / max(len(logprobs), 1)
+
+
+def is_right(t: Trajectory) -> bool:
+    """Return whether the reward is above 0, as reward/solved_share counts it."""
+    return t.reward > 0
+
+
+def best(candidates: list[Fork], budget: int, rng: random.Random) -> list[Fork]:
+    """Return the `budget` candidates with the largest scores, best first; chance decides between equal ones."""
+    return sorted(candidates, key=lambda fork: (-fork.score, rng.random()))[:budget]
+
+
+# ---- the selectors
+
+
+def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """Uniformly, with replacement, after any turn that a tool answered, or at the root of any tree (Tree-GRPO, arXiv
+    2509.21240). The control that shows what a choice is worth."""
+    places = [
+        Fork(t.trajectory_id, turn)
+        for t in group.trajectories
+        for turn in range(len(t.turns))
+        if not t.turns[max(turn - 1, 0)].inherited  # a shared place counts once, for the one that made it
+    ]
+    return rng.choices(places, k=budget) if places else []
+
+
+def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """The turns that the policy was least sure of: mean(-log pi) - 0.05 * max(0, siblings - 1) (AT2PO).
+
+    `siblings` counts the turns that begin where this one does, itself included.
+    """
+    siblings, scored = times_sampled(group), []
+    for (t, turn), start in own_turns(group):
+        scored.append(Fork(t.trajectory_id, turn, surprise(t, turn) - SIBLING_PENALTY * (siblings[start] - 1)))
+    return best(scored, budget, rng)
+
+
+def tail(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """Wrong or easy-to-lose chains at their last turn, then one turn earlier (BranPO, without its rule that samples
+    until the outcome flips).
+
+    Right chains are easy to lose where at most three quarters of the group are right. Wrong chains come first, each
+    place is forked once, and the prompt never; where nothing is left, fresh roots are. The score is 1 for a wrong
+    chain, 0 for a right one.
+    """
+    begin, sampled = starts(group), times_sampled(group)
+    chains = [t for t in group.trajectories if not is_right(t)]
+    if len(group.trajectories) - len(chains) <= EASY_TO_LOSE * len(group.trajectories):
+        chains += [t for t in group.trajectories if is_right(t)]
+    forks: dict[Start, Fork] = {}
+    for back in (1, 2):
+        for t in chains:
+            turn = len(t.turns) - back
+            if turn > 0 and sampled[start := begin[t.trajectory_id, turn]] == 1:
+                forks.setdefault(start, Fork(t.trajectory_id, turn, float(not is_right(t))))
+    return list(forks.values())[:budget]
+
+
+def mixed(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """The places from which right and wrong are most alike: largest p (1 - p), with p = (1 + right) / (2 + all) over
+    the finished trajectories that passed there (the prompt included). So a group of equal rewards is forked where
+    little was tried, which may make it a mixed one."""
+    num_right: Counter[Start] = Counter()
+    num_wrong: Counter[Start] = Counter()
+    first: dict[Start, Fork] = {}
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    for (name, turn), start in starts(group).items():
+        (num_right if is_right(by_id[name]) else num_wrong)[start] += 1
+        first.setdefault(start, Fork(name, turn))
+    scored = []
+    for start, fork in first.items():
+        right, wrong = 1 + num_right[start], 1 + num_wrong[start]
+        scored.append(fork._replace(score=right * wrong / (right + wrong) ** 2))  # the same for p and 1 - p, exactly
+    return best(scored, budget, rng)
+
+
+EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], list[Fork]]] = {
+    "tree_grpo": tree_grpo,
+    "at2po": at2po,
+    "tail": tail,
+    "mixed": mixed,
+}
+"""Values of `branching.selector` besides those of RULES. Each returns at most `budget` forks; more are left out, and
+what is missing to the group's size after the last round is filled with fresh roots."""
+NEED_REWARDS = {"tail", "mixed"}
+"""Those that look at rewards, which must be known before the group is whole."""
+
+
+# ---- rounds of forks in a group that the rollout lets grow
+
+
+def next_forks(group: GroupState, finished: Group, cfg: BranchingConfig, seed: str) -> list[Fork]:
+    """Return the forks of the group's next round, and note them in the turns they chose.
+
+    Each round may make an equal part of the forks that are left. `seed` names the rollout.
+    """
+    left = group.size - len(group.trajectories)
+    budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
+    group.num_rounds += 1
+    rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
+    forks = EXPANSIONS[cfg.selector](finished, budget, cfg, rng)[:budget]
+    for number, fork in enumerate(forks):
+        _record(group, fork, left - number)
+    return forks
+
+
+def finished_part(group: GroupState) -> Group | None:
+    """Return the trajectories started so far without those that an error of ours ended; None while one is growing."""
+    ordered = [group.trajectories[path] for path in sorted(group.trajectories)]
+    if any(t.stop_reason is None for t in ordered):
+        return None
+    return Group(group.prompt, [t for t in ordered if t.stop_reason != StopReason.ERROR])
+
+
+def place(group: GroupState, fork: Fork) -> tuple[Path, Path]:
+    """Return the path of a fork's parent, which is the trajectory that sampled the turn before, and of the new child.
+
+    At turn 0 there is no parent: its path is (), and the child is the next root.
+    """
+    parent = _writer(group, fork.trajectory_id, fork.turn - 1) if fork.turn else ()
+    return parent, (*parent, sum(path[:-1] == parent for path in group.trajectories))
+
+
+def _writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
+    """Return the path of the trajectory that sampled this turn of another: itself, or one that it was forked from."""
+    path = tuple(map(int, trajectory_id.split(".")))
+    while group.trajectories[path].turns[turn].inherited:
+        path = path[:-1]
+    return path
+
+
+def _record(group: GroupState, fork: Fork, budget_left: int) -> None:
+    """Note in its turn that the selector has chosen it; a turn that is chosen again keeps count."""
+    trajectory = group.trajectories[_writer(group, fork.trajectory_id, fork.turn)]
+    turn = trajectory.turns[fork.turn]
+    turn.decision = BranchDecision(
+        turn.entropy,
+        trajectory.turns[0].entropy,
+        probability=None,
+        draw=None,
+        consecutive=0,
+        budget_left=budget_left,
+        num_children=1 + (turn.decision.num_children if turn.decision else 0),
+        outcome="branched",
+        score=fork.score,
+    )
