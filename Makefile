@@ -57,9 +57,7 @@ demo: setup
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_sft --model.path $(RUNS)/demo_sft/hf
 	$(TORCHRUN) train_rl.py configs/demo_arpo.yaml $(SEEDED) --model.path $(RUNS)/demo_sft/hf \
 	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
-	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf
-	$(TORCHRUN) $(EVAL) --run.name demo_eval_muted --model.path $(RUNS)/demo_arpo/hf --eval.mute_tools True \
-	  --eval.num_samples 1 --eval.max_questions 100
+	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf --eval.num_muted 100
 	@$(PY) -m arpo.demo report --runs $(RUNS)
 
 # Tests that need a real redis-server skip, with the reason, where there is none and it cannot be installed.

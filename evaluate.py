@@ -76,6 +76,7 @@ from arpo.evals.prompts import asked_as
 from arpo.evals.records import Record, append_records, group_records, read_records
 from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides
+from arpo.evals.scores import MUTED
 from arpo.log import RunLog
 from arpo.model import load_tokenizer
 from arpo.model.policy import check_model_folder
@@ -104,11 +105,13 @@ def main(cfg: EvalConfig) -> None:
     codec.check_result_room(cfg.rollout.max_result_tokens)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
     sets = load_questions(cfg.eval, chosen, codec)
+    muted = {name + MUTED: prompts[: cfg.eval.num_muted] for name, prompts in sets.items() if cfg.eval.num_muted}
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function)
     tools = make_tools(cfg.tools.replayed() if cfg.eval.replay else cfg.tools)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
-    runner = team.tool_runner({tag: MutedTool(tag) for tag in tools} if cfg.eval.mute_tools else tools)
+    runner = team.tool_runner(tools)
+    refusing = team.tool_runner({tag: MutedTool(tag) for tag in tools})
 
     # ---- what an earlier run of the same command has finished stays
     folder = Path(cfg.run.dir) / cfg.run.name
@@ -119,7 +122,7 @@ def main(cfg: EvalConfig) -> None:
         judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
     records = read_records(folder / "records")
-    todo = {name: unfinished(name, prompts, cfg.eval.num_samples, records) for name, prompts in sets.items()}
+    todo = {name: unfinished(name, prompts, cfg.eval.num_samples, records) for name, prompts in (sets | muted).items()}
     dist.barrier()  # nobody writes before all have read
     log = RunLog(folder, cfg, is_main=dist.is_main)
     for name in absent:
@@ -134,8 +137,10 @@ def main(cfg: EvalConfig) -> None:
     no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
     for name, prompts in todo.items():
         path = folder / "records" / (f"{name}.rank{dist.rank}.jsonl" if dist.rank else f"{name}.jsonl")
-        metric = chosen[name].grader if name in chosen else "reward"
-        sampler(
+        of_muted = name in muted
+        benchmark = chosen.get(name.removesuffix(MUTED) if of_muted else name)
+        metric = benchmark.grader if benchmark else "reward"
+        replace(sampler, tools=refusing if of_muted else runner)(
             prompts,
             sampling,
             no_branching,
@@ -146,6 +151,7 @@ def main(cfg: EvalConfig) -> None:
         )
     log.close()
     runner.close()
+    refusing.close()
     if engine is not None:
         engine.close()
     dist.close()  # the other ranks need not wait for the judge
@@ -158,7 +164,7 @@ def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec)
     """Return the tokenized questions of the chosen benchmarks, by name, and of the question files, by file stem."""
     sets = {name: questions(name, b, cfg.data_dir, max_questions=cfg.max_questions) for name, b in chosen.items()}
     for file in cfg.files:
-        if Path(file).stem in sets:
+        if Path(file).stem in sets or file.endswith(f"{MUTED}{Path(file).suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         sets[Path(file).stem] = load_prompts(file)[: cfg.max_questions or None]
     system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
@@ -206,7 +212,7 @@ def grade_and_report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None
         judge=cfg.judge.model,
         families={name: benchmark.family for name, benchmark in BENCHMARKS.items()},
         seed=settings["seed"],
-        notes=("All tool calls were refused.",) if settings["mute_tools"] else (),
+        notes=(f"SET{MUTED}: all tool calls were refused.",) if any(name.endswith(MUTED) for name in found) else (),
     )
     write_report(folder, by_name, grades, meta)
     if judge is not None:

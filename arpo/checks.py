@@ -207,7 +207,7 @@ RANGES: dict[tuple[float, float], str] = {
     "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
     "branching.budget_weight branching.consecutive_penalty critic.lr model.lora_alpha engine.kv_cache_gib "
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
-    "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions run.silence_timeout_s "
+    "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions eval.num_muted run.silence_timeout_s "
     "run.peer_timeout_minutes loss.correction_low",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "

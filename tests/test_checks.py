@@ -43,7 +43,7 @@ ALWAYS = {
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
-    "eval": "benchmarks files max_questions num_samples max_prompt_tokens system_prompt mute_tools server replay "
+    "eval": "benchmarks files max_questions num_samples max_prompt_tokens system_prompt num_muted server replay "
     "regrade compare",
     "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "

@@ -221,6 +221,27 @@ def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_
     assert "own" in (world / "replayed" / "compare.md").read_text()
 
 
+def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_average(world, server, evaluate_here):
+    flags = {"eval__benchmarks": "gsm8k math500", "eval__files": str(world / "own.jsonl")}
+    evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="1"))
+    records = read_records(world / "muted" / "records")
+    muted = [r for r in records if r.benchmark.endswith("_muted")]
+    assert sorted((r.benchmark, r.metric) for r in muted) == sorted(
+        2 * [("gsm8k_muted", "math"), ("math500_muted", "math"), ("own_muted", "reward")]
+    )
+    assert {call["error_kind"] for r in muted for call in r.tool_calls} == {"muted"}
+    assert all(call["ok"] for r in records if r not in muted for call in r.tool_calls)
+    asked = {r.question for r in records if r.benchmark == "own"}
+    assert len(asked) == 3 and {r.question for r in muted if r.benchmark == "own_muted"} < asked
+    report = (world / "muted" / "report.md").read_text()
+    assert "SET_muted: all tool calls were refused." in report
+    [average] = [line for line in report.splitlines() if line.startswith("| all |")]
+    assert average.startswith("| all | 3 |")
+    evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="2"))  # goes on with one more
+    again = read_records(world / "muted" / "records")
+    assert sum(r.benchmark == "own_muted" for r in again) == 4 and sum(r.benchmark == "own" for r in again) == 6
+
+
 def test_a_judge_is_asked_once_for_each_answer_and_never_again(world, server, evaluate_here):
     reply = {"choices": [{"message": {"content": "The same. <judgment>Correct</judgment>"}}]}
     with WebService([says(reply)]) as judge:
@@ -269,6 +290,7 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
         ({"eval__replay": "True"}, r"set tools\.\w+\.cache"),
+        ({"eval__num_muted": "-1"}, "num_muted=-1 must be at least 0"),
         ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
         ({"model__path": "/nonexistent"}, "cannot load the tokenizer"),
     ],

@@ -8,7 +8,12 @@ from pathlib import Path
 from arpo.errors import UserError
 from arpo.log import read_metrics
 
-EVALUATIONS = {"after SFT": "demo_eval_sft", "after RL": "demo_eval_arpo", "after RL, tools muted": "demo_eval_muted"}
+EVALUATIONS = {
+    "after SFT": ("demo_eval_sft", "test"),
+    "after RL": ("demo_eval_arpo", "test"),
+    "after RL, tools muted": ("demo_eval_arpo", "test_muted"),
+}
+"""Row of the table -> the evaluation's folder, and the set in it."""
 
 
 def report(folders: list[Path]) -> str:
@@ -22,8 +27,8 @@ def report(folders: list[Path]) -> str:
 def table(folder: Path) -> str:
     """Markdown: accuracy at temperature 1 on held-out questions, with its 95 % interval, and calls per question."""
     lines = ["| held-out questions, temperature 1 | accuracy [95 %] | tool calls per question |", "|---|---|---|"]
-    for name, run in EVALUATIONS.items():
-        s = scores(folder / run)
+    for name, (run, questions) in EVALUATIONS.items():
+        s = scores(folder / run, questions)
         accuracy = f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
         lines.append(f"| {name} | {accuracy} | {s['tool_calls']:.2f} |")
     return "\n".join(lines)
@@ -34,7 +39,7 @@ def where_to_look(folder: Path) -> str:
     return "\n".join(
         [
             f"reward and accuracy over the steps: {folder / 'demo_arpo' / 'curve.png'}",
-            f"every question and answer:          {folder / EVALUATIONS['after RL'] / 'report.html'}",
+            f"every question and answer:          {folder / EVALUATIONS['after RL'][0] / 'report.html'}",
             "",
             "source .venv/bin/activate",
             f"python -m arpo.viewer {folder / 'demo_arpo'}  # the branch trees of the last step, on one page",
@@ -43,11 +48,11 @@ def where_to_look(folder: Path) -> str:
     )
 
 
-def scores(run: Path) -> dict[str, float]:
+def scores(run: Path, questions: str) -> dict[str, float]:
     path = run / "scores.json"
     if not path.exists():
         raise UserError(f"{path}: no such file; run `make demo`, which ends with this report")
-    return json.loads(path.read_text())["test"]
+    return json.loads(path.read_text())[questions]
 
 
 def draw(folders: list[Path], path: Path) -> None:

@@ -24,8 +24,9 @@ class EvalSection:
     system_prompt: str = "keep"
     """System prompt of all questions. keep = the file's or the benchmark's; none = without; default = the protocol's;
     code_search, search, math, base, chinese = that prompt with its tools; anything else = that text."""
-    mute_tools: bool = False
-    """Refuse every tool call, as a control that shows whether the agent needs its tools."""
+    num_muted: int = 0
+    """Number of questions, from the start of each set, that are also asked with every tool call refused: a control that
+    shows whether the agent needs its tools. Reported as SET_muted, and in no average."""
     server: str = ""
     """OpenAI-compatible server to sample from, like http://host:8000, instead of an engine of our own. Its tokenizer
     must be that of model.path; a key, if it needs one, is read from POLICY_API_KEY. Each rank has at most

@@ -49,7 +49,6 @@ def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: Rollo
         "seed": seed,
         "num_samples": cfg.num_samples,
         "system_prompt": cfg.system_prompt,
-        "mute_tools": cfg.mute_tools,
         "rollout": {name: value for name, value in asdict(rollout).items() if name != "group_size"},
         "tools": tools.what_decides(),
     }

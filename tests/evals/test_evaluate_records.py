@@ -132,7 +132,6 @@ def test_a_run_is_continued_under_the_same_settings_with_more_questions(tmp_path
     [
         ({"rollout": {"temperature": 0.5}}, r"rollout\.temperature=1\.0, and now it is 0\.5"),
         ({"eval": {"num_samples": 3}}, "num_samples=1, and now it is 3"),
-        ({"eval": {"mute_tools": True}}, "mute_tools=False, and now it is True"),
         ({"seed": 5}, "seed=0, and now it is 5"),
         ({"search": {"location": "cn"}}, r"tools\.search\.location=, and now it is cn"),
         ({"search": {"summarizer_model": "small"}}, r"tools\.search\.summarizer_model=, and now it is small"),
