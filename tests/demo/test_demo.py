@@ -126,12 +126,16 @@ def test_a_number_has_the_same_tokens_wherever_it_stands_and_tags_are_one_token(
 def test_the_report_shows_before_and_after_and_names_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"demo_eval_sft/scores\.json: no such file; run `make demo`"):
         demo_report.report([tmp_path])
-    for run, accuracy in zip(demo_report.EVALUATIONS.values(), (0.3, 0.9, 0.0), strict=True):
-        (tmp_path / run).mkdir()
+    runs: dict[str, dict] = {}
+    for (run, questions), accuracy in zip(demo_report.EVALUATIONS.values(), (0.3, 0.9, 0.0), strict=True):
         row = {"accuracy": accuracy, "accuracy_low": accuracy, "accuracy_high": accuracy, "tool_calls": 1.5}
-        (tmp_path / run / "scores.json").write_text(json.dumps({"test": row}))
+        runs.setdefault(run, {})[questions] = row
+    for run, scores in runs.items():
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "scores.json").write_text(json.dumps(scores))
     text = demo_report.report([tmp_path])
     assert "| after RL | 0.900 [0.900, 0.900] | 1.50 |" in text
+    assert "| after RL, tools muted | 0.000 [0.000, 0.000] | 1.50 |" in text
     assert f"{tmp_path / 'demo_arpo' / 'curve.png'}\n" in text
     assert f"{tmp_path / 'demo_eval_arpo' / 'report.html'}\n" in text
     assert f"\npython -m arpo.viewer {tmp_path / 'demo_arpo'} " in text and f"\ntensorboard --logdir {tmp_path}" in text
