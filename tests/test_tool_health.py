@@ -133,6 +133,7 @@ update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 256}
 """
 
 
+@pytest.mark.slow
 def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_corpus(tmp_path):
     world = build_toy_world(tmp_path, SEARCHING)
     searching_model(world / "model")
