@@ -12,7 +12,7 @@ from arpo.branching import neutral_probability
 from arpo.entropy import signal_of
 from arpo.options import BranchingConfig
 from arpo.retrospective import EXPANSIONS
-from arpo.trajectory import BranchDecision, Group, SignalStatistics, StopReason, Trajectory
+from arpo.trajectory import BranchDecision, Group, SignalStatistics, Trajectory
 
 WINDOW_STEPS = 10
 """Steps whose decisions a new one is compared with."""
@@ -83,7 +83,7 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
         values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
         values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
     for outcome in ("branched", "declined"):
-        if solved := [float(t.reward > 0) for t, d in decisions(groups) if was_judged(t) and d.outcome == outcome]:
+        if solved := [float(t.reward > 0) for t, d in decisions(groups) if t.is_judged and d.outcome == outcome]:
             values[f"branching/solved_where_{outcome}"] = statistics.fmean(solved)
     turns = list(turns_after_results(groups))
     entropies, failures = [entropy for entropy, _, _ in turns], [failed for _, _, failed in turns]
@@ -111,13 +111,8 @@ def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float,
 
     Inherited turns count for the trajectory that sampled them; those that ended in an error of ours do not count.
     """
-    for trajectory in (t for group in groups for t in group.trajectories if was_judged(t)):
+    for trajectory in (t for group in groups for t in group.trajectories if t.is_judged):
         root_entropy, failed = trajectory.turns[0].entropy, float(trajectory.reward <= 0)
         for turn in trajectory.turns[1:]:
             if not turn.inherited and turn.entropy is not None:
                 yield turn.entropy, root_entropy, failed
-
-
-def was_judged(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory has a reward of its own, and not an error of ours."""
-    return trajectory.reward is not None and trajectory.stop_reason != StopReason.ERROR

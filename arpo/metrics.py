@@ -22,7 +22,7 @@ def rollout_metrics(groups: list[Group]) -> Metrics:
     m = Metrics()
     m.sum("tools/all/calls", 0)  # a number also in a step without calls
     for group in groups:
-        rewards = [t.reward for t in group.trajectories if _counts(t)]
+        rewards = [t.reward for t in group.trajectories if t.is_judged]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
         m.mean("group/effective_size", sum(t.stop_reason != StopReason.ERROR for t in group.trajectories))
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
@@ -32,13 +32,8 @@ def rollout_metrics(groups: list[Group]) -> Metrics:
     return m
 
 
-def _counts(t: Trajectory) -> bool:
-    """Return whether the reward says something of the policy: not where an error of ours cut the response off."""
-    return t.reward is not None and t.stop_reason != StopReason.ERROR
-
-
 def _trajectory(m: Metrics, t: Trajectory) -> None:
-    if _counts(t):
+    if t.is_judged:
         m.mean("reward/mean", t.reward)
         m.mean("reward/solved_share", float(t.reward > 0))
         m.sum("response/solved", t.reward > 0)

@@ -150,6 +150,11 @@ class Trajectory:
         assert not self.turns or self.turns[-1].result_end == n, (self.trajectory_id, self.turns[-1], n)
 
     @property
+    def is_judged(self) -> bool:
+        """True where the reward says something of the policy: not where an error of ours cut the response off."""
+        return self.reward is not None and self.stop_reason != StopReason.ERROR
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Number of loss tokens, the inherited ones included."""
         return sum(self.loss_mask)

@@ -63,9 +63,8 @@ def metrics_of(world):
     return functools.cache(lambda algorithm: metrics_of_run(world, algorithm, algorithm))
 
 
-IN_THE_FAST_TIER = ("gspo", "ppo", "mixed")
-"""Between them: a reference, a critic, trees, another ratio, rewards during the rollout, further prompts in a step.
-Each run takes about eight seconds of computing."""
+IN_THE_FAST_TIER = ("gspo", "ppo")
+"""Between them: a reference, a critic, trees, another ratio. Each run takes about eight seconds of computing."""
 
 
 @pytest.mark.parametrize(
@@ -129,6 +128,7 @@ def groups_of(world, run: str, step: int) -> dict[str, list[dict]]:
     return groups
 
 
+@pytest.mark.slow
 def test_further_prompts_are_sampled_for_dead_groups_and_mixed_groups_alone_are_trained_on(metrics_of, world):
     rows = metrics_of("mixed")
     assert any(row["group/resampled_prompts"] > 0 for row in rows), rows
@@ -140,6 +140,7 @@ def test_further_prompts_are_sampled_for_dead_groups_and_mixed_groups_alone_are_
         assert trained == mixed[:4] and all(len(group) == 8 for group in groups.values())
 
 
+@pytest.mark.slow
 def test_forks_that_look_at_rewards_are_recorded_with_their_score(metrics_of, world):
     metrics_of("mixed")
     trajectories = [t for group in groups_of(world, "mixed", 1).values() for t in group]
