@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from arpo.branching import neutral_probability
 from arpo.entropy import signal_of
 from arpo.options import BranchingConfig
-from arpo.retrospective import EXPANSIONS
 from arpo.trajectory import BranchDecision, Group, SignalStatistics, Trajectory
 
 WINDOW_STEPS = 10
@@ -36,7 +35,8 @@ class BranchingSignal:
         """The signal of each decision, step by step; at most WINDOW_STEPS."""
         self.warning = ""
         """What the user must know of the step that was added last; "" where there is nothing."""
-        self._moved: list[float] = []  # `branching/signal` of the steps since the start
+        self._is_resumed = bool(state)
+        self._moved: list[float] = []  # `branching/signal` of the steps that had decisions
 
     @property
     def statistics(self) -> SignalStatistics | None:
@@ -51,8 +51,10 @@ class BranchingSignal:
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
         """Add a step's scored groups, those of all ranks. Return `signal_metrics`."""
         metrics = signal_metrics(groups, self.cfg)
-        self._moved.append(metrics.get("branching/signal", 0.0))
-        self.warning = self._warning()
+        has_decisions = "branching/signal" in metrics
+        if has_decisions:
+            self._moved.append(metrics["branching/signal"])
+        self.warning = self._warning() if has_decisions else ""
         decided = [signal_of(d.entropy, d.root_entropy, self.cfg) for _, d in decisions(groups)]
         self.state = [*self.state, decided][-WINDOW_STEPS:]
         return metrics
@@ -63,8 +65,8 @@ class BranchingSignal:
         if selector in ("standardized", "quantile") and self.statistics is None:
             count = sum(map(len, self.state))
             return f"P(branch) was branching.base: {selector} had {count} earlier decisions, and needs {MIN_DECISIONS}"
-        acts = most >= MIN_MOVED or self.cfg.rule == "threshold" or selector in ("random", "none", *EXPANSIONS)
-        if acts or len(self._moved) != NUM_FIRST_STEPS:
+        acts = most >= MIN_MOVED or self.cfg.rule == "threshold" or selector == "random"
+        if acts or self._is_resumed or len(self._moved) != NUM_FIRST_STEPS:
             return ""
         return (
             f"warning: in the first {NUM_FIRST_STEPS} steps the entropies moved P(branch) by {most:.3f} at most: this "
@@ -92,7 +94,7 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
         if len(set(signal)) > 1 and len(set(failures)) > 1:
             values[f"branching/{name}"] = statistics.correlation(signal, failures)
     if quarter := len(turns) // 4:
-        by_entropy = [failed for _, failed in sorted(zip(entropies, failures, strict=True))]
+        by_entropy = [failed for _, failed in sorted(zip(entropies, failures, strict=True), key=lambda pair: pair[0])]
         values["branching/failed_low_entropy"] = statistics.fmean(by_entropy[:quarter])
         values["branching/failed_high_entropy"] = statistics.fmean(by_entropy[-quarter:])
     return values

@@ -139,13 +139,30 @@ def test_a_run_whose_entropies_do_nothing_is_told_so_once():
     assert "moved P(branch) by 0.010 at most" in warnings[2] and "branching.selector=standardized" in warnings[2]
 
 
+def test_neither_steps_without_decisions_nor_late_steps_of_a_resumed_run_are_taken_for_an_inert_signal():
+    silent, resumed = BranchingSignal(BranchingConfig()), BranchingSignal(BranchingConfig(), [[0.1] * 40])
+    for _ in range(4):
+        silent.add(groups(trajectory(1.0, Turn(0, entropy=1.0))))
+        resumed.add(groups(trajectory(1.0, decided(1.01, 0.501))))
+        assert silent.warning == resumed.warning == ""
+    for _ in range(3):
+        silent.add(groups(trajectory(1.0, decided(1.01, 0.501))))
+    assert "in the first 3 steps" in silent.warning
+
+
+def test_equal_entropies_say_nothing_of_failure():
+    """Eight alike: the quarters are those that come first and last, whatever became of them."""
+    rewards = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    values = BranchingSignal(BranchingConfig()).add(groups(*(trajectory(r, Turn(0, entropy=0.5)) for r in rewards)))
+    assert (values["branching/failed_low_entropy"], values["branching/failed_high_entropy"]) == (0.5, 0.5)
+
+
 @pytest.mark.parametrize(
     "cfg, probability",
     [
         (BranchingConfig(), 0.53),
         (BranchingConfig(rule="threshold"), 0.51),  # any rise counts there
         (BranchingConfig(selector="random"), 0.5),
-        (BranchingConfig(selector="none"), 0.5),
     ],
 )
 def test_a_run_that_does_what_it_says_is_not_warned(cfg, probability):
