@@ -18,7 +18,8 @@ from arpo.checks import check_result_room
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError, require
 from arpo.evals.options import EvalSection, JudgeConfig
-from arpo.options import BranchingConfig, EngineConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
+from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.run_options import EngineConfig, ModelConfig, RunConfig
 from arpo.tools.options import ToolsConfig
 
 

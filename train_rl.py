@@ -27,16 +27,13 @@ from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
     CriticConfig,
-    DataConfig,
-    EngineConfig,
     LossConfig,
-    ModelConfig,
     OptimConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
     UpdateConfig,
 )
+from arpo.run_options import DataConfig, EngineConfig, ModelConfig, RunConfig
 from arpo.tools.options import ToolsConfig
 
 
@@ -100,7 +97,6 @@ CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None
 from pathlib import Path
 
 from arpo import ranks
-from arpo.advantages import groups_to_train_on, num_to_sample
 from arpo.branching_signal import BranchingSignal
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
@@ -109,7 +105,7 @@ from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
-from arpo.metrics import ToolHealth, rollout_metrics
+from arpo.metrics import ToolHealth, console_text, rollout_metrics
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import resolve_layout
 from arpo.model.critic import fill_values, load_critic, update_critic
@@ -120,6 +116,7 @@ from arpo.protocol.prompts import with_system_prompt
 from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom, score_groups
 from arpo.sampler import Sampler
+from arpo.selection import groups_to_train_on, num_to_sample
 from arpo.tools import make_tools, system_prompt_for
 from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
@@ -340,23 +337,6 @@ def validate(sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, *, step: in
     sampler.log.trajectories(step, groups, kind="valid")
     sampler.log.transcripts(step, groups, tag="valid")
     return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
-
-
-def console_text(values: dict[str, float]) -> str:
-    """Return the text that the console shows for a step."""
-    parts = [
-        f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
-        *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
-        *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
-        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
-        f"branches {values['branching/branches_per_prompt']:.1f}",
-        f"tokens {values['response/tokens']:.0f}",
-        f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"
-        if "loss/entropy" in values
-        else "no policy update",
-        f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
-    ]
-    return "  ".join(parts)
 
 
 if __name__ == "__main__":

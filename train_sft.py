@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import require
-from arpo.options import ModelConfig, OptimConfig, RunConfig
+from arpo.options import OptimConfig
+from arpo.run_options import ModelConfig, RunConfig
 from arpo.sft.options import SFTDataConfig
 
 

@@ -8,7 +8,6 @@ of AdvantageConfig.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from arpo.errors import check_name
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group, StopReason, Trajectory
+from arpo.selection import teaching
+from arpo.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -308,52 +308,3 @@ def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int
         end = min(start, end)
         writer = by_id[writer.parent_id] if writer.parent_id is not None else writer
     return pieces[::-1]
-
-
-def teaching(group: Group) -> list[Trajectory]:
-    """The group's trajectories that are trained on."""
-    return [t for t in group.trajectories if t.stop_reason != StopReason.ERROR]
-
-
-def is_dead(group: Group) -> bool:
-    """Return whether all rewards (less KL penalties, once these are known) are equal, so that GRPO learns nothing.
-
-    A group of one is not dead, but one of which tool failures left one or none is.
-    """
-    return len(group.trajectories) > 1 and len({t.reward - t.kl_penalty for t in teaching(group)}) <= 1
-
-
-def num_to_sample(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> int:
-    """Return how many prompts a step samples next, after these groups of it; 0 where it has enough.
-
-    First all `num_prompts`. Under dead_groups=resample then as many as should make up for the dead groups, by the share
-    of mixed ones so far: at most `num_prompts` at once, and no more in all than cfg.max_resample allows. Whatever the
-    number of ranks. 8 prompts, 2 groups of them dead -> 3
-    """
-    if not groups or cfg.dead_groups != "resample":
-        return 0 if groups else num_prompts
-    num_mixed = sum(not is_dead(group) for group in groups)
-    expected = math.ceil((num_prompts - num_mixed) * len(groups) / max(num_mixed, 1))
-    left = (1 + cfg.max_resample) * num_prompts - len(groups)
-    return max(0, min(expected, num_prompts, left))
-
-
-def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:
-    """Return the groups of a step for its mini-batches; under dead_groups=resample its first mixed ones."""
-    if cfg.dead_groups != "resample":
-        return groups
-    return [group for group in groups if not is_dead(group)][:num_prompts]
-
-
-def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """Return (group index, trajectory) of all that are trained on, in order: no error of ours, at least one loss token.
-
-    Without the trajectories of dead groups, unless dead_groups=keep.
-    """
-    return [
-        (index, t)
-        for index, group in enumerate(groups)
-        if cfg.dead_groups == "keep" or not is_dead(group)
-        for t in teaching(group)
-        if any(t.loss_mask)
-    ]

@@ -13,15 +13,8 @@ from math import inf
 from typing import NamedTuple
 
 from arpo.errors import names_of, require
-from arpo.options import (
-    AdvantageConfig,
-    BranchingConfig,
-    DataConfig,
-    LossConfig,
-    ModelConfig,
-    RolloutConfig,
-    UpdateConfig,
-)
+from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, UpdateConfig
+from arpo.run_options import DataConfig, ModelConfig
 from arpo.tools.options import SearchConfig
 
 # ---- a knob without effect

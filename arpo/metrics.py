@@ -82,6 +82,23 @@ def _tools(m: Metrics, t: Trajectory) -> None:
             m.percentiles(f"{tool}/seconds", call.seconds)
 
 
+def console_text(values: dict[str, float]) -> str:
+    """Return the text that the console shows for a training step, from the metrics of all ranks."""
+    parts = [
+        f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
+        *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
+        *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
+        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
+        f"branches {values['branching/branches_per_prompt']:.1f}",
+        f"tokens {values['response/tokens']:.0f}",
+        f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"
+        if "loss/entropy" in values
+        else "no policy update",
+        f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
+    ]
+    return "  ".join(parts)
+
+
 class ToolHealth:
     """Watch over the batches of a run. Every rank sees all groups, so all ranks decide alike.
 

@@ -1,4 +1,6 @@
-"""The config sections that scripts share. The defaults are the paper's 7B reasoning recipe.
+"""The algorithm's config sections, from the rollout to the optimizer. The defaults are the paper's 7B reasoning recipe.
+
+Those of the run, the model, the data and the engine are in run_options.py.
 
 Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
 root config (see the top of `train_rl.py`). This file imports next to nothing, so that `--help` answers at once.
@@ -10,114 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arpo.errors import check_name, names_of, require
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """The run's folder, and how often it validates and saves."""
-
-    name: str = "run"
-    """The run writes to DIR/NAME: config.yaml, metrics.jsonl, tb/, trajectories/, checkpoints/."""
-    dir: str = "runs"
-    """Folder of all runs."""
-    seed: int = 0
-    """Seed of data order, sampling and branch decisions."""
-    num_steps: int = 0
-    """Training steps; 0 = as many as num_epochs over the data gives."""
-    num_epochs: int = 2
-    """Passes over the training data; used when num_steps is 0."""
-    validate_every: int = 5
-    """Steps between validations, the first of them before step 1; 0 = never."""
-    save_every: int = 5
-    """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
-    save_hf: bool = True
-    """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
-    dump_every: int = 1
-    """Steps between full trajectory dumps; 0 = never."""
-    resume: bool = True
-    """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
-    peer_timeout_minutes: float = 60.0
-    """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
-    silence_timeout_s: float = 300.0
-    """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The policy."""
-
-    path: str = "Qwen/Qwen2.5-7B-Instruct"
-    """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of forward and backward. Master weights and gradient reduction are always float32."""
-    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa; flex_attention (GPU) is compiled."""
-    activation_checkpointing: bool = True
-    """Recompute layers in the backward pass instead of keeping their activations."""
-    checkpoint_every_n_layers: int = 1
-    """Recompute every n-th layer only: n > 1 takes more memory, but computes less twice."""
-    compile_layers: bool = False
-    """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
-    compile_head: bool = False
-    """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
-    reshard_after_forward: bool = True
-    """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
-    shard_size: int = 0
-    """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
-    context_parallel: int = 1
-    """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
-    cpu_offload: bool = False
-    """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
-    lora_rank: int = 0
-    """Train only low-rank adapters of this rank; 0 = train all weights. (A critic always trains all of its own.)"""
-    lora_alpha: float = 32.0
-    """The product of an adapter's matrices is multiplied by lora_alpha / lora_rank."""
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers that get an adapter."""
-    enable_thinking: bool = False
-    """Thinking switch that is passed to the chat template (Qwen3); templates without the switch ignore it."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Prompts for RL and validation."""
-
-    train: str = ""
-    """Training prompts: parquet or jsonl."""
-    valid: str = ""
-    """Validation prompts; empty = no validation."""
-    num_valid_prompts: int = 0
-    """Use only the first N validation prompts; 0 = all."""
-    num_prompts_per_step: int = 128
-    """Prompts per rollout, over all ranks."""
-    max_prompt_tokens: int = 1536
-    """Longest prompt; data.overlong says what happens to longer ones."""
-    overlong: Literal["drop", "error"] = "drop"
-    """drop = leave overlong prompts out, and say how many; error = stop."""
-    system_prompt: str = "keep"
-    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The vLLM engine that each rank runs in its own process."""
-
-    tensor_parallel: int = 1
-    """Neighbouring ranks that share one engine (for large models); must divide a node's ranks and the model's heads."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of sampling."""
-    gpu_memory_utilization: float = 0.6
-    """Share of GPU memory that vLLM may use while it is awake (GPU only)."""
-    kv_cache_gib: float = 0.25
-    """KV cache of each rank in GiB (CPU only; on GPU it follows from gpu_memory_utilization)."""
-    max_num_seqs: int = 256
-    """Sequences decoded at the same time, per rank."""
-    max_num_batched_tokens: int = 8192
-    """Tokens per engine step, prefill included."""
-    enforce_eager: bool = True
-    """False = capture CUDA graphs / compile: faster decoding, slower start."""
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from arpo.advantages import training_trajectories
 from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack, row_of
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig
+from arpo.selection import training_trajectories
 from arpo.trajectory import Group
 
 

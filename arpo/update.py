@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from arpo.advantages import (
-    CRITIC_ESTIMATORS,
-    TREE_CREDITS,
-    CriticEvidence,
-    assign_advantages,
-    training_trajectories,
-)
+from arpo.advantages import CRITIC_ESTIMATORS, TREE_CREDITS, CriticEvidence, assign_advantages
 from arpo.batch import MicroBatch, microbatches, row_of
 from arpo.losses import (
     LossInputs,
@@ -34,6 +28,7 @@ from arpo.model.optim import clip_grad_norm
 from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights
+from arpo.selection import training_trajectories
 from arpo.trajectory import Group, Metrics, Trajectory
 from arpo.tree import tree_microbatches
 

@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from arpo.advantages import training_trajectories
 from arpo.batch import MicroBatch, Row, collate, microbatches, row_of
 from arpo.model import Policy
 from arpo.model.attention import attention_backend
 from arpo.model.head import token_logprobs
 from arpo.model.policy import attention_implementation
-from arpo.options import AdvantageConfig, ModelConfig
+from arpo.options import AdvantageConfig
+from arpo.run_options import ModelConfig
+from arpo.selection import training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.tree import tree_microbatches
 

@@ -28,8 +28,9 @@ from arpo.batch import MicroBatch, Row, collate
 from arpo.model import Policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
-from arpo.options import ModelConfig, OptimConfig
+from arpo.options import OptimConfig
 from arpo.ranks import Ranks, init
+from arpo.run_options import ModelConfig
 
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 

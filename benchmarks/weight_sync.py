@@ -65,7 +65,7 @@ def measure(folder: str, *, quick: bool) -> None:
 
     from arpo.engine import Engine
     from arpo.engine.weight_sync import full_tensors
-    from arpo.options import EngineConfig
+    from arpo.run_options import EngineConfig
 
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")

@@ -2,20 +2,10 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.advantages import (
-    TREE_CREDITS,
-    CriticEvidence,
-    GroupEvidence,
-    assign_advantages,
-    gae,
-    groups_to_train_on,
-    grpo,
-    is_dead,
-    num_to_sample,
-    training_trajectories,
-)
+from arpo.advantages import TREE_CREDITS, CriticEvidence, GroupEvidence, assign_advantages, gae, grpo
 from arpo.errors import names_of
 from arpo.options import AdvantageConfig
+from arpo.selection import groups_to_train_on, is_dead, num_to_sample, training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 

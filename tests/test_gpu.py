@@ -18,8 +18,9 @@ from arpo.model import Policy, load_policy
 from arpo.model.attention import attention_backend, register
 from arpo.model.head import token_logprobs
 from arpo.model.optim import build_optimizer
-from arpo.options import EngineConfig, ModelConfig, OptimConfig
+from arpo.options import OptimConfig
 from arpo.ranks import init
+from arpo.run_options import EngineConfig, ModelConfig
 from arpo.tree import tree_microbatches
 
 ON_GPU = torch.cuda.is_available()

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_sft", "train_rl", "evaluate", "ablate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
 PURE_CORE = [
-    "trajectory", "protocol", "entropy", "branching", "branching_signal", "retrospective", "advantages", "losses",
-    "batch", "tree", "rewards",
+    "trajectory", "protocol", "entropy", "branching", "branching_signal", "retrospective", "selection",
+    "advantages", "losses", "batch", "tree", "rewards",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
-EVERYBODYS = {"arpo", "arpo.errors", "arpo.options"}
+EVERYBODYS = {"arpo", "arpo.errors", "arpo.options", "arpo.run_options"}
 
 
 def name_of(path: Path) -> str:

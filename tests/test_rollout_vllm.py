@@ -8,10 +8,11 @@ from helpers.fakes import EchoTool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arpo.engine import Engine
-from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import rollout
+from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from helpers.sample_groups import sample_groups
 
-from arpo.advantages import TREE_CREDITS, assign_advantages, teaching, turns_of
+from arpo.advantages import TREE_CREDITS, assign_advantages, turns_of
 from arpo.options import AdvantageConfig
+from arpo.selection import teaching
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 FROM_REWARDS = ("node", "node_parent", "inter_intra")

@@ -15,8 +15,9 @@ from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
 from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
-from arpo.options import AdvantageConfig, LossConfig, ModelConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
+from arpo.run_options import ModelConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from arpo.update import (
     fill_advantages,

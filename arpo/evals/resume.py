@@ -16,7 +16,8 @@ from arpo.checks import leaves
 from arpo.errors import UserError
 from arpo.evals.options import EvalSection
 from arpo.evals.records import Record
-from arpo.options import ModelConfig, RolloutConfig
+from arpo.options import RolloutConfig
+from arpo.run_options import ModelConfig
 from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
 

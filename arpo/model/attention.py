@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from arpo.batch import RowPaths
 from arpo.errors import UserError
-from arpo.options import ModelConfig, UpdateConfig
+from arpo.options import UpdateConfig
+from arpo.run_options import ModelConfig
 from arpo.tree import check_attention
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "flash_attention_2": "rows_by_fa2"}

@@ -16,8 +16,8 @@ from arpo.losses import aggregate
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import clip_grad_norm
 from arpo.model.policy import attention_implementation, check_model_folder, hidden_states, residence, shard
-from arpo.options import ModelConfig
 from arpo.ranks import Ranks
+from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from arpo.errors import UserError
 from arpo.model.loading import copy_rows
-from arpo.options import ModelConfig
+from arpo.run_options import ModelConfig
 
 A, B = "lora_A", "lora_B"
 

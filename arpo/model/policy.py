@@ -22,7 +22,7 @@ from arpo.model.attention import attention_backend, register
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import check_compiled, token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
-from arpo.options import ModelConfig
+from arpo.run_options import ModelConfig
 
 logger = logging.getLogger(__name__)
 HEAD_CHUNK_TOKENS = 1024

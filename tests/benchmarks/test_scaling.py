@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
-from arpo.options import ModelConfig, OptimConfig
+from arpo.options import OptimConfig
+from arpo.run_options import ModelConfig
 from benchmarks import scaling
 from benchmarks.shared import cost_model
 

@@ -28,7 +28,8 @@ from arpo.checkpoint.manifest import MANIFEST
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from arpo.options import ModelConfig, OptimConfig
+from arpo.options import OptimConfig
+from arpo.run_options import ModelConfig
 
 OPTIM = OptimConfig(lr=1e-2)
 
@@ -483,7 +484,7 @@ def test_the_export_has_the_dtype_of_the_source(tiny_model_dir, saved, tmp_path,
 @pytest.mark.slow
 def test_vllm_samples_from_the_export(exported):
     from arpo.engine import Engine, SamplingSpec
-    from arpo.options import EngineConfig
+    from arpo.run_options import EngineConfig
 
     cfg = EngineConfig(
         dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128, gpu_memory_utilization=0.2

@@ -28,9 +28,10 @@ from arpo.engine.server_engine import ServerEngine, left_open
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask
 from arpo.evals.options import JudgeConfig
-from arpo.options import BranchingConfig, EngineConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
+from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

@@ -17,10 +17,11 @@ from arpo.engine.team import Team, TeamToolRunner, check_split, form_team
 from arpo.errors import UserError
 from arpo.model import Policy, load_policy
 from arpo.model.optim import build_optimizer
-from arpo.options import BranchingConfig, EngineConfig, ModelConfig, OptimConfig, RolloutConfig
+from arpo.options import BranchingConfig, OptimConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.ranks import Ranks
 from arpo.rollout import rollout
+from arpo.run_options import EngineConfig, ModelConfig
 from arpo.sampler import Sampler
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt

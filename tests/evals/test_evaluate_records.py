@@ -14,7 +14,8 @@ from arpo.errors import UserError
 from arpo.evals.options import EvalSection
 from arpo.evals.records import Record, append_records, group_records, read_records
 from arpo.evals.resume import claim_run, model_identity, read_settings, unfinished, what_decides
-from arpo.options import ModelConfig, RolloutConfig
+from arpo.options import RolloutConfig
+from arpo.run_options import ModelConfig
 from arpo.tools.options import SearchConfig, ToolsConfig
 
 [GROUP] = play(call_then_answer)

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.weight_sync import BUCKET_BYTES, full_tensors
-from arpo.options import EngineConfig
+from arpo.run_options import EngineConfig
 
 
 def main(folder: str) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arpo.batch import RowPaths, collate
 from arpo.model import load_policy
 from arpo.model.attention import attend_by_flash, attend_by_sdpa
-from arpo.options import ModelConfig
+from arpo.run_options import ModelConfig
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")

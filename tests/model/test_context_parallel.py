@@ -14,8 +14,9 @@ from arpo.checks import check_parallel
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.context_parallel import spread
-from arpo.options import AdvantageConfig, LossConfig, ModelConfig
+from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks.ranks import make_group
+from arpo.run_options import ModelConfig
 from arpo.tree import tree_microbatches
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from arpo.model import head, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend
 from arpo.model.head import token_logprobs
 from arpo.model.policy import check_model_folder
-from arpo.options import ModelConfig
+from arpo.run_options import ModelConfig
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")

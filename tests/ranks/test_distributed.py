@@ -23,8 +23,9 @@ from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from arpo.options import ModelConfig, OptimConfig
+from arpo.options import OptimConfig
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_mesh, seed_everything
+from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics
 
 # (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch

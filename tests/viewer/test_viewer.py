@@ -15,7 +15,7 @@ from helpers.sample_groups import sample_groups
 
 from arpo.errors import UserError
 from arpo.log import RunLog
-from arpo.options import RunConfig
+from arpo.run_options import RunConfig
 from arpo.trajectory import Group
 from arpo.viewer import viewer
 
