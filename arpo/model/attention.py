@@ -121,7 +121,10 @@ def attend_by_sdpa(
 def attend_by_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend as `attend_by_sdpa` does, by torch's varlen_attn. Raises UserError for dropout, which it does not have."""
+    """Attend as `attend_by_sdpa` does, by torch's varlen_attn. Raises UserError for dropout, which it does not have.
+
+    Not yet run on a GPU: tests/fake_gpu calls the real function, over kernels of its own.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     scale, dropout, window = read_options(options)

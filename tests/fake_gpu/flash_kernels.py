@@ -8,7 +8,7 @@
 
 Both kernels are of one kind (FlashAttention 2): the causal mask and the window end at the last query and the last key.
 The inputs are checked as the kernels check them (flash_api.cpp), and the greatest lengths, of which they believe
-everything, too. What the kernels compute on a GPU is for tests/test_gpu.py.
+everything, too. What the kernels compute on a GPU is for tests/test_gpu_attention.py.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def all_scores(query, key, value, seen, scale) -> torch.Tensor:
 @pytest.mark.parametrize("paths", [TREE, PACKED, ALONE], ids=["tree", "packed", "alone"])
 @pytest.mark.parametrize("device", ["cpu", "pretended CUDA"])
 def test_each_token_attends_to_its_row_up_to_itself(attend, window, paths, device):
-    """The real kernels: tests/test_gpu.py."""
+    """The real kernels: tests/test_gpu_attention.py."""
     heads = random_heads(sum(paths.num_queries))
     weights = torch.randn(1, sum(paths.num_queries), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
     expected = outcome(all_scores(*heads, seen_by(paths, window), 0.3), heads, weights)
