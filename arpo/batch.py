@@ -12,8 +12,9 @@ row by row (attention.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,18 +49,25 @@ class Row:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-@dataclass(frozen=True)
 class RowPaths:
-    """Table of the tokens of a micro-batch that each row attends to."""
+    """Table of the tokens of a micro-batch that each row attends to.
 
-    num_queries: tuple[int, ...]
-    """Number of tokens that each row computes for itself (at least 1). They lie row after row in the sequence."""
-    num_keys: tuple[int, ...]
-    """Number of tokens that each row attends to: its own and those that it shares with earlier rows."""
-    keys: Tensor | None = None
-    """(sum of num_keys,) positions of the tokens that each row attends to, row after row; None = all in their order."""
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, compare=False)
-    """Masks that the layers of one forward pass have computed so far, by (row, window); filled by `mask`."""
+    Not a dataclass: FSDP2 copies those in front of each layer, and the layers of a pass could share no mask.
+    """
+
+    def __init__(self, num_queries: tuple[int, ...], num_keys: tuple[int, ...], keys: Tensor | None = None) -> None:
+        self.num_queries = num_queries
+        """Number of tokens that each row computes for itself (at least 1). They lie row after row in the sequence."""
+        self.num_keys = num_keys
+        """Number of tokens that each row attends to: its own and those that it shares with earlier rows."""
+        self.keys = keys
+        """(sum of num_keys,) positions of the tokens that each row attends to, row after row; None = all in order."""
+        self.query_starts = cumulated(num_queries)
+        """(rows + 1,) int32, "cu_seqlens": where each row's queries begin, and at the end their number"""
+        self.key_starts = self.query_starts if num_keys == num_queries else cumulated(num_keys)
+        """(rows + 1,) int32, the same of the keys"""
+        self.masks: dict[tuple[int, int | None], Tensor] = {}
+        """Masks that the layers of one forward pass have computed so far, by (row, window); filled by `mask`."""
 
     def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = just causal."""
@@ -76,7 +84,9 @@ class RowPaths:
 
     def for_one_pass(self) -> RowPaths:
         """Return a copy without masks, so that they live only as long as one forward pass."""
-        return replace(self, masks={})
+        fresh = copy.copy(self)
+        fresh.masks = {}
+        return fresh
 
     def padded(self, num_tokens: int) -> RowPaths:
         """Return a copy with `num_tokens` more rows of one token each at the end."""
@@ -85,10 +95,19 @@ class RowPaths:
             num_tokens_before = sum(self.num_queries)
             more = torch.arange(num_tokens_before, num_tokens_before + num_tokens, device=keys.device)
             keys = torch.cat([keys, more])
-        return RowPaths(self.num_queries + ones, self.num_keys + ones, keys)
+        return RowPaths(self.num_queries + ones, self.num_keys + ones, keys).to(self.query_starts.device)
 
     def to(self, device: torch.device | str) -> RowPaths:
-        return self if self.keys is None else replace(self, keys=self.keys.to(device))
+        moved = self.for_one_pass()
+        moved.keys = self.keys if self.keys is None else self.keys.to(device)
+        moved.query_starts = self.query_starts.to(device)
+        moved.key_starts = moved.query_starts if self.num_keys == self.num_queries else self.key_starts.to(device)
+        return moved
+
+
+def cumulated(lengths: tuple[int, ...]) -> Tensor:
+    """Return (rows + 1,) int32. (3, 2) -> [0, 3, 5]"""
+    return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
 
 
 @dataclass

@@ -49,8 +49,9 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
-    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    """auto = flash_attention_2 where flash-attn is installed on a GPU, else sdpa; flex_attention (GPU) is compiled."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"] = "auto"
+    """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flash_attention_2 takes the
+    flash-attn package; flex_attention is compiled."""
     activation_checkpointing: bool = True
     """Recompute layers in the backward pass instead of keeping their activations."""
     checkpoint_every_n_layers: int = 1

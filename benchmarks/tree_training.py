@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from transformers.utils import is_flash_attn_2_available
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.batch import MicroBatch, Row, collate, microbatches, row_of
 from arpo.model import Policy
-from arpo.model.attention import attention_backend
 from arpo.model.head import token_logprobs
 from arpo.model.policy import attention_implementation
 from arpo.options import AdvantageConfig
@@ -150,10 +150,11 @@ def main() -> None:
     padded = padded_batches(rows, budget)
     policy = build_policy(size, device)
     best = attention_implementation(ModelConfig(), device)
+    transformers_own = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     runs = {
         "tree": (best, lambda: run_micros(policy, trees)),
         "packed": (best, lambda: run_micros(policy, packed)),
-        "padded": (attention_backend(ModelConfig(), device), lambda: run_padded(policy, rows, padded, device)),
+        "padded": (transformers_own, lambda: run_padded(policy, rows, padded, device)),
     }
     results = measure(policy, runs, device, repeats=3)
     num_tokens = {

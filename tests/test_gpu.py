@@ -5,17 +5,16 @@ lines on the CPU, so that they are known to work where there is no GPU; what it 
 """
 
 import gc
-import os
 
 import numpy as np
 import pytest
 import torch
+from helpers.gpu import MARKS, ON_GPU, assert_close, skip_unless_here, some_rows
 
 from arpo.batch import MicroBatch, Row, collate
 from arpo.checkpoint import Checkpoints
-from arpo.errors import UserError
 from arpo.model import Policy, load_policy
-from arpo.model.attention import attention_backend, register
+from arpo.model.attention import register
 from arpo.model.head import token_logprobs
 from arpo.model.optim import build_optimizer
 from arpo.options import OptimConfig
@@ -23,13 +22,7 @@ from arpo.ranks import init
 from arpo.run_options import EngineConfig, ModelConfig
 from arpo.tree import tree_microbatches
 
-ON_GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_GPU and os.environ.get("ARPO_GPU_KIT") != "cpu", reason="needs an NVIDIA GPU"),
-]
-VOCAB = 384
-FLASH = ON_GPU and attention_backend(ModelConfig(), torch.device("cuda")) == "flash_attention_2"
+pytestmark = MARKS
 # float32 products on a GPU are sums in another order, so are its attention kernels
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 
@@ -55,18 +48,6 @@ def load(ranks, tiny_model_dir):
     return load
 
 
-def some_rows(num_rows: int, num_prompt: int, num_response: int, *, shared: int = 0) -> list[Row]:
-    """Random tokens; the first `shared` response tokens are the same in all rows, and so is the prompt."""
-    rng = np.random.default_rng(0)
-    prompt, start = rng.integers(0, VOCAB, num_prompt), rng.integers(0, VOCAB, shared)
-    rows = []
-    for i in range(num_rows):
-        own = rng.integers(0, VOCAB, num_response - shared + 7 * i)
-        response = np.concatenate([start, own])
-        rows.append(Row(prompt, response, (rng.random(len(response)) < 0.8).astype(np.int64), np.zeros(len(response))))
-    return rows
-
-
 def scores(policy: Policy, micro: MicroBatch, *, backward: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(logprobs on the CPU, gradients of their weighted sum on the CPU)"""
     policy.zero_grad()
@@ -77,12 +58,6 @@ def scores(policy: Policy, micro: MicroBatch, *, backward: bool = True) -> tuple
         ((logprobs * weights).sum() + 0.1 * entropies.sum()).backward()
     parameters = policy.hf_parameters() if backward else ()
     return logprobs.detach().cpu(), {name: p.grad.full_tensor().float().cpu() for name, p in parameters}
-
-
-def assert_close(ours, expected, tolerance: float) -> None:
-    scale = expected.abs().max().clamp(min=1e-6)
-    assert float((ours - expected).abs().max() / scale) < tolerance
-    assert float((ours - expected).norm() / expected.norm()) < tolerance / 3
 
 
 def used_bytes() -> int:
@@ -129,11 +104,10 @@ def scores_of_plain_model(plain, rows: list[Row]) -> tuple[torch.Tensor, dict[st
     return logprobs.detach(), {name: p.grad for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize("attention", ["sdpa", "varlen", "flash_attention_2", "flex_attention"])
 def test_packed_rows_do_not_see_each_other(load, ranks, attention):
-    if attention == "flash_attention_2" and not FLASH:
-        pytest.skip("flash-attn is not installed, or there is no GPU")
-    dtype = "bfloat16" if attention == "flash_attention_2" else "float32"
+    skip_unless_here(attention)
+    dtype = "bfloat16" if attention in ("varlen", "flash_attention_2") else "float32"
     policy, rows = load(dtype, attention), some_rows(3, 20, 150)
     packed, _ = scores(policy, collate(rows, range(3)).to(ranks.device), backward=False)
     for b, row in enumerate(rows):
@@ -141,11 +115,21 @@ def test_packed_rows_do_not_see_each_other(load, ranks, attention):
         assert_close(packed[b, : len(row.response_ids)], alone[0], TOLERANCE[dtype])
 
 
-@pytest.mark.skipif(not FLASH, reason="flash-attn is not installed, or there is no GPU")
-def test_flash_attention_on_a_tree_equals_sdpa(load, ranks):
-    [tree] = tree_microbatches(some_rows(5, 100, 120, shared=60), 0, 1, 4096, device=ranks.device)
-    expected, expected_gradients = scores(load("bfloat16", "sdpa"), tree)
-    ours, gradients = scores(load("bfloat16", "flash_attention_2"), tree)
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
+@pytest.mark.parametrize("layout", ["packed", "tree", "empty"])
+def test_flash_attention_equals_sdpa(load, ranks, attention, layout):
+    """Logprobs and gradients; a tree's queries are fewer than its keys, and an empty micro-batch has one token."""
+    skip_unless_here(attention)
+    rows = some_rows(5, 100, 120, shared=60)
+    if layout == "tree":
+        [micro] = tree_microbatches(rows, 0, 1, 4096, device=ranks.device)
+    else:
+        micro = collate(rows if layout == "packed" else [], range(5) if layout == "packed" else ()).to(ranks.device)
+    expected, expected_gradients = scores(load("bfloat16", "sdpa"), micro)
+    ours, gradients = scores(load("bfloat16", attention), micro)
+    if layout == "empty":
+        assert not any(gradient.any() for gradient in gradients.values())
+        return
     assert_close(ours, expected, TOLERANCE["bfloat16"])
     for name, gradient in gradients.items():
         assert_close(gradient, expected_gradients[name], TOLERANCE["bfloat16"])
@@ -197,13 +181,6 @@ def test_the_chunked_head_equals_full_logits(ranks, dtype):
     assert_close(entropy.detach().double(), expected[1].detach(), exactness)
     for ours, double in zip((hidden, weight), exact, strict=True):
         assert_close(ours.grad.double(), double.grad, 1e-3 if dtype == "float32" else 0.1)
-
-
-def test_attention_is_the_best_that_is_installed_and_an_impossible_wish_is_named(ranks):
-    assert attention_backend(ModelConfig(), ranks.device) == ("flash_attention_2" if FLASH else "sdpa")
-    if not FLASH:
-        with pytest.raises(UserError, match=r"model\.attention=flash_attention_2 needs .*; use auto or sdpa"):
-            attention_backend(ModelConfig(attention="flash_attention_2"), ranks.device)
 
 
 def test_a_model_offloaded_to_the_cpu_computes_the_same(load, ranks):

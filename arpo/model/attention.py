@@ -8,11 +8,15 @@ are its keys, but are computed once. Two rows a b c d e and a b c x, as a tree o
     keys      0 1 2 3 4 | 0 1 2 5       gathered where rows share tokens
     causal    the last query of a row sees all its keys, the one before all but the last, ...
 
-The kernel is SDPA once for each row, or flash-attn's for rows of many lengths, once for all.
+The kernel is SDPA once for each row, or one for rows of many lengths, once for all: torch's own (varlen_attn) or that
+of the flash-attn package. Both are FlashAttention 2, whose causal mask ends at the last query and the last key, as ours
+does (torch: aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +30,7 @@ from arpo.options import UpdateConfig
 from arpo.run_options import ModelConfig
 from arpo.tree import check_attention
 
-BY_ROW = {"sdpa": "rows_by_sdpa", "flash_attention_2": "rows_by_fa2"}
+BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen", "flash_attention_2": "rows_by_fa2"}
 """model.attention -> our name for it in transformers (which would treat a name with "flash" in it on its own)."""
 
 
@@ -34,19 +38,28 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
     """Return model.attention with "auto" decided. Raises UserError for one that cannot work here."""
     from transformers.utils import is_flash_attn_2_available
 
-    flash = device.type == "cuda" and is_flash_attn_2_available()
-    if flash and cfg.compute_dtype == "float32":  # for which flash-attn has no kernels
-        if cfg.attention == "flash_attention_2":
-            raise UserError("model.attention=flash_attention_2 needs model.compute_dtype=bfloat16; set it, or use sdpa")
-        flash = False
     attention = cfg.attention
     if attention == "auto":
-        attention = "flash_attention_2" if flash else "sdpa"
-    if attention == "flex_attention" and device.type != "cuda":
-        raise UserError("model.attention=flex_attention needs a GPU; use sdpa")
-    if attention == "flash_attention_2" and not flash:
-        raise UserError("model.attention=flash_attention_2 needs a GPU and the flash-attn package; use auto or sdpa")
+        return "varlen" if cfg.compute_dtype == "bfloat16" and has_flash_kernels(device) else "sdpa"
+    if attention == "sdpa":
+        return attention
+    if device.type != "cuda":
+        raise UserError(f"model.attention={attention} needs a GPU; use auto or sdpa")
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("model.attention=flash_attention_2 needs the flash-attn package; use auto or sdpa")
+    if attention != "flex_attention":
+        if cfg.compute_dtype == "float32":
+            raise UserError(f"model.attention={attention} needs model.compute_dtype=bfloat16; set it, or use sdpa")
+        if not has_flash_kernels(device):
+            raise UserError(
+                f"model.attention={attention} needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
+            )
     return attention
+
+
+def has_flash_kernels(device: torch.device) -> bool:
+    """Return whether FlashAttention's kernels, which know half precision only, run on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
@@ -74,7 +87,11 @@ def register(attention: str) -> str:
     """Teach transformers to attend row by row, and return the name for its configs."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for kernel, attend in (("sdpa", attend_by_sdpa), ("flash_attention_2", attend_by_flash)):
+    # From Hopper on SDPA prefers cuDNN, which plans anew for each shape (up to a second), and each row has another
+    # length. vLLM switches it off for its process anyway: without this, SFT would run another kernel than RL does.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    kernels = {"sdpa": attend_by_sdpa, "varlen": attend_by_varlen, "flash_attention_2": attend_by_flash_attn}
+    for kernel, attend in kernels.items():
         # torch.compile would compile it anew for each batch, whose rows are other ones.
         ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(attend))
     return BY_ROW.get(attention, attention)
@@ -89,8 +106,10 @@ def attend_by_sdpa(
     outs = []
     for row, (q, k, v) in enumerate(zip(query.split(paths.num_queries, dim=2), keys, values, strict=True)):
         mask = paths.mask(row, window, like=q)
-        if mask is not None and q.is_cuda:  # else a GPU would fall back to writing all scores down
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # Of the GPU's kernels only flash's knows grouped heads, and it takes no masks and no float32. The
+            # memory-efficient one takes both, and without it all scores would be written down.
+            k, v = (repeated(x, q.shape[1], dim=1) for x in (k, v))
         outs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=True
@@ -99,10 +118,51 @@ def attend_by_sdpa(
     return torch.cat(outs, dim=2).transpose(1, 2), None
 
 
-def attend_by_flash(
+def attend_by_varlen(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend as `attend_by_sdpa` does, with flash-attn, whose causal mask ends at the last key as ours does."""
+    """Attend as `attend_by_sdpa` does, by torch's varlen_attn. Raises UserError for dropout, which it does not have.
+
+    Not yet run on a GPU: tests/fake_gpu calls the real function, over kernels of its own.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    scale, dropout, window = read_options(options)
+    if dropout:
+        raise UserError(
+            f"the model's attention_dropout={dropout} needs model.attention=sdpa; set that, or dropout to 0"
+        )
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
+    key, value = (gathered(x, paths.keys, dim=0) for x in (key, value))
+    if not varlen_groups_heads():
+        key, value = (repeated(x, query.shape[1], dim=1) for x in (key, value))
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        paths.query_starts,
+        paths.key_starts,
+        max(paths.num_queries),
+        max(paths.num_keys),
+        scale=scale,
+        window_size=(window - 1 if window else -1, 0),  # keys before the query's own, and after it: causal
+        **({"enable_gqa": True} if varlen_groups_heads() else {}),
+    )
+    return out[None], None
+
+
+@functools.cache
+def varlen_groups_heads() -> bool:
+    """Return whether varlen_attn knows queries that share key-value heads, as it does from torch 2.12 on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def attend_by_flash_attn(
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as `attend_by_sdpa` does, with the flash-attn package."""
     from flash_attn import flash_attn_varlen_func
 
     scale, dropout, window = read_options(options)
@@ -111,7 +171,8 @@ def attend_by_flash(
         query,
         gathered(key, paths.keys, dim=0),
         gathered(value, paths.keys, dim=0),
-        *(starts(lengths, query.device) for lengths in (paths.num_queries, paths.num_keys)),
+        paths.query_starts,
+        paths.key_starts,
         max(paths.num_queries),
         max(paths.num_keys),
         dropout_p=dropout,
@@ -134,6 +195,6 @@ def gathered(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
     return x if index is None else x.float().index_select(dim, index).to(x.dtype)
 
 
-def starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return cu_seqlens, (rows + 1,) int32. [3, 2] -> [0, 3, 5]"""
-    return F.pad(torch.tensor(lengths, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), (1, 0))
+def repeated(x: Tensor, num_heads: int, dim: int) -> Tensor:
+    """Return keys or values with each head as often as queries share it."""
+    return x.repeat_interleave(num_heads // x.shape[dim], dim=dim)

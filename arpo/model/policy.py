@@ -41,7 +41,8 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
 
-        0 where the loss mask is 0: the head is only computed for tokens that count.
+        0 where the loss mask is 0: the head is only computed for tokens that count. Read no float field of `micro`
+        here: FSDP2 has copied it, a dataclass, and cast those to model.compute_dtype (advantages, logprobs of others).
         """
         hidden = hidden_states(self.hf.base_model, micro)
         # Without a loss token the head runs on none: its gradients are zeros, and the ranks' collectives still match.

@@ -69,7 +69,7 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
     names = [section.name for section in gpu_report.sections("cuda")]
     assert len(names) == len(set(names)) > 12
     for part in ("fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
-                 "tree_training", "head_memory", "weight_sync", "rollout_streaming"):  # fmt: skip
+                 "attention_backends", "tree_training", "head_memory", "weight_sync", "rollout_streaming"):  # fmt: skip
         assert any(part in name for name in names), part
     for section in gpu_report.sections("cuda"):
         script = next(part for part in section.command if "/" in part).partition("::")[0]
@@ -79,11 +79,13 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
 @pytest.mark.slow
 def test_the_kit_runs_on_the_cpu(tmp_path):
     """All that needs no vLLM, whose sections the engine's own tests and benchmarks cover here."""
-    parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "mfu"]
+    parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "mfu", "backends"]
     command = [sys.executable, "benchmarks/gpu_report.py", "--device", "cpu", "--quick", "--out", str(tmp_path)]
     done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=1500)
     outcomes = gpu_report.read_outcomes(tmp_path)
     assert [(o.name, o.reason) for o in outcomes if o.status != "passed"] == [], done.stdout
     assert done.returncode == 0
     assert all(any(part in o.name for o in outcomes) for part in parts), [o.name for o in outcomes]
-    assert outcomes[-1].result["name"] == "update_mfu" and 0 < outcomes[-1].result["ratio"] < 1
+    mfu, attention = (outcome.result for outcome in outcomes[-2:])
+    assert mfu["name"] == "update_mfu" and 0 < mfu["ratio"] < 1
+    assert attention["name"] == "attention_backends" and attention["auto"] == "sdpa" and attention["difference"] < 1e-5

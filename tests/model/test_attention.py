@@ -1,18 +1,30 @@
 """Attention row by row, against every score written down and masked."""
 
+import contextlib
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
+from fake_gpu.fake_cuda import CUDA, fake_cuda
+from fake_gpu.flash_kernels import flash_kernels
 from helpers.models import build_tiny_model, random_rows
 from helpers.ranks import mesh_of_one
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.batch import RowPaths, collate
+from arpo.errors import UserError
 from arpo.model import load_policy
-from arpo.model.attention import attend_by_flash, attend_by_sdpa
+from arpo.model.attention import (
+    attend_by_flash_attn,
+    attend_by_sdpa,
+    attend_by_varlen,
+    attention_backend,
+    register,
+    varlen_groups_heads,
+)
 from arpo.run_options import ModelConfig
 from arpo.tree import collate_tree
 
@@ -20,6 +32,8 @@ CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 TREE = RowPaths((5, 1, 3), (5, 4, 6), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 0, 1, 5, 6, 7, 8]))
 PACKED = RowPaths((4, 1, 3), (4, 1, 3))
+ALONE = RowPaths((1,), (1,))
+"""An empty micro-batch"""
 
 
 def seen_by(paths: RowPaths, window: int | None) -> torch.Tensor:
@@ -47,39 +61,89 @@ def all_scores(query, key, value, seen, scale) -> torch.Tensor:
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-def varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, softmax_scale, causal, window_size):
-    """flash-attn's contract, from its documentation: the causal mask is aligned to the bottom right corner."""
-    assert dropout_p == 0 and causal and cu_q.dtype == cu_k.dtype == torch.int32
-    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max()
-    outs = []
-    for (q0, q1), (k0, k1) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
-        places = torch.arange(k1 - k0), torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-        seen = places[0] <= places[1]
-        if window_size[0] >= 0:
-            seen &= places[0] >= places[1] - window_size[0]
-        part = [x[a:b].transpose(0, 1)[None] for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1))]
-        outs.append(all_scores(*part, seen, softmax_scale)[0])
-    return torch.cat(outs)
-
-
-@pytest.mark.parametrize("attend", [attend_by_sdpa, attend_by_flash])
-@pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("paths", [TREE, PACKED], ids=["tree", "packed"])
-def test_each_token_attends_to_its_row_up_to_itself(attend, window, paths, monkeypatch):
-    """The real flash-attn: tests/test_gpu.py."""
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen_func))
+@pytest.mark.parametrize("attend", [attend_by_sdpa, attend_by_varlen, attend_by_flash_attn])
+@pytest.mark.parametrize("window", [None, 1, 2, 20])
+@pytest.mark.parametrize("paths", [TREE, PACKED, ALONE], ids=["tree", "packed", "alone"])
+@pytest.mark.parametrize("device", ["cpu", "pretended CUDA"])
+def test_each_token_attends_to_its_row_up_to_itself(attend, window, paths, device):
+    """The real kernels: tests/test_gpu_attention.py."""
     heads = random_heads(sum(paths.num_queries))
     weights = torch.randn(1, sum(paths.num_queries), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
-    outcomes = []
-    for out in (
-        attend(None, *heads, None, paths=paths.for_one_pass(), scaling=0.3, sliding_window=window)[0],
-        all_scores(*heads, seen_by(paths, window), 0.3),
-    ):
-        gradients = torch.autograd.grad((out * weights).sum(), heads)
-        outcomes.append([out.detach(), *gradients])
-    for ours, expected in zip(*outcomes, strict=True):
-        assert ours.shape == expected.shape
-        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    expected = outcome(all_scores(*heads, seen_by(paths, window), 0.3), heads, weights)
+    with flash_kernels(torch.float32), fake_cuda() if device != "cpu" else contextlib.nullcontext():
+        if device != "cpu":
+            heads = [x.detach().to(CUDA).requires_grad_() for x in heads]
+            weights, paths = weights.to(CUDA), paths.to(CUDA)
+        out, _ = attend(None, *heads, None, paths=paths.for_one_pass(), scaling=0.3, sliding_window=window)
+        ours = [x.cpu() for x in outcome(out, heads, weights)]
+    for part, expected_part in zip(ours, expected, strict=True):
+        assert part.shape == expected_part.shape
+        torch.testing.assert_close(part, expected_part, atol=1e-6, rtol=1e-5)
+
+
+def outcome(out, heads, weights) -> list[torch.Tensor]:
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), heads)]
+
+
+def test_before_torch_2_12_varlen_attn_has_no_grouped_heads(monkeypatch):
+    """Then it gets key-value heads as often as queries share them, and the same comes out."""
+    heads, calls = random_heads(9), []
+
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+                window_size=(-1, -1)):  # fmt: skip
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        calls.append(key.shape)
+        return varlen.varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+                                  window_size=window_size)  # fmt: skip
+
+    with flash_kernels(torch.float32):
+        from torch.nn.attention import varlen
+
+        expected, _ = attend_by_varlen(None, *heads, None, paths=TREE)
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=of_2_11))
+        varlen_groups_heads.cache_clear()
+        ours, _ = attend_by_varlen(None, *heads, None, paths=TREE)
+        varlen_groups_heads.cache_clear()
+    assert len(calls) == 1
+    torch.testing.assert_close(ours, expected)
+
+
+def test_varlen_refuses_dropout():
+    with pytest.raises(UserError, match=r"attention_dropout=0.1 needs model.attention=sdpa"):
+        attend_by_varlen(None, *random_heads(9), None, paths=TREE, dropout=0.1)
+
+
+@pytest.mark.parametrize("attend", [attend_by_varlen, attend_by_flash_attn])
+def test_a_layer_need_not_wait_for_the_gpu(attend):
+    """Where the rows begin goes to the GPU with the micro-batch, not with each layer."""
+    with fake_cuda() as stalls, flash_kernels(torch.float32):
+        heads, paths = [x.detach().to(CUDA) for x in random_heads(9)], TREE.to(CUDA)
+        uploads = stalls.uploads.total()
+        attend(None, *heads, None, paths=paths)
+        assert not stalls.waits and stalls.uploads.total() == uploads
+
+
+def test_padded_rows_stay_on_their_device():
+    with fake_cuda():
+        for paths, keys in ((PACKED, None), (TREE, [*TREE.keys.tolist(), 9, 10])):
+            padded = paths.to(CUDA).padded(2)
+            assert padded.query_starts.is_cuda and padded.key_starts.is_cuda
+            assert padded.query_starts.tolist() == [*paths.query_starts.tolist(), paths.query_starts[-1] + 1,
+                                                    paths.query_starts[-1] + 2]  # fmt: skip
+            assert (padded.keys if keys is None else padded.keys.tolist()) == keys
+
+
+@pytest.mark.parametrize(
+    "dtype, mask, heads", [("float32", 0, 4), ("float32", 1, 4), ("bfloat16", 0, 2), ("bfloat16", 1, 4)]
+)
+def test_a_gpu_gets_key_value_heads_that_one_of_its_kernels_takes(monkeypatch, dtype, mask, heads):
+    """Flash knows grouped heads, but neither masks nor float32; with the memory-efficient one it is the reverse."""
+    seen = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **options: seen.append(k.shape[1]) or q)
+    with fake_cuda():
+        tensors = [x.detach().to(CUDA, getattr(torch, dtype)) for x in random_heads(9)]
+        attend_by_sdpa(None, *tensors, None, paths=(TREE if mask else RowPaths((9,), (9,))).to(CUDA))
+    assert seen[-1] == heads
 
 
 def test_gradients_of_a_token_that_many_rows_see_are_summed_exactly():
@@ -101,6 +165,36 @@ def test_layers_share_the_masks_of_a_pass_and_passes_do_not():
         attend_by_sdpa(None, *heads, None, paths=first)
     assert set(first.masks) == {(1, None), (2, None)} and not second.masks and not TREE.masks
     assert first.mask(1, None, heads[0]) is first.masks[1, None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_share_the_masks_of_a_pass_under_fsdp2_too(tiny_model_dir, monkeypatch, dtype):
+    """FSDP2 copies dataclasses, and what is in them, in front of each layer."""
+    rows = random_rows(((6, 8), (6, 13)))
+    rows[1].prompt_ids[:] = rows[0].prompt_ids
+    micro, masks, attend = collate_tree(rows, range(2)), [], F.scaled_dot_product_attention
+
+    def spy(*args, attn_mask, **options):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    with mesh_of_one() as mesh:
+        cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype)
+        policy = load_policy(cfg, mesh, device=CPU)
+        assert len(policy.hf.base_model.layers) == 2
+        policy(micro)[0].sum().backward()
+    used = [mask for mask in masks if mask is not None]
+    assert len(masks) == 8 and len(used) == 4, (
+        "2 rows, of which the second needs one, in 2 layers, twice with recomputing"
+    )
+    assert all(mask is used[0] for mask in used) and not micro.paths.masks
+
+
+def test_no_row_length_waits_for_a_plan_of_cudnns():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    register("sdpa")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_what_a_layer_may_ask_for_and_rows_do_not_know_is_refused():
@@ -134,3 +228,41 @@ def test_sliding_windows_are_those_of_transformers(sliding, cut):
             of_all = F.log_softmax(hf(input_ids=ids[None]).logits[0, :-1], dim=-1)
             expected = of_all.gather(1, ids[1:, None])[len(row.prompt_ids) - 1 :, 0] * torch.as_tensor(row.loss_mask)
             torch.testing.assert_close(logprobs[b, : len(expected)], expected.float(), atol=1e-5, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- which one is taken
+
+
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2", "flex_attention"])
+def test_kernels_of_gpus_are_refused_without_one(attention):
+    with pytest.raises(UserError, match=rf"model.attention={attention} needs a GPU; use auto or sdpa"):
+        attention_backend(ModelConfig(attention=attention), CPU)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("capability, auto", [((9, 0), "varlen"), ((8, 0), "varlen"), ((7, 5), "sdpa")])
+def test_auto_takes_torchs_flash_attention_where_it_can_compute(installed, capability, auto, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda")  # only its name is asked
+    assert attention_backend(ModelConfig(), gpu) == auto
+    assert attention_backend(ModelConfig(compute_dtype="float32"), gpu) == "sdpa"
+    assert attention_backend(ModelConfig(), CPU) == "sdpa"
+    for attention, is_there in (("varlen", True), ("flash_attention_2", installed)):
+        wish = ModelConfig(attention=attention)
+        if is_there and auto == "varlen":
+            assert attention_backend(wish, gpu) == attention
+            with pytest.raises(UserError, match=f"attention={attention} needs model.compute_dtype=bfloat16"):
+                attention_backend(replace(wish, compute_dtype="float32"), gpu)
+        else:
+            fix = (
+                r"compute capability 8\.0 \(A100\) or newer" if is_there else "the flash-attn package; use auto or sdpa"
+            )
+            with pytest.raises(UserError, match=fix):
+                attention_backend(wish, gpu)
+
+
+def test_the_choice_of_attention_is_logged(tiny_model_dir, caplog):
+    with mesh_of_one() as mesh, caplog.at_level("INFO", logger="arpo"):
+        load_policy(ModelConfig(str(tiny_model_dir)), mesh, device=CPU)
+    assert "attention: sdpa (model.attention=auto)" in caplog.messages

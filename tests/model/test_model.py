@@ -23,10 +23,8 @@ from helpers.ranks import mesh_of_one
 from arpo.batch import collate
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
-from arpo.model.attention import attention_backend
 from arpo.model.head import token_logprobs
 from arpo.model.policy import check_model_folder
-from arpo.run_options import ModelConfig
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")
@@ -376,28 +374,3 @@ def test_a_folder_without_tokenizer_files_is_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot load the tokenizer") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_flash_attention_without_a_gpu_is_refused(folder, mesh):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(UserError, match="use auto or sdpa"):
-        load_policy(cfg_of(folder, attention="flash_attention_2"), mesh, device=CPU)
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_auto_takes_flash_attention_where_it_is_installed_and_can_compute(installed, monkeypatch):
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
-    gpu = torch.device("cuda")  # only its name is asked
-    assert attention_backend(ModelConfig(), gpu) == ("flash_attention_2" if installed else "sdpa")
-    assert attention_backend(ModelConfig(compute_dtype="float32"), gpu) == "sdpa"
-    assert attention_backend(ModelConfig(), CPU) == "sdpa"
-    fix = "needs model.compute_dtype=bfloat16" if installed else "the flash-attn package; use auto or sdpa"
-    with pytest.raises(UserError, match=fix):
-        attention_backend(ModelConfig(attention="flash_attention_2", compute_dtype="float32"), gpu)
-
-
-def test_the_choice_of_attention_is_logged(folder, mesh, caplog):
-    with caplog.at_level("INFO", logger="arpo"):
-        load_policy(cfg_of(folder), mesh, device=CPU)
-    assert "attention: sdpa (model.attention=auto)" in caplog.messages

@@ -1,0 +1,170 @@
+"""Time of one layer's attention, forward and backward, with each model.attention that this machine can run.
+
+    python benchmarks/attention_backends.py [--quick]          (on the GPU if there is one)
+
+Two micro-batches: long packed rows, and a tree, in which rows share a prompt and pairs of rows a longer prefix. All
+compute the same; `difference` is the largest between their outputs. Row lengths change from repeat to repeat, as
+in training, so that a kernel that prepares itself for each shape (cuDNN, which the trainer switches off) pays for it.
+Times are medians of alternating repeats, of one thread on the CPU. What does not run here is named, with the reason.
+
+`ratio` = time of the tree with one mask over all tokens / with model.attention=auto. `tree_NAME`, `packed_NAME` = time
+with sdpa, row by row / with NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arpo.batch import MicroBatch, Row
+from arpo.errors import UserError
+from arpo.model.attention import attention_backend, register
+from arpo.run_options import ModelConfig
+from arpo.tree import collate_tree
+
+SIZES = {  # query heads, key-value heads, head size, rows, tokens of a row; cuda: Qwen2.5-7B
+    "cuda": {"quick": (28, 4, 128, 4, 1000), "full": (28, 4, 128, 8, 4000)},
+    "cpu": {"quick": (4, 2, 64, 4, 200), "full": (4, 2, 64, 8, 400)},
+}
+Attend = Callable[[MicroBatch, list[Tensor]], Tensor]
+"""(micro-batch, [queries (1, H, N, d), keys (1, H / group, N, d), values]) -> (1, N, H, d)"""
+
+
+def micro_batch(kind: str, num_rows: int, length: int, device: torch.device) -> MicroBatch:
+    """Packed: rows without a common token. Tree: a quarter shared by all rows, a half by every two."""
+    rng = np.random.default_rng(length)
+    parts = {"prompt": rng.integers(0, 1000, length // 4)}
+    rows = []
+    for i in range(num_rows):
+        pair = parts.setdefault(f"pair {i // 2}", rng.integers(0, 1000, length // 4))
+        own = rng.integers(0, 1000, length - 2 * len(pair) + i)
+        prompt = np.array([1000 + i])  # a first token of its own: nothing is shared
+        if kind == "tree":
+            prompt, own = parts["prompt"], np.concatenate([pair, own])
+        else:
+            own = np.concatenate([parts["prompt"], pair, own])
+        rows.append(Row(prompt, own, np.ones(len(own), np.int64)))
+    return collate_tree(rows, range(num_rows)).to(device)
+
+
+def by_name(name: str) -> Attend:
+    """Return the attention of this model.attention as the model's layers call it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend = ALL_ATTENTION_FUNCTIONS[register(name)]
+    config = types.SimpleNamespace(_attn_implementation=name, model_type="qwen2")
+    layer = types.SimpleNamespace(training=True)
+    return lambda micro, heads: attend(layer, *heads, micro.attention_mask(config), **micro.attention_options())[0]
+
+
+def by_one_mask(micro: MicroBatch, heads: list[Tensor]) -> Tensor:
+    """Attend with SDPA once, and a mask over all tokens of the micro-batch."""
+    places = torch.arange(len(micro.subtree_end), device=micro.subtree_end.device)
+    seen = (places <= places[:, None]) & (places[:, None] < micro.subtree_end)
+    query, key, value = heads
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
+
+
+def by_cudnn(micro: MicroBatch, heads: list[Tensor]) -> Tensor:
+    """Attend with SDPA row by row as torch would have it from Hopper on."""
+    attend = by_name("sdpa")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    return attend(micro, heads)
+
+
+def backends(device: torch.device, dtype: str) -> tuple[dict[str, Attend], dict[str, str]]:
+    """Return those that run here, and the reason of each that does not."""
+    found: dict[str, Attend] = {"one mask": by_one_mask, "sdpa": by_name("sdpa")}
+    absent = {}
+    for name in ("varlen", "flash_attention_2", "flex_attention"):
+        try:
+            attention_backend(ModelConfig(attention=name, compute_dtype=dtype), device)
+            found[name] = by_name(name)
+        except UserError as error:
+            absent[name] = str(error)
+    if device.type == "cuda":
+        found["sdpa_cudnn"] = by_cudnn
+    else:
+        absent["sdpa_cudnn"] = "needs a GPU"
+    return found, absent
+
+
+def seconds(attend: Attend, micro: MicroBatch, heads: list[Tensor], weights: Tensor) -> tuple[float, Tensor]:
+    """Return the time of forward and backward, and the output."""
+    on_gpu = weights.is_cuda
+    clock = time.perf_counter if on_gpu else time.process_time
+    torch.cuda.synchronize() if on_gpu else None
+    started = clock()
+    out = attend(micro, heads)
+    torch.autograd.grad(out, heads, weights)
+    torch.cuda.synchronize() if on_gpu else None
+    taken = clock() - started
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return taken, out.detach()
+
+
+def measure(kind: str, found: dict[str, Attend], size: tuple[int, ...], device: torch.device, dtype: str, repeats: int):
+    """Return name -> median seconds, and the largest difference of an output from sdpa's, relative to its largest."""
+    heads, kv_heads, head_size, num_rows, length = size
+    times: dict[str, list[float]] = {name: [] for name in found}
+    difference = 0.0
+    for repeat in range(repeats + 1):  # the first one warms up
+        micro = micro_batch(kind, num_rows, length - 7 * repeat, device)
+        num_tokens = micro.input_ids.shape[1]
+        shapes = [(1, n, num_tokens, head_size) for n in (heads, kv_heads, kv_heads)] + [
+            (1, num_tokens, heads, head_size)
+        ]
+        *inputs, weights = (torch.randn(shape, device=device, dtype=getattr(torch, dtype)) for shape in shapes)
+        inputs = [x.requires_grad_() for x in inputs]
+        outs = {}
+        for name, attend in found.items():
+            taken, outs[name] = seconds(attend, micro, inputs, weights)
+            times[name].append(taken)
+        scale = outs["sdpa"].abs().max()
+        difference = max(difference, *(float((out - outs["sdpa"]).abs().max() / scale) for out in outs.values()))
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}, difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter rows, fewer repeats")
+    quick = parser.parse_args().quick
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    auto = attention_backend(ModelConfig(compute_dtype=dtype), device)
+    size = SIZES[device.type]["quick" if quick else "full"]
+    found, absent = backends(device, dtype)
+    result: dict[str, object] = {"name": "attention_backends"}
+    differences = []
+    for kind in ("packed", "tree"):
+        times, difference = measure(kind, found, size, device, dtype, repeats=2 if quick else 7)
+        differences.append(difference)
+        for name, taken in times.items():
+            print(f"{kind:6} {name:18} {1000 * taken:9.2f} ms, sdpa / this {times['sdpa'] / taken:6.2f}")
+            if name not in ("sdpa", "one mask"):
+                result[f"{kind}_{name}"] = times["sdpa"] / taken
+        if kind == "tree":
+            result |= {"ratio": times["one mask"] / times[auto], "ours": 1000 * times[auto]}
+            result |= {"baseline": 1000 * times["one mask"], "unit": "ms", "auto": auto}
+    for name, reason in absent.items():
+        print(f"{name}: {reason}")
+    print(json.dumps(result | {"difference": max(differences), "device": device.type}))
+
+
+if __name__ == "__main__":
+    main()
