@@ -281,5 +281,5 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
 
 
 def index_of(mask: Tensor) -> Tensor:
-    """Return row and column, (2, L), of each 1 in a mask (B, T) on the CPU. [[0, 1], [1, 1]] -> [[0, 1, 1], [1, 0, 1]]"""
+    """Return row and column (2, L) of each 1 in a mask (B, T) on the CPU. [[0, 1], [1, 1]] -> [[0, 1, 1], [1, 0, 1]]"""
     return mask.nonzero().T.contiguous()
