@@ -1,6 +1,5 @@
 """From scored groups to gradients, on real gloo ranks: nothing depends on how the rows are cut, ordered or spread."""
 
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -9,51 +8,24 @@ import pytest
 import torch
 from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, run_ranks
+from helpers.updates import CASES, GRPO, filled, make_groups
 
 from arpo.advantages import GroupEvidence, grpo
 from arpo.errors import UserError
-from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
 from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.run_options import ModelConfig
-from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
-    fill_ref_logprobs,
     first_update_fills,
     make_minibatches,
     update_policy,
 )
 
 CPU = torch.device("cpu")
-GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
-CASES = {
-    **{f"{kind}, {a}": (GRPO, LossConfig(kind=kind, aggregation=a)) for kind in TOKEN_LOSSES for a in AGGREGATIONS},
-    "aepo": (GRPO, LossConfig(entropy_balanced_clipping=True, entropy_balanced_advantage=True)),
-    "high entropy": (GRPO, LossConfig(entropy_balanced_clipping=True, balanced_clipping_tokens="high_entropy")),
-    "everything in the loss": (
-        HARD,
-        LossConfig(kl_coefficient=0.1, entropy_coefficient=0.01, rollout_correction="mis"),
-    ),
-    "kl in the reward": (GRPO, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")),
-    "at2po": (
-        AdvantageConfig(tree="node"),
-        LossConfig(kind="gspo", ratio_over="turn", aggregation="sequence_mean_token_mean"),
-    ),
-    "parents, sequence mis": (
-        AdvantageConfig(tree="node_parent"),
-        LossConfig(rollout_correction="sequence_mis", correction_low=1e-4, correction_high=30.0),
-    ),
-    "inter intra, geometric mis": (
-        AdvantageConfig(tree="inter_intra"),
-        LossConfig(rollout_correction="geometric_mis", correction_low=0.2, correction_high=3.0),
-    ),
-    "reinforce++": (AdvantageConfig(normalize="batch"), LossConfig(rollout_correction="geometric_tis")),
-    "gae": (GAE, LossConfig(kl_coefficient=0.1, kl_in="reward", kl_estimator="abs", rollout_correction="tis")),
-}
 # world size, tokens per micro-batch, order of groups and trajectories, layout
 LAYOUTS = {
     "whole": (1, 500, 1, "packed"),
@@ -63,43 +35,6 @@ LAYOUTS = {
     "trees": (1, 70, 1, "tree"),
     "trees on 2 ranks": (2, 40, 1, "tree"),
 }
-
-
-def make_groups() -> list[Group]:
-    """Two prompts; a branch and its parent share tokens; one tool result; one trajectory that broke."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for g, lengths in enumerate(([9, 20, 14], [4, 30, 7])):
-        trajectories = []
-        for i, length in enumerate(lengths):
-            ids, mask = rng.integers(0, 380, length).tolist(), [1] * 3 + [int(m) for m in rng.random(length - 3) < 0.7]
-            logprobs = [float(lp) * m for lp, m in zip(-6 + 0.3 * rng.normal(size=length), mask, strict=True)]
-            t = Trajectory("p", str(i), ids, mask, logprobs, stop_reason=StopReason.EOS, reward=float(rng.normal()))
-            trajectories.append(t)
-        parent, branch = trajectories[1:]
-        branch.parent_id, branch.fork_at = "1", 5
-        for t in trajectories:
-            t.turns = [Turn(0), *([Turn(5)] if len(t.token_ids) > 5 else [])]
-        for field in ("token_ids", "loss_mask", "rollout_logprobs"):
-            setattr(branch, field, getattr(parent, field)[:5] + getattr(branch, field)[5:])
-        trajectories.append(dataclasses.replace(trajectories[0], trajectory_id="3", stop_reason=StopReason.ERROR))
-        groups.append(Group(Prompt(f"p{g}", [], [], token_ids=tuple(range(g + 2))), trajectories))
-    return groups
-
-
-def filled(ranks, policy, reference, case: str, max_tokens: int, order: int, layout: str = "packed"):
-    """The mini-batch of a case with logprobs, values and advantages, and the metrics so far."""
-    advantage, loss = CASES[case]
-    groups = [Group(g.prompt, g.trajectories[::order]) for g in make_groups()[::order]]
-    update = UpdateConfig(num_prompts_per_minibatch=2, max_tokens_per_microbatch=max_tokens, layout=layout)
-    [minibatch] = make_minibatches(groups, update, advantage, ranks)
-    metrics = fill_old_logprobs(policy, minibatch.micros, loss, 0.9)
-    if loss.kl_coefficient:
-        fill_ref_logprobs(reference, minibatch.micros, 0.9)
-    for micro in minibatch.micros:  # as if of a critic
-        micro.old_values = 0.1 * micro.old_logprobs
-    metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
-    return minibatch, metrics
 
 
 @pytest.mark.parametrize(
