@@ -88,7 +88,7 @@ class RowPaths:
         return RowPaths(self.num_queries + ones, self.num_keys + ones, keys)
 
     def to(self, device: torch.device | str) -> RowPaths:
-        return self if self.keys is None else replace(self, keys=self.keys.to(device))
+        return self if self.keys is None else replace(self, keys=to_device(self.keys, device))
 
 
 @dataclass

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 from fake_gpu.fake_cuda import CUDA, Stalls, to_fake_cuda
-from test_update import make_groups
+from helpers.updates import make_groups
+from torch import nn
 
 from arpo.model import Policy
 from arpo.model.attention import register
@@ -42,14 +43,18 @@ class Stage:
     uploads: Counter[str]
 
 
-def tiny_policy(folder: Path) -> Policy:
-    """The policy with float32 weights and checkpointed layers, on the pretended GPU."""
+def load_hf(folder: Path) -> nn.Module:
+    """The model with float32 weights and checkpointed layers, on the CPU."""
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     hf.set_attn_implementation(register("sdpa"))
     hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return to_fake_cuda(Policy(hf).train())
+    return hf
+
+
+def tiny_policy(folder: Path) -> Policy:
+    return to_fake_cuda(Policy(load_hf(folder)).train())
 
 
 class TrainerStep:
@@ -57,7 +62,7 @@ class TrainerStep:
 
     def __init__(self, folder: Path):
         self.policy, self.reference = tiny_policy(folder), tiny_policy(folder).requires_grad_(False)
-        self.critic = to_fake_cuda(Critic(tiny_policy(folder).hf.base_model).train())
+        self.critic = to_fake_cuda(Critic(load_hf(folder).base_model).train())
         self.ranks = Ranks(rank=0, world_size=1, device=CUDA, mesh=None)
 
     def run(
