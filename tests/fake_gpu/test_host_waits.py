@@ -21,7 +21,7 @@ from arpo.options import OptimConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
 
-EVERYTHING = {("everything in the loss", "tree"), ("gae", "packed")}  # the rest is slow
+FAST = {("everything in the loss", "tree"), ("gae", "packed")}
 COMBINATIONS = [(case, layout) for case in CASES for layout in ("packed", "tree")]
 
 
@@ -52,7 +52,7 @@ def waits_of(trainer, case: str, layout: str, max_tokens: int) -> tuple[int, Cou
 
 @pytest.mark.parametrize(
     "case, layout",
-    [pytest.param(*pair, marks=() if pair in EVERYTHING else pytest.mark.slow) for pair in COMBINATIONS],
+    [pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow) for pair in COMBINATIONS],
 )
 def test_an_update_waits_a_few_times_and_not_for_each_micro_batch(trainer, case, layout):
     few, waits = waits_of(trainer, case, layout, 500)
