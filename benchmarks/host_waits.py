@@ -7,8 +7,8 @@ micro-batches (GRPO with KL and rollout correction, AEPO, a critic; the limit is
 a decode step (limit 1). No GPU is asked, so this counts what the code does, and says nothing of how long a wait is.
 
 The time is measured on this machine: 256 trajectories of a tiny model, decoded side by side by vLLM. Ours is all that
-`rollout` and `Engine` do in a decode step (submit, chunks, logprobs, entropies, the turn's bookkeeping); the baseline is
-vLLM's own step in the same run. On a CPU both are CPU seconds: other processes do not count.
+`rollout` and `Engine` do around vLLM's step (submit, chunks, logprobs, entropies, the turn's bookkeeping); the baseline
+is vLLM's step in the same run, the sampler's hook included. On a CPU both are CPU seconds: other processes do not count.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the pretended device is there
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from fake_gpu.fake_cuda import CUDA, fake_cuda
@@ -121,9 +121,8 @@ class MeasuredEngine(Engine):
 def decode(engine: MeasuredEngine, codec: Codec, num_tokens: int, repeats: int) -> tuple[float, float]:
     """Return the median milliseconds of a decode step of NUM_SEQUENCES: ours, vLLM's."""
     tools, rng, times = ToolRunner({}), random.Random(0), []
-    ids = [
-        tuple(codec.encode("".join(rng.choices(LETTERS, k=16)))) for _ in range(16)
-    ]  # all fit into one step of prefill
+    # Short enough for one step of prefill: vLLM on a CPU cannot cut the prompt of a request that has a seed.
+    ids = [tuple(codec.encode("".join(rng.choices(LETTERS, k=16)))) for _ in range(16)]
     prompts = [Prompt(f"p{i}", [], [""], tools=(), token_ids=ids[i]) for i in range(16)]
     group_size = NUM_SEQUENCES // len(prompts)
     length = RolloutConfig(group_size, max_response_tokens=num_tokens, answer_reserve_tokens=8)

@@ -1,4 +1,4 @@
-"""All ranks issue the same collectives in the same order with the same shapes, as NCCL asks: a training step on 4 ranks.
+"""All ranks issue the same collectives in the same order with the same shapes, as NCCL asks: a step on 4 ranks.
 
 The ranks and the collectives are real, over gloo; what vLLM's own workers say to each other is not recorded.
 """
