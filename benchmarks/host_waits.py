@@ -8,7 +8,8 @@ a decode step (limit 1). No GPU is asked, so this counts what the code does, and
 
 The time is measured on this machine: 256 trajectories of a tiny model, decoded side by side by vLLM. Ours is all that
 `rollout` and `Engine` do around vLLM's step (submit, chunks, logprobs, entropies, the turn's bookkeeping); the baseline
-is vLLM's step in the same run, the sampler's hook included. On a CPU both are CPU seconds: other processes do not count.
+is vLLM's step in the same run, our hook in its sampler included. On a CPU both are CPU seconds, so that other processes
+do not count.
 """
 
 from __future__ import annotations
