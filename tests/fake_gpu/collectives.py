@@ -59,14 +59,15 @@ class Record(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor first; the collectives that it makes of the operation come here again
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
-            self.calls.append(call_of(func, args, kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            groups = [group for group in map(as_group, [*args, *(kwargs or {}).values()]) if group is not None]
+            if groups:  # else it waits for a collective
+                self.calls.append(call_of(func, groups[0], args, kwargs or {}))
         return func(*args, **kwargs or {})
 
 
-def call_of(func, args: tuple, kwargs: dict[str, Any]) -> Call:
+def call_of(func, group: dist.ProcessGroup, args: tuple, kwargs: dict[str, Any]) -> Call:
     operation = func._opname
-    group = next(g for g in map(as_group, [*args, *kwargs.values()]) if g is not None)
     everybodys = args[ONE_SIDED[operation]] if operation in ONE_SIDED else (args, kwargs)
     tensors = [x for x in tree_leaves(everybodys) if isinstance(x, torch.Tensor)]
     options = [str(x) for x in args if isinstance(x, int | str) and as_group(x) is None]
