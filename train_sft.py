@@ -122,16 +122,7 @@ def main(cfg: SFTConfig) -> None:
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
             metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
-            for micro in micros:
-                logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
-                nll = -logprobs.sum()
-                # FSDP2 averages gradients over ranks; times world_size makes that the sum.
-                (nll * dist.world_size / num_loss_tokens).backward()
-                metrics.sum("loss/nll", float(nll.detach()) / num_loss_tokens)
-                metrics.sum("loss/entropy", float(entropies.detach().sum()) / num_loss_tokens)
-            metrics.mean("optim/grad_norm", clip_grad_norm(policy, cfg.optim.max_grad_norm))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, dist))
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         is_last = step == num_steps
@@ -159,8 +150,31 @@ def main(cfg: SFTConfig) -> None:
 def share(rows: list[Row], max_tokens: int, dist: Ranks) -> list[MicroBatch]:
     """Return this rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
     option = "data.max_tokens_per_microbatch"
-    micros = microbatches(rows, dist.data_rank, dist.data_size, max_tokens, device=dist.device, option=option)
-    return spread(micros, dist.group)
+    micros = microbatches(rows, dist.data_rank, dist.data_size, max_tokens, option=option)
+    return [micro.to(dist.device) for micro in spread(micros, dist.group)]
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    micros: list[MicroBatch],
+    num_loss_tokens: int,
+    max_grad_norm: float,
+    dist: Ranks,
+) -> Metrics:
+    """One optimizer step on the mean over the `num_loss_tokens` of all ranks, of which `micros` are this rank's."""
+    metrics = Metrics()
+    for micro in micros:
+        logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
+        nll = -logprobs.sum()
+        # FSDP2 averages gradients over ranks; times world_size makes that the sum.
+        (nll * dist.world_size / num_loss_tokens).backward()
+        metrics.sum("loss/nll", nll.detach().double() / num_loss_tokens)
+        metrics.sum("loss/entropy", entropies.detach().sum().double() / num_loss_tokens)
+    metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return metrics
 
 
 @torch.no_grad()
@@ -169,8 +183,8 @@ def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: i
     total = 0.0
     for micro in share(rows, max_tokens_per_microbatch, dist):
         logprobs, _ = policy(micro)
-        total -= float(logprobs.sum())
-    return dist.all_reduce_sum(total)[0] / sum(int(row.loss_mask.sum()) for row in rows)
+        total -= logprobs.sum().double()
+    return dist.all_reduce_sum(float(total))[0] / sum(int(row.loss_mask.sum()) for row in rows)
 
 
 def console_text(values: dict[str, float]) -> str:

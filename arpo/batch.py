@@ -99,9 +99,10 @@ class RowPaths:
 
     def to(self, device: torch.device | str) -> RowPaths:
         moved = self.for_one_pass()
-        moved.keys = self.keys if self.keys is None else self.keys.to(device)
-        moved.query_starts = self.query_starts.to(device)
-        moved.key_starts = moved.query_starts if self.num_keys == self.num_queries else self.key_starts.to(device)
+        moved.keys = self.keys if self.keys is None else to_device(self.keys, device)
+        moved.query_starts = to_device(self.query_starts, device)
+        same = self.num_keys == self.num_queries
+        moved.key_starts = moved.query_starts if same else to_device(self.key_starts, device)
         return moved
 
 
@@ -124,6 +125,9 @@ class MicroBatch:
     """(B, T) response token ids"""
     loss_mask: Tensor
     """(B, T) bool"""
+    loss_index: Tensor
+    """(2, L) row and column of each loss token, row after row. A tensor on a GPU is indexed by these, not by the mask:
+    then the host would wait until it knows how many tokens there are."""
     rollout_logprobs: Tensor
     """(B, T) float32"""
     paths: RowPaths
@@ -149,16 +153,21 @@ class MicroBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return self.loss_index.shape[1]
+
+    def at_loss_tokens(self, values: Tensor) -> Tensor:
+        """Return the values (L,) that (B, T) ones have at the loss tokens."""
+        rows, columns = self.loss_index
+        return values[rows, columns]
 
     def head_inputs(self) -> tuple[Tensor, Tensor]:
         """Return the flat positions and the target ids that the head scores; `to_rows` takes its outputs."""
-        return self.predict_from[self.loss_mask], self.targets[self.loss_mask]
+        return self.at_loss_tokens(self.predict_from), self.at_loss_tokens(self.targets)
 
     def to_rows(self, values: Tensor) -> Tensor:
         """Return one value for each of `head_inputs` as (B, T) float32, 0 where the mask is 0. Differentiable."""
         rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
-        return rows.masked_scatter(self.loss_mask, values)
+        return rows.index_put(tuple(self.loss_index), values)
 
     def attention_mask(self, config: Any) -> Any:
         """Return the mask for the model of this Hugging Face config. It is None: flex_attention finds the rows by
@@ -174,11 +183,19 @@ class MicroBatch:
         out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
         for b, row_id in enumerate(self.row_ids):
             out[b, : len(values[row_id])] = torch.as_tensor(values[row_id], dtype=torch.float32)
-        return out.to(self.loss_mask.device) * self.loss_mask
+        return to_device(out, self.loss_mask.device) * self.loss_mask
 
-    def to(self, device: torch.device) -> MicroBatch:
-        moved = {k: v.to(device) if isinstance(v, Tensor | RowPaths) else v for k, v in vars(self).items()}
-        return type(self)(**moved)
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Return a copy on the device. The host does not wait for what the device is busy with."""
+        moved = {k: to_device(v, device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return type(self)(**moved | {"paths": self.paths.to(device)})
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor of the host on a device; to a GPU from pinned memory, as other copies make the host wait."""
+    if torch.device(device).type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def row_of(group: Group, trajectory: Trajectory) -> Row:
@@ -275,8 +292,14 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
         ).clamp_(min=0),  # -1 without a prompt, where the mask is 0
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,
+        loss_index=index_of(loss_mask),
         rollout_logprobs=padded(rollout_logprobs, torch.float32) * loss_mask,
         paths=RowPaths(lengths, lengths),
         row_ids=tuple(row_ids),
         num_row_tokens=sum(lengths),
     )
+
+
+def index_of(mask: Tensor) -> Tensor:
+    """Return row and column (2, L) of each 1 in a mask (B, T) on the CPU. [[0, 1], [1, 1]] -> [[0, 1, 1], [1, 0, 1]]"""
+    return mask.nonzero().T.contiguous()

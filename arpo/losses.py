@@ -7,7 +7,7 @@ Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1
 A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
 by a *global* count (`denominator`); so shares add up, however the rows are cut:
 
-    count = dist.all_reduce_sum(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micro_batches))
+    count = dist.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micro_batches)))
     loss, metrics = policy_loss(LossInputs(...), cfg, denominator=count)
     (loss * world_size).backward()          # FSDP2 averages gradients over ranks
 """
@@ -98,7 +98,7 @@ def policy_loss(
     if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
     if uses_entropy_statistics(cfg) and entropy_statistics is None:
-        entropy_statistics = statistics_of(token_moments(entropy, keep))
+        entropy_statistics = statistics_of(token_moments(entropy[keep]))
     advantages = inputs.advantages.expand_as(inputs.logprobs)
     if cfg.entropy_balanced_advantage:  # AEPO: A max(1 + weight (H - mean) / std, 0); the floor keeps A's sign
         mean, std = entropy_statistics
@@ -248,17 +248,17 @@ def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: f
     # where, not a product: 0 * inf would poison the sum, and the gradient of a masked token must be exactly 0
     rows, _ = AGGREGATIONS[aggregation](torch.where(mask.bool(), token_loss, 0.0), mask)
     if denominator is None:
-        denominator = max(loss_denominator(mask, aggregation), 1.0)
+        denominator = loss_denominator(mask, aggregation).clamp(min=1)
     return rows.sum() / denominator
 
 
-def loss_denominator(mask: Tensor, aggregation: str) -> float:
-    """Return the part of these rows in the global count: their number of loss tokens, or of sequences that have any.
+def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
+    """Return the part of these rows in the global count, 0-dim: number of loss tokens, or of sequences that have any.
 
-    mask [[1, 1], [0, 0]] -> 2.0 for token_mean, 1.0 for the sequence means.
+    mask [[1, 1], [0, 0]] -> 2 for token_mean, 1 for the sequence means.
     """
     _, counts = AGGREGATIONS[aggregation](torch.zeros_like(mask), mask)
-    return float(counts.sum().item())
+    return counts.sum()
 
 
 Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -276,10 +276,10 @@ def uses_entropy_statistics(cfg: LossConfig) -> bool:
     return cfg.entropy_balanced_advantage or high_entropy_only
 
 
-def token_moments(entropy: Tensor, mask: Tensor) -> Tensor:
-    """Return count, sum and sum of squares over loss tokens, (3,) float64 on the CPU; rows and ranks add up."""
-    values = entropy.detach()[mask.bool()].double()
-    return torch.stack([torch.tensor(float(values.numel())), values.sum().cpu(), values.square().sum().cpu()])
+def token_moments(values: Tensor) -> Tensor:
+    """Return count, sum and sum of squares of the loss tokens' values (L,), as (3,) float64; rows and ranks add up."""
+    values = values.detach().double()
+    return torch.stack([values.new_full((), values.numel()), values.sum(), values.square().sum()])
 
 
 def statistics_of(moments: Tensor) -> tuple[float, float]:
@@ -292,13 +292,11 @@ def statistics_of(moments: Tensor) -> tuple[float, float]:
 
 
 def loss_metrics(policy: Tensor, per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
-    """Return the metrics of `policy_loss`, with one transfer from the device for all numbers."""
-    sums = [torch.where(mask, values.float(), 0.0).sum() for values in per_token.values()]
-    count, policy_share, ratio_max, *sums = torch.stack([mask.sum().float(), policy, ratio.amax(), *sums]).tolist()
-    metrics = Metrics()
-    if count:
-        metrics.sum("policy", policy_share)
-        metrics.max("ratio_max", ratio_max)
-    for name, total in zip(per_token, sums, strict=True):
-        metrics.mean(name, total / max(count, 1.0), weight=count)
+    """Return the metrics of `policy_loss`; rows without a loss token have none."""
+    metrics, count = Metrics(), mask.sum().double()
+    metrics.sum("policy", policy, weight=count)
+    metrics.max("ratio_max", torch.where(mask, ratio, -torch.inf).amax(), weight=count)
+    for name, values in per_token.items():
+        total = torch.where(mask, values.float(), 0.0).sum()
+        metrics.mean(name, total / count.clamp(min=1), weight=count)
     return metrics

@@ -33,10 +33,9 @@ def rollout_weights(
         combined, bounded = ROLLOUT_CORRECTIONS[cfg.rollout_correction]
         weights = combined(difference, keep).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
         weights, changed = bounded(weights, cfg)
-        metrics = Metrics()
-        if num_tokens := int(keep.sum()):
-            for name, tokens in changed.items():
-                metrics.mean(name, int((tokens & keep).sum()) / num_tokens, num_tokens)
+        metrics, num_tokens = Metrics(), keep.sum().double()
+        for name, tokens in changed.items():
+            metrics.mean(name, (tokens & keep).sum() / num_tokens.clamp(min=1), num_tokens)
         return weights * keep, metrics
 
 

@@ -1,4 +1,4 @@
-"""The glossary: Prompt, Turn, ToolCall, Trajectory, Group, Metrics. No torch, no I/O.
+"""The glossary: Prompt, Turn, ToolCall, Trajectory, Group, Metrics. No torch (but Metrics adds up tensors), no I/O.
 
 One trajectory is one response. Its token lists are parallel, and cover the response only:
 
@@ -14,6 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StopReason(StrEnum):
@@ -184,24 +188,29 @@ class Group:
 class Metrics:
     """Named numbers with a declared reduction, so that a value means the same on 1 rank and on 64.
 
+    A number may be a tensor of one element. On a GPU it stays there, in float64, until `values` (or pickling) reads all
+    of them in one transfer, so that adding to a metric never makes the host wait for the GPU.
+
     >>> m = Metrics(); m.mean("reward/mean", 1.0); m.mean("reward/mean", 0.0); m.sum("tools/calls", 3); m.values()
     {'reward/mean': 0.5, 'tools/calls': 3.0}
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[str, float, float]] = {}  # name -> (op, value, weight)
+        self._entries: dict[str, tuple[str, float | Tensor, float | Tensor]] = {}  # name -> (op, value, weight)
         self._samples: dict[str, list[float]] = {}
         self._ratios: dict[str, tuple[str, str]] = {}
 
-    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+    def mean(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add to a weighted mean; weight 0 adds nothing."""
-        self._add(name, "mean", value * weight, weight)
+        weight = _exact(weight)
+        self._add(name, "mean", _exact(value) * weight, weight)
 
-    def sum(self, name: str, value: float) -> None:
-        self._add(name, "sum", value, 1.0)
+    def sum(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add to a sum. It has no value where all that was added has weight 0; so does `max`."""
+        self._add(name, "sum", _exact(value), _exact(weight))
 
-    def max(self, name: str, value: float) -> None:
-        self._add(name, "max", value, 1.0)
+    def max(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        self._add(name, "max", _exact(value), _exact(weight))
 
     def ratio(self, name: str, numerator: str, denominator: str) -> None:
         """Declare a ratio of two sums, whatever is still added to them; it has no value where the latter is 0."""
@@ -211,11 +220,24 @@ class Metrics:
         """Add to the values of which `name`_p50, _p95 and _max are reported exactly."""
         self._samples.setdefault(name, []).append(float(value))
 
-    def _add(self, name: str, op: str, value: float, weight: float) -> None:
+    def _add(self, name: str, op: str, value: float | Tensor, weight: float | Tensor) -> None:
         old_op, old, old_weight = self._entries.get(name, (op, float("-inf") if op == "max" else 0.0, 0.0))
         assert op == old_op, f"metric {name} is declared as {old_op} and as {op}"
-        total = max(old, float(value)) if op == "max" else old + float(value)
-        self._entries[name] = (op, total, old_weight + weight)
+        self._entries[name] = (op, _larger(old, value) if op == "max" else old + value, old_weight + weight)
+
+    def _read(self) -> None:
+        """Turn what is on a GPU into floats, with one transfer."""
+        tensors = [x for _, *numbers in self._entries.values() for x in numbers if not isinstance(x, float)]
+        if tensors:
+            import torch
+
+            read = iter(torch.stack(tensors).tolist())
+            for name, (op, *numbers) in self._entries.items():
+                self._entries[name] = (op, *(x if isinstance(x, float) else next(read) for x in numbers))
+
+    def __getstate__(self) -> dict:
+        self._read()
+        return vars(self)
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
         """Add the other's numbers, as `prefix` + name."""
@@ -231,6 +253,8 @@ class Metrics:
         return self.values()[name]
 
     def values(self) -> dict[str, float]:
+        """Return the reduced values by name; names without one are left out."""
+        self._read()
         values = {
             name: (value / weight if op == "mean" else value)
             for name, (op, value, weight) in self._entries.items()
@@ -244,3 +268,17 @@ class Metrics:
             if values.get(denominator):
                 values[name] = values[numerator] / values[denominator]
         return values
+
+
+def _exact(number: float | Tensor) -> float | Tensor:
+    """Return a number as a float, or as float64 on the GPU that it is on."""
+    if not hasattr(number, "detach"):
+        return float(number)
+    number = number.detach()
+    return number.double() if number.is_cuda else float(number)
+
+
+def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    if isinstance(b, float):
+        a, b = b, a
+    return max(a, b) if isinstance(b, float) else b.clamp(min=a)

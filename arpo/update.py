@@ -6,9 +6,9 @@ mini-batches are cut before advantages exist, and each stage fills named fields 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from arpo.advantages import CRITIC_ESTIMATORS, TREE_CREDITS, CriticEvidence, assign_advantages
@@ -55,8 +55,8 @@ def make_minibatches(
         some = groups[start : start + cfg.num_prompts_per_minibatch]
         if trajectories := training_trajectories(some, advantage):
             rows = [row_of(some[index], t) for index, t in trajectories]
-            micros = cut(rows, dist.data_rank, dist.data_size, budget, device=dist.device)
-            minibatches.append(Minibatch(some, trajectories, spread(micros, dist.group)))
+            micros = spread(cut(rows, dist.data_rank, dist.data_size, budget), dist.group)
+            minibatches.append(Minibatch(some, trajectories, [micro.to(dist.device) for micro in micros]))
     return minibatches
 
 
@@ -90,9 +90,9 @@ def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tens
     metrics = Metrics()
     micro.old_logprobs, micro.old_entropies = logprobs.detach(), entropies.detach()
     if num_tokens := micro.num_loss_tokens:
-        difference = (micro.old_logprobs - micro.rollout_logprobs)[micro.loss_mask]
-        metrics.mean("mismatch/abs", float(difference.abs().mean()), num_tokens)
-        metrics.mean("mismatch/kl", float((difference.exp() - 1 - difference).mean()), num_tokens)
+        difference = micro.at_loss_tokens(micro.old_logprobs - micro.rollout_logprobs)
+        metrics.mean("mismatch/abs", difference.abs().mean(), num_tokens)
+        metrics.mean("mismatch/kl", (difference.exp() - 1 - difference).mean(), num_tokens)
     if cfg.rollout_correction != "none":
         micro.rollout_weights, weight_metrics = rollout_weights(
             micro.old_logprobs, micro.rollout_logprobs, micro.loss_mask, cfg
@@ -126,10 +126,9 @@ def fill_advantages(
 
 def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
-    mine = {}
-    for micro in minibatch.micros:
-        sums = kl_penalties(micro, loss).sum(-1).tolist()  # (B,); an empty micro-batch has a row, but no row id
-        mine |= {row_id: sums[b] for b, row_id in enumerate(micro.row_ids)}
+    sums = [kl_penalties(micro, loss).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) of each
+    row_ids = [row_id for micro in minibatch.micros for row_id in micro.row_ids]
+    mine = dict(zip(row_ids, torch.cat(sums).tolist(), strict=True))
     metrics = Metrics()
     for penalty in mine.values():  # each rank counts its own rows
         metrics.mean("reward/kl_penalty", penalty)
@@ -150,17 +149,23 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfi
 
     The advantages (not the returns) are whitened over the loss tokens of the global mini-batch.
     """
+    by_row = [reward_at_the_end(t) for _, t in minibatch.trajectories]
     for micro in minibatch.micros:
-        rewards = torch.zeros_like(micro.old_values)  # (B, T)
-        for b, row_id in enumerate(micro.row_ids):
-            rewards[b, micro.loss_mask[b].nonzero()[-1]] = minibatch.trajectories[row_id][1].reward
+        rewards = micro.rows_to_tensor(by_row)  # (B, T)
         if loss.kl_coefficient and loss.kl_in == "reward":
             rewards -= kl_penalties(micro, loss)
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
-    mean, std = global_statistics([(micro.advantages, micro.loss_mask) for micro in minibatch.micros], dist)
+    mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], dist)
     for micro in minibatch.micros:
         micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
+
+
+def reward_at_the_end(trajectory: Trajectory) -> np.ndarray:
+    """Return the reward of each response token, (T,): the trajectory's at the last loss token, 0 at the others."""
+    rewards = np.zeros(len(trajectory.token_ids))
+    rewards[np.flatnonzero(trajectory.loss_mask)[-1]] = trajectory.reward
+    return rewards
 
 
 def update_policy(
@@ -174,14 +179,18 @@ def update_policy(
     *,
     is_first: bool,
 ) -> Metrics:
-    """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
+    """One optimizer step on a global mini-batch, of which `micros` are this rank's part.
+
+    The host waits for a GPU a few times for the step, and never for a micro-batch, so that it is always ahead of it
+    with the next kernels: no float, boolean index or copy without pinned memory in the loop, also not in a new loss.
+    """
     metrics = Metrics()
-    [count] = dist.all_reduce_sum(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros))
+    [count] = dist.all_reduce_sum(float(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros)))
     statistics = None
     if uses_entropy_statistics(cfg):  # of the current policy; before the first step that is the old one
         with torch.no_grad():
             entropies = [m.old_entropies if is_first else policy(m, temperature)[1] for m in micros]
-        statistics = global_statistics(zip(entropies, (m.loss_mask for m in micros), strict=True), dist)
+        statistics = global_statistics([m.at_loss_tokens(h) for m, h in zip(micros, entropies, strict=True)], dist)
 
     for micro in micros:
         logprobs, entropies = policy(micro, temperature)  # (B, T)
@@ -211,7 +220,7 @@ def update_policy(
     return metrics
 
 
-def global_statistics(micros: Iterable[tuple[torch.Tensor, torch.Tensor]], dist: Ranks) -> tuple[float, float]:
-    """Return (mean, std) over all loss tokens of the global mini-batch of values (B, T), given with their masks."""
-    moments = sum((token_moments(values, mask) for values, mask in micros), torch.zeros(3, dtype=torch.float64))
+def global_statistics(micros: list[torch.Tensor], dist: Ranks) -> tuple[float, float]:
+    """Return (mean, std) over the global mini-batch, of the values (L,) at the loss tokens of each micro-batch."""
+    moments = sum(token_moments(values) for values in micros)
     return statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))

@@ -171,7 +171,7 @@ def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, a
         "aggregation": aggregation,
         "entropy_balanced_advantage": True,
         "entropy_balanced_clipping": True,
-        "entropy_statistics": statistics_of(token_moments(entropy, mask)),
+        "entropy_statistics": statistics_of(token_moments(entropy[mask.bool()])),
         "entropy_coefficient": 0.1,
         "kl_coefficient": 0.2,
         "denominator": loss_denominator(mask, aggregation),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from arpo.batch import MicroBatch
+from arpo.batch import MicroBatch, index_of
 from arpo.errors import UserError
 from arpo.model.attention import BY_ROW, register
 
@@ -41,7 +41,8 @@ def spread(micros: list[MicroBatch], group: dist.ProcessGroup | None) -> list[Mi
 
 
 def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
-    """Return this rank's part. Padding, at the end, counts as rows of one token, which no other token sees."""
+    """Return this rank's part of a micro-batch on the CPU. Padding, at the end, counts as rows of one token, which no
+    other token sees."""
     num_ranks, rank, num_tokens = dist.get_world_size(group), dist.get_rank(group), micro.input_ids.shape[1]
     padding = -num_tokens % num_ranks
     input_ids, position_ids = (F.pad(ids, (0, padding)) for ids in (micro.input_ids, micro.position_ids))
@@ -56,6 +57,7 @@ def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
         "position_ids": position_ids[:, own],
         "predict_from": predict_from * loss_mask,
         "loss_mask": loss_mask,
+        "loss_index": index_of(loss_mask),
         "num_row_tokens": micro.num_row_tokens * num_real // num_tokens,
         "rollout_logprobs": micro.rollout_logprobs * loss_mask,
     }

@@ -73,11 +73,11 @@ def value_loss(
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
     # further away than the clip, too: within it, `clipped` differs from `values` by rounding
     held = ((clipped_error > plain_error) & ((values - old_values).abs() > clip_value)).detach()
-    metrics = Metrics()
-    if num_tokens := int(keep.sum()):
-        metrics.sum("loss", loss.item())
-        for name, per_token in {"clip_fraction": held, "value": values.detach(), "return": returns}.items():
-            metrics.mean(name, float(per_token[keep].float().mean()), num_tokens)
+    metrics, num_tokens = Metrics(), keep.sum().double()
+    metrics.sum("loss", loss, weight=num_tokens)
+    for name, per_token in {"clip_fraction": held, "value": values, "return": returns}.items():
+        total = torch.where(keep, per_token.float(), 0.0).sum()
+        metrics.mean(name, total / num_tokens.clamp(min=1), num_tokens)
     return loss, metrics
 
 

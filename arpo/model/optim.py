@@ -12,13 +12,17 @@ from arpo.options import OptimConfig
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW over the (sharded) parameters; norms and biases are not decayed."""
+    """Return AdamW over the (sharded) parameters; norms and biases are not decayed.
+
+    Where there is a GPU it is fused, also for shards that lie in CPU memory: for shards torch would not choose that by
+    itself, but take them one by one. A CPU run keeps the plain one; the fused one's numbers differ by rounding.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=torch.cuda.is_available() or None)
 
 
 def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:

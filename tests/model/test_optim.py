@@ -1,11 +1,16 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.models import cfg_of, random_rows
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from arpo.batch import collate
+from arpo.checkpoint import Checkpoints
+from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm, lr_factor, set_learning_rate
 from arpo.options import OptimConfig
 
@@ -71,6 +76,52 @@ def test_frozen_parameters_are_left_out():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     assert [len(group["params"]) for group in build_optimizer(model, OptimConfig()).param_groups] == [1, 0]
+
+
+def steps(policy, optimizer, count: int) -> dict[str, torch.Tensor]:
+    """The whole parameters after `count` optimizer steps."""
+    for _ in range(count):
+        (-policy(collate(random_rows()))[0].sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().full_tensor().clone() for name, p in policy.hf_parameters()}
+
+
+def described(optimizer) -> list[dict]:
+    """Of each parameter: the names, types, dtypes and shapes of its state."""
+    kinds = [{k: (type(v), v.dtype, v.shape) for k, v in state.items()} for state in optimizer.state.values()]
+    assert len(kinds) > 20
+    return kinds
+
+
+def test_a_gpus_fused_optimizer_steps_sharded_parameters_like_the_plain_one_and_reads_its_checkpoints(
+    tiny_model_dir, tmp_path
+):
+    """The fused kernel of the CPU here, under real FSDP2; a GPU has its own behind the same interface."""
+    outcomes, kinds = {}, {}
+    with mesh_of_one() as mesh:
+
+        def load(fused: bool):
+            policy = load_policy(cfg_of(tiny_model_dir), mesh, device=torch.device("cpu"))
+            with mock.patch("torch.cuda.is_available", return_value=fused):
+                optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
+            assert all(group["fused"] is (fused or None) for group in optimizer.param_groups)
+            return policy, optimizer
+
+        for fused in (False, True):
+            policy, optimizer = load(fused)
+            steps(policy, optimizer, 2)
+            Checkpoints(tmp_path / str(fused), ranks_of(mesh)).save(2, policy, optimizer)
+            outcomes["fused" if fused else "plain"] = steps(policy, optimizer, 1)
+            kinds[fused] = described(optimizer)
+        for fused in (False, True):
+            policy, optimizer = load(fused)
+            assert Checkpoints(tmp_path / str(not fused), ranks_of(mesh)).resume(policy, optimizer) == 2
+            outcomes[f"resumed as {fused}"] = steps(policy, optimizer, 1)
+    assert kinds[False] == kinds[True]
+    for outcome in outcomes.values():
+        for name, parameter in outcomes["plain"].items():
+            torch.testing.assert_close(outcome[name], parameter, rtol=1e-4, atol=1e-4, msg=name)
 
 
 POISONS = (1.0, math.inf, math.nan)

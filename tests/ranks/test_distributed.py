@@ -72,12 +72,12 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
     micros = microbatches(make_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
     values = np.random.default_rng(1).normal(size=len(lengths))
     advantages = [np.full(num_response, a) for (_, num_response), a in zip(lengths, values, strict=True)]
-    [count] = ranks.all_reduce_sum(sum(loss_denominator(micro.loss_mask, aggregation) for micro in micros))
+    [count] = ranks.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, aggregation) for m in micros)))
     moments = torch.zeros(3, dtype=torch.float64)
     for micro in micros:
         with torch.no_grad():
             _, micro.old_entropies = policy(micro)
-        moments += token_moments(micro.old_entropies, micro.loss_mask)
+        moments += token_moments(micro.at_loss_tokens(micro.old_entropies))
     statistics = statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
     metrics = Metrics()
     for micro in micros:

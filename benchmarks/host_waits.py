@@ -1,0 +1,173 @@
+"""How often our Python makes the host wait for a GPU, and how long it keeps the engine from its next decode step.
+
+    python benchmarks/host_waits.py [--quick]
+
+Host waits are counted on a pretended CUDA device (tests/fake_gpu), by line, with a tiny model: for an update of m
+micro-batches (GRPO with KL and rollout correction, AEPO, a critic; the limit is 2 m + 10), and for the engine's part of
+a decode step (limit 1). No GPU is asked, so this counts what the code does, and says nothing of how long a wait is.
+
+The time is measured on this machine: 256 trajectories of a tiny model, decoded side by side by vLLM. Ours is all that
+`rollout` and `Engine` do around vLLM's step (submit, chunks, logprobs, entropies, the turn's bookkeeping); the baseline
+is vLLM's step in the same run, our hook in its sampler included. On a CPU both are CPU seconds, so that other processes
+do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the pretended device is there
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from fake_gpu.fake_cuda import CUDA, fake_cuda
+from fake_gpu.trainer_step import TrainerStep
+from helpers.models import build_tiny_model
+from helpers.ranks import mesh_of_one
+from helpers.updates import CASES
+
+from arpo.engine import Engine
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.run_options import EngineConfig
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Prompt
+from benchmarks.shared.tiny_model import LETTERS, write_model
+
+NUM_SEQUENCES = 256
+SIZES = {"quick": (16, 1), "full": (64, 3)}  # tokens of a trajectory; repeats
+UPDATES = {"grpo": "everything in the loss", "aepo": "aepo", "critic": "gae"}
+"""What is shown -> its name among the cases of tests/helpers/updates.py."""
+
+
+def waits_of_updates(folder: str) -> dict[str, tuple[int, Counter[str]]]:
+    """Return the number of micro-batches, and the waits by line of one update of all models that the case trains."""
+    found = {}
+    with mesh_of_one(), fake_cuda() as stalls:
+        step = TrainerStep(Path(folder))
+        for name, case in UPDATES.items():
+            stages, [minibatch], _ = step.run(stalls, *CASES[case], layout="packed")
+            waits = sum((stages[s].waits for s in ("critic 1", "update 1", "metrics") if s in stages), Counter())
+            found[name] = len(minibatch.micros), waits
+    return found
+
+
+def waits_of_engine_step(engine: Engine) -> Counter[str]:
+    """Return the waits by line of what we do in a decode step: the sampler's hook, then a chunk for each request."""
+    [gather] = engine.llm.collective_rpc(lambda worker: worker.model_runner.sampler.gather_logprobs)
+    with fake_cuda() as stalls:
+        logprobs = torch.randn(4, 2048, device=CUDA).log_softmax(-1)
+        token_ids = torch.zeros(4, dtype=torch.int64, device=CUDA)
+        stalls.clear()
+        tensors = gather(logprobs, 1, token_ids)
+        waits = Counter(stalls.waits)
+        rows = tensors.logprobs.tolist()  # vLLM's own transfer, with the sampled tokens; `chunk` gets lists
+        stalls.clear()
+        engine.running |= {str(i): SimpleNamespace(**request_in_flight()) for i in range(4)}
+        for i, row in enumerate(rows):
+            engine.chunk(output_of(str(i), row))
+        return waits + stalls.waits
+
+
+def request_in_flight() -> dict:
+    return {"spec": SimpleNamespace(num_entropy_tokens=20, num_top_logprobs=0), "num_prompt_tokens": 3, "num_tokens": 0}
+
+
+def output_of(request_id: str, row: list[float]) -> SimpleNamespace:
+    """Return vLLM's output of one token, which ends the request."""
+    flat = SimpleNamespace(logprobs=row, start_indices=[0], end_indices=[len(row)])
+    completion = SimpleNamespace(token_ids=[0], logprobs=flat, finish_reason="length", stop_reason=None)
+    return SimpleNamespace(request_id=request_id, outputs=[completion], finished=True, num_cached_tokens=0)
+
+
+class MeasuredEngine(Engine):
+    """Counts decode steps, and the seconds that vLLM itself takes for them and for new requests."""
+
+    num_steps, vllm_step_s, vllm_submit_s = 0, 0.0, 0.0
+    clock = staticmethod(time.perf_counter if torch.cuda.is_available() else time.process_time)
+
+    def build(self, *args, **kwargs):
+        llm = super().build(*args, **kwargs)
+        vllm = llm.llm_engine
+        step, add_request = vllm.step, vllm.add_request
+
+        def timed_step(*args, **kwargs):
+            started = self.clock()
+            outputs = step(*args, **kwargs)
+            self.vllm_step_s += self.clock() - started
+            self.num_steps += 1
+            return outputs
+
+        def timed_add_request(*args, **kwargs):
+            started = self.clock()
+            added = add_request(*args, **kwargs)
+            self.vllm_submit_s += self.clock() - started
+            return added
+
+        vllm.step, vllm.add_request = timed_step, timed_add_request
+        return llm
+
+
+def decode(engine: MeasuredEngine, codec: Codec, num_tokens: int, repeats: int) -> tuple[float, float]:
+    """Return the median milliseconds of a decode step of NUM_SEQUENCES: ours, vLLM's."""
+    tools, rng, times = ToolRunner({}), random.Random(0), []
+    # Short enough for one step of prefill: vLLM on a CPU cannot cut the prompt of a request that has a seed.
+    ids = [tuple(codec.encode("".join(rng.choices(LETTERS, k=16)))) for _ in range(16)]
+    prompts = [Prompt(f"p{i}", [], [""], tools=(), token_ids=ids[i]) for i in range(16)]
+    group_size = NUM_SEQUENCES // len(prompts)
+    length = RolloutConfig(group_size, max_response_tokens=num_tokens, answer_reserve_tokens=8)
+    for repeat in range(repeats + 1):
+        engine.reset_prefix_cache()
+        engine.num_steps, engine.vllm_step_s, engine.vllm_submit_s = 0, 0.0, 0.0
+        started = engine.clock()
+        groups = rollout(prompts, engine, tools, codec, length, BranchingConfig("none", group_size), seed=repeat)
+        total = engine.clock() - started
+        assert sum(len(group.trajectories) for group in groups) == NUM_SEQUENCES
+        ours = total - engine.vllm_step_s - engine.vllm_submit_s
+        times.append((ours / engine.num_steps, engine.vllm_step_s / engine.num_steps))
+    tools.close()
+    ours, vllm = sorted(times[1:])[repeats // 2]
+    return 1000 * ours, 1000 * vllm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter trajectories, one repeat: under a minute")
+    num_tokens, repeats = SIZES["quick" if parser.parse_args().quick else "full"]
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny_model(f"{folder}/trainer")
+        updates = waits_of_updates(f"{folder}/trainer")
+        write_model(f"{folder}/engine")
+        from transformers import AutoTokenizer
+
+        codec = Codec(AutoTokenizer.from_pretrained(f"{folder}/engine"))
+        cfg = EngineConfig(kv_cache_gib=0.5, max_num_seqs=NUM_SEQUENCES, gpu_memory_utilization=0.3)
+        engine = MeasuredEngine(f"{folder}/engine", cfg, max_model_len=1024, seed=0)
+    ours, vllm = decode(engine, codec, num_tokens, repeats)
+    engine_waits = waits_of_engine_step(engine)
+    engine.close()
+
+    for name, (m, waits) in updates.items():
+        print(f"update, {name}: {waits.total()} host waits for {m} micro-batches (limit {2 * m + 10})")
+        print(*(f"    {count} {line}" for line, count in waits.items()), sep="\n")
+    print(f"engine step: {engine_waits.total()} host waits (limit 1)", *engine_waits)
+    print(f"decode step of {NUM_SEQUENCES} sequences: ours {ours:.2f} ms, vLLM {vllm:.2f} ms")
+    result = {"name": "host_waits", "ratio": vllm / ours, "ours": ours, "baseline": vllm, "unit": "ms per decode step"}
+    for name, (m, waits) in updates.items():
+        result |= {f"waits_{name}": waits.total(), f"limit_{name}": 2 * m + 10}
+    print(json.dumps(result | {"waits_engine_step": engine_waits.total()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""All ranks issue the same collectives in the same order with the same shapes, as NCCL asks: a step on 4 ranks.
+
+The ranks and the collectives are real, over gloo; what vLLM's own workers say to each other is not recorded.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_gpu.collectives import Call, Record, mismatch
+from helpers.fakes import EchoTool
+from helpers.models import cfg_of
+from helpers.ranks import run_ranks
+from helpers.updates import GAE, GRPO, make_groups
+
+from arpo.checkpoint import Checkpoints
+from arpo.engine.team import form_team
+from arpo.engine.weight_sync import full_tensors
+from arpo.model import load_policy
+from arpo.model.critic import fill_values, load_critic, update_critic
+from arpo.model.optim import build_optimizer
+from arpo.options import AdvantageConfig, LossConfig, OptimConfig, UpdateConfig
+from arpo.ranks import Ranks, Timers
+from arpo.ranks.ranks import make_group, make_mesh
+from arpo.trajectory import Metrics
+from arpo.update import (
+    fill_advantages,
+    fill_old_logprobs,
+    fill_ref_logprobs,
+    first_update_fills,
+    make_minibatches,
+    update_policy,
+)
+
+CPU = torch.device("cpu")
+KL_IN_LOSS = LossConfig(kl_coefficient=0.1)
+KL_IN_REWARD = LossConfig(kl_coefficient=0.1, kl_in="reward")
+AEPO = LossConfig(entropy_balanced_clipping=True, entropy_balanced_advantage=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a step is spread over the ranks, and what it computes."""
+
+    loss: LossConfig = KL_IN_LOSS
+    advantage: AdvantageConfig = GRPO
+    layout: str = "packed"
+    shard_size: int = 0
+    context_parallel: int = 1
+    tensor_parallel: int = 1
+    lora_rank: int = 0
+    activation_checkpointing: bool = True
+
+
+CASES = {
+    "plain": Case(),
+    "trees": Case(layout="tree", loss=AEPO),
+    "HSDP": Case(shard_size=2, loss=AEPO),
+    "context parallel": Case(context_parallel=2),
+    "a team": Case(tensor_parallel=2, loss=KL_IN_REWARD),
+    "LoRA": Case(lora_rank=4, layout="tree"),
+    "critic": Case(advantage=GAE, loss=KL_IN_REWARD),
+    "critic under HSDP": Case(advantage=GAE, loss=KL_IN_REWARD, shard_size=2, layout="tree"),
+}
+
+
+def steps_of_all_cases(ranks: Ranks, model: str, folder: str) -> dict[str, tuple[list[Call], list[int]]]:
+    """Of each case: this rank's collectives, and the number of rows in each of its micro-batches."""
+    outcome = {}
+    for name, case in CASES.items():
+        mesh = make_mesh("cpu", ranks.world_size, case.shard_size)
+        group = make_group(case.context_parallel) if case.context_parallel > 1 else None
+        with Record() as record:
+            rows = step(replace(ranks, mesh=mesh, group=group), case, model, Path(folder) / name)
+        outcome[name] = record.calls, rows
+    return outcome
+
+
+def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
+    """What train_rl.py does after a rollout, in its order; two mini-batches. Returns the rows of the micro-batches."""
+    cfg = cfg_of(
+        model,
+        lora_rank=case.lora_rank,
+        context_parallel=case.context_parallel,
+        activation_checkpointing=case.activation_checkpointing,
+    )
+    policy = load_policy(cfg, ranks.mesh, device=CPU)
+    reference = load_policy(replace(cfg, lora_rank=0), ranks.mesh, device=CPU).requires_grad_(False)
+    optimizer, critic, critic_optimizer = build_optimizer(policy, OptimConfig()), None, None
+    if case.advantage.needs_critic:
+        critic = load_critic(replace(cfg, lora_rank=0), ranks.mesh, device=CPU)
+        critic_optimizer = build_optimizer(critic, OptimConfig())
+    checkpoints = Checkpoints(run_dir, ranks)
+    assert checkpoints.resume(policy, optimizer, critic, critic_optimizer) == 0
+
+    team, timers, metrics = form_team(ranks, case.tensor_parallel, model), Timers(), Metrics()
+    groups = team.exchange(team.share(make_groups()), 2) if team.num_teams == 2 else make_groups()
+    if team.size > 1:
+        call_tools(team)
+    update = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=36, layout=case.layout)
+    minibatches = make_minibatches(groups, update, case.advantage, ranks)
+    for minibatch in minibatches[1:] if first_update_fills(case.loss) else minibatches:
+        metrics.merge(fill_old_logprobs(policy, minibatch.micros, case.loss, 1.0))
+    for minibatch in minibatches:
+        if case.loss.kl_coefficient:
+            fill_ref_logprobs(reference, minibatch.micros, 1.0)
+        if critic:
+            fill_values(critic, minibatch.micros)
+    metrics.merge(fill_advantages(groups, minibatches, case.advantage, case.loss, ranks))
+    for number, minibatch in enumerate(minibatches * 2):
+        if critic:
+            metrics.merge(update_critic(critic, critic_optimizer, minibatch.micros, 1.0, ranks))
+        metrics.merge(
+            update_policy(policy, optimizer, minibatch.micros, case.loss, 1.0, 1.0, ranks, is_first=number == 0)
+        )
+    for _ in full_tensors(policy.hf_parameters(), dtype=torch.bfloat16, device=CPU, bucket_bytes=100_000):
+        pass  # to the engine
+    ranks.step_times(timers)
+    ranks.reduce_metrics(metrics)
+    checkpoints.save(1, policy, optimizer, critic, critic_optimizer)
+    return [len(micro.row_ids) for minibatch in minibatches for micro in minibatch.micros]
+
+
+def call_tools(team) -> None:
+    runner = team.tool_runner({"search": EchoTool("search", "the book", jitter_s=0.02)})
+    for i in range(3):
+        runner.start(str(i), "search", "who?")
+    while runner.num_pending:
+        runner.collect(block=True)
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_model_dir, tmp_path_factory):
+    """[rank][case]"""
+    return run_ranks(4, steps_of_all_cases, str(tiny_model_dir), str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_issue_the_same_collectives_in_one_order(outcomes, case):
+    calls = {rank: outcome[case][0] for rank, outcome in enumerate(outcomes)}
+    assert mismatch(calls) == ""
+    for kind in ("reduce_scatter", "allgather", "allreduce"):  # FSDP2's own are among them
+        assert any(kind in call.operation.replace("_", "") or kind in call.operation for call in calls[0]), kind
+    groups = {call.ranks for call in calls[0]}
+    assert (0, 1, 2, 3) in groups
+    if CASES[case].shard_size == 2:
+        assert {(0, 1), (0, 2)} <= groups
+    if CASES[case].context_parallel == 2 or CASES[case].tensor_parallel == 2:
+        assert (0, 1) in groups
+
+
+@pytest.mark.slow
+def test_the_steps_are_uneven(outcomes):
+    """Some ranks have micro-batches without rows, which must not change what they issue."""
+    rows = [outcome["plain"][1] for outcome in outcomes]
+    assert any(0 in own for own in rows) and not all(0 in own for own in rows)
+
+
+def in_another_order(ranks: Ranks) -> list[Call]:
+    """Two collectives of two process groups, which rank 1 begins with the other one. Gloo does not mind."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    tensors = [torch.ones(3), torch.ones(5)]
+    with Record() as record:
+        order = [0, 1] if ranks.rank == 0 else [1, 0]
+        works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
+        for work in works:
+            work.wait()
+    assert tensors[0].tolist() == [2.0] * 3
+    return record.calls
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_in_another_order_is_found_though_gloo_does_not_mind():
+    zero, one = run_ranks(2, in_another_order)
+    found = mismatch({0: zero, 1: one})
+    assert "collective 0 of ranks 0 and 1: rank 0 issues allreduce_([3] torch.float32) among ranks [0, 1]" in found
+    assert "rank 1 issues allreduce_([5] torch.float32)" in found and "test_collectives.py" in found
+
+
+def test_another_shape_dtype_or_operation_and_a_missing_call_are_found():
+    def call(operation="allreduce_", shape=(3,), dtype="torch.float32", ranks=(0, 1, 2)):
+        return Call(operation, ranks, ((shape, dtype),), ("0",), "arpo/update.py:1")
+
+    same = [call(), call(shape=(4,))]
+    assert mismatch({0: same, 1: list(same), 2: [*same, call(ranks=(2, 3))]}) == ""
+    for other in (call(shape=(5,)), call(shape=(4,), dtype="torch.bfloat16"), call("broadcast_", (4,))):
+        assert "collective 1 of ranks 0 and 2: rank 0 issues" in mismatch({0: same, 1: same, 2: [call(), other]})
+    assert "rank 1 issues None" in mismatch({0: same, 1: same[:1], 2: same})
