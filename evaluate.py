@@ -98,6 +98,7 @@ def main(cfg: EvalConfig) -> None:
         grade_and_report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
         return
     dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
+    dist.log_devices()
 
     # ---- everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:

@@ -107,7 +107,7 @@ from arpo.evals.scores import summarize
 from arpo.log import RunLog
 from arpo.metrics import ToolHealth, console_text, rollout_metrics
 from arpo.model import load_policy, load_tokenizer
-from arpo.model.attention import resolve_layout
+from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion, check_model_folder
@@ -136,6 +136,7 @@ def main(cfg: RLConfig) -> None:
         shard_size=cfg.model.shard_size,
         context_parallel=cfg.model.context_parallel,
     )
+    dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before a model is loaded
     num_prompts = cfg.data.num_prompts_per_step

@@ -56,6 +56,7 @@ from arpo.checkpoint.export import export_hf
 from arpo.data import PromptOrder
 from arpo.log import RunLog
 from arpo.model import Policy, load_policy, load_tokenizer
+from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import check_model_folder
@@ -72,6 +73,7 @@ def main(cfg: SFTConfig) -> None:
         shard_size=cfg.model.shard_size,
         context_parallel=cfg.model.context_parallel,
     )
+    dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)

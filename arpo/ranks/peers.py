@@ -6,7 +6,8 @@ from a thread of its own, so that it gives signs during a long rollout too. The 
 * A process without a sign for `silence_s` (killed, frozen, its node or network down) ends the run. A collective would
   wait much longer for it, because its time limit must exceed the slowest rollout.
 * A collective that fails, because a connection broke or one rank did not come, ends the run at once. Then the signs
-  tell who is missing, or, if all are alive, at which line each of them is.
+  tell who is missing, or, if all are alive, at which line each of them is. gloo raises an exception. NCCL's collectives
+  run on the GPU, where the main thread waits for them in C: there the watch asks once a second whether one has failed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 BEAT_S = 1.0
@@ -68,6 +71,7 @@ class Watch:
         self.silence_s, self.limits = silence_s, limits
         self.num_signs = self.num_rounds = 0
         self.failed_at = ""
+        self.nccl: list[Any] = []  # torch has no public type for a group's backend
         self.lost_store = f"the store on the first node ({os.environ['MASTER_ADDR']})"
         self.stopped = threading.Event()
         self.give_sign()
@@ -75,6 +79,10 @@ class Watch:
         self.threads = [threading.Thread(target=body, daemon=True) for body in (self.run, self.guard)]
         for thread in self.threads:
             thread.start()
+
+    def observe_nccl(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """From now on, end the process when a collective of these groups fails on the GPU."""
+        self.nccl = [group._get_backend(torch.device("cuda")) for group in groups]
 
     def stop(self) -> None:
         """End the watch. All ranks do so at about the same time: a rank that went on would miss the others' signs."""
@@ -115,11 +123,13 @@ class Watch:
                 self.end(f"{self.lost_store} is gone ({first_words(error)})")
 
     def guard(self) -> None:
-        """End the process if `run` hangs: when the way to the store is cut nothing comes back, and nothing breaks."""
+        """End the process if NCCL has failed, or `run` hangs: when the way to the store is cut nothing comes back."""
         num_rounds, num_beats_stuck = 0, 0
         while not self.stopped.wait(BEAT_S):
             num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
             num_rounds = self.num_rounds
+            if failed := [name for nccl in self.nccl if (name := nccl.get_error().name) != "SUCCESS"]:
+                self.diagnose(f"NCCL: {failed[0]}")
             if num_beats_stuck * BEAT_S > self.silence_s:
                 self.end(f"{self.lost_store} has not answered for {self.silence_s:g} s", alone=True)
 
@@ -137,16 +147,20 @@ class Watch:
         sys.stderr = sys.__stderr__  # torch calls this hook with a buffer in its place, which `end` would never empty
         self.failed_at = where([frame for frame, _ in walk_tb(traceback)][-1])  # the stack itself is gone by now
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to stop this process; it waits 30 s for it
+        self.diagnose(first_words(error), lambda: sys.__excepthook__(kind, error, traceback))
+
+    def diagnose(self, reason: str, show_error: Callable[[], None] = lambda: None) -> NoReturn:
+        """End the process after a collective has failed, with a line that says who is missing or where all stand."""
         try:
             if missing := self.missing():
-                self.end(f"{describe(missing)} is gone ({first_words(error)})")
-            sys.__excepthook__(kind, error, traceback)
+                self.end(f"{describe(missing)} is gone ({reason})")
+            show_error()
             stands = "; ".join(describe({r: sign}) for r, sign in self.signs().items())
-            self.end(f"the ranks did not meet ({first_words(error)}), though all are alive: {stands}")
+            self.end(f"the ranks did not meet ({reason}), though all are alive: {stands}")
         except dist.DistError as lost:
             self.end(f"{self.lost_store} is gone ({first_words(lost)})")
 
-    def end(self, what: str, *, alone: bool = False) -> None:
+    def end(self, what: str, *, alone: bool = False) -> NoReturn:
         """Print the line and exit at once: a thread may hang in a collective. alone: the store cannot be asked."""
         try:
             told = not alone and self.store.add("told", 1) > 1  # one line, not one from each survivor

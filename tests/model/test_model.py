@@ -395,9 +395,3 @@ def test_auto_takes_flash_attention_where_it_is_installed_and_can_compute(instal
     fix = "needs model.compute_dtype=bfloat16" if installed else "the flash-attn package; use auto or sdpa"
     with pytest.raises(UserError, match=fix):
         attention_backend(ModelConfig(attention="flash_attention_2", compute_dtype="float32"), gpu)
-
-
-def test_the_choice_of_attention_is_logged(folder, mesh, caplog):
-    with caplog.at_level("INFO", logger="arpo"):
-        load_policy(cfg_of(folder), mesh, device=CPU)
-    assert "attention: sdpa (model.attention=auto)" in caplog.messages
