@@ -55,6 +55,7 @@ from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
 from arpo.data import PromptOrder
 from arpo.log import RunLog
+from arpo.memory import check_memory, read_job
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
@@ -77,6 +78,7 @@ def main(cfg: SFTConfig) -> None:
 
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)
+    check_memory(read_job(cfg.model, dist.mesh.shape[-1], cfg.data.max_tokens_per_microbatch), dist.device)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)

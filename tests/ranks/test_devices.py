@@ -1,4 +1,4 @@
-"""What a run says of its devices. The GPUs, drivers and CUDA builds here are pretended: no test of this file has one."""
+"""What a run says of its devices. GPUs, drivers and CUDA builds are pretended here: no test of this file has one."""
 
 import importlib.metadata
 import socket
@@ -23,7 +23,9 @@ def machine(monkeypatch, tmp_path):
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
-    def pretend(*, cuda: str = "13.0", num_usable: int = 0, in_proc: str = "", num_files: int = 0, smi: str = "") -> None:
+    def pretend(
+        *, cuda: str = "13.0", num_usable: int = 0, in_proc: str = "", num_files: int = 0, smi: str = ""
+    ) -> None:
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_usable > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_usable)
@@ -45,7 +47,9 @@ def machine(monkeypatch, tmp_path):
 def test_a_driver_that_is_too_old_for_torch_is_an_error_that_names_the_one_it_needs(machine, kind):
     machine(in_proc=REPORTED[kind], num_files=8)
     found = "570.86.15" if kind == "proprietary" else "575.57.08"
-    with pytest.raises(UserError, match=rf"built for CUDA 13.0, which needs NVIDIA driver >= 580; .* has {found}: update"):
+    with pytest.raises(
+        UserError, match=rf"built for CUDA 13.0, which needs NVIDIA driver >= 580; .* has {found}: update"
+    ):
         devices.check_devices()
 
 
@@ -57,13 +61,17 @@ def test_the_driver_is_also_known_by_nvidia_smi_alone(machine):
 
 def test_a_driver_that_is_new_enough_but_does_not_work_is_an_error_too(machine):
     machine(cuda="12.8", smi="echo 580.95.05")
-    with pytest.raises(UserError, match=r"finds no GPU that it can use, though NVIDIA driver 580.95.05 is there \(.+\); see"):
+    with pytest.raises(
+        UserError, match=r"finds no GPU that it can use, though NVIDIA driver 580.95.05 is there \(.+\); see"
+    ):
         devices.check_devices()
 
 
 def test_without_a_gpu_a_cuda_build_runs_on_the_cpu_and_says_so(machine):
     machine(in_proc=REPORTED["open"])  # as in a container on a GPU host that was given none of the GPUs
-    assert devices.check_devices().endswith("built for CUDA 13.0, but there is no NVIDIA GPU here: this run is on the CPU")
+    assert devices.check_devices().endswith(
+        "built for CUDA 13.0, but there is no NVIDIA GPU here: this run is on the CPU"
+    )
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
