@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from arpo import ranks
+from arpo.ranks import peers
 
 folder, wait_s, silence_s, mood = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 rank, attempt = os.environ["RANK"], len(list(folder.glob(f"started{os.environ['RANK']}*")))
@@ -52,7 +53,9 @@ class PretendedNccl:
 
 def wait_in_c():
     # as the main thread waits for the GPU: in C, without the interpreter's lock, and without an exception
-    ranks.watch.nccl = [PretendedNccl()]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and peers.nccl_backends() == []
+    nccl = PretendedNccl()
+    peers.nccl_backends = lambda: [nccl]
     ctypes.CDLL(None).sleep(600)
 
 for step in range(600 if attempt == 0 else 3):

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
@@ -71,7 +71,6 @@ class Watch:
         self.silence_s, self.limits = silence_s, limits
         self.num_signs = self.num_rounds = 0
         self.failed_at = ""
-        self.nccl: list[Any] = []  # torch has no public type for a group's backend
         self.lost_store = f"the store on the first node ({os.environ['MASTER_ADDR']})"
         self.stopped = threading.Event()
         self.give_sign()
@@ -79,10 +78,6 @@ class Watch:
         self.threads = [threading.Thread(target=body, daemon=True) for body in (self.run, self.guard)]
         for thread in self.threads:
             thread.start()
-
-    def observe_nccl(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """From now on, end the process when a collective of these groups fails on the GPU."""
-        self.nccl = [group._get_backend(torch.device("cuda")) for group in groups]
 
     def stop(self) -> None:
         """End the watch. All ranks do so at about the same time: a rank that went on would miss the others' signs."""
@@ -128,7 +123,7 @@ class Watch:
         while not self.stopped.wait(BEAT_S):
             num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
             num_rounds = self.num_rounds
-            if failed := [name for nccl in self.nccl if (name := nccl.get_error().name) != "SUCCESS"]:
+            if failed := [name for nccl in nccl_backends() if (name := nccl.get_error().name) != "SUCCESS"]:
                 self.diagnose(f"NCCL: {failed[0]}")
             if num_beats_stuck * BEAT_S > self.silence_s:
                 self.end(f"{self.lost_store} has not answered for {self.silence_s:g} s", alone=True)
@@ -175,6 +170,13 @@ class Watch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def nccl_backends() -> list[Any]:
+    """Return NCCL's part of every process group, also of those that vLLM has made. torch has no public list of them."""
+    cuda, groups = torch.device("cuda"), list(dist.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(cuda) for group in groups if cuda in group._device_types]
+    return [backend for backend in backends if backend.name() == "nccl"]  # gloo too has a part for the GPU
 
 
 def is_lost_connection(error: BaseException) -> bool:

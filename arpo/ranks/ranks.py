@@ -156,14 +156,12 @@ def init(
             limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
             observes = os.environ["LOCAL_RANK"] == "0"
             watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
-            # By default NCCL's own watchdog aborts the process, with a page of text and no word of which rank is gone.
-            # torchrun sets this for its workers, so it is not a wish of the user's.
+            # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
+            # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
-    if watch and cuda:
-        watch.observe_nccl([dist.group.WORLD, *mesh.get_all_groups(), *([group] if group else [])])
     return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group, timeout)
 
 

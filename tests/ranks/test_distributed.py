@@ -6,9 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from helpers.forked import in_processes
 from helpers.losses import loss_of
 from helpers.models import build_tiny_model
 from helpers.processes import is_running
-from helpers.ranks import PATIENCE_S, ROOT, run_ranks
+from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
 
 from arpo import ranks
 from arpo.batch import Row, microbatches
@@ -29,6 +30,7 @@ from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_mom
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import OptimConfig
+from arpo.ranks.peers import nccl_backends
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics
@@ -184,6 +186,30 @@ def limits_of_groups(ranks) -> list[float]:
 def test_every_group_waits_as_long_as_the_run_says():
     """run_ranks says 10 minutes; torch's own limits are 30 minutes (gloo) and 10 (NCCL)."""
     assert run_ranks(4, limits_of_groups) == [[10.0, 7.0, 7.0, 7.0, 7.0]] * 4
+
+
+@dataclass(frozen=True)
+class PretendedGroup:
+    backend: str
+    device_types: tuple[str, ...]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self.device_types]
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=lambda: self.backend, group=self)
+
+
+def test_of_all_groups_those_that_run_on_the_gpu_are_asked_whether_they_have_failed(monkeypatch):
+    """Real gloo groups, and pretended ones of a GPU."""
+    on_gpu, team = PretendedGroup("nccl", ("cpu", "cuda")), PretendedGroup("gloo", ("cpu", "cuda"))
+    with mesh_of_one():
+        assert nccl_backends() == []
+        for group in (on_gpu, team, PretendedGroup("gloo", ("cpu",))):
+            monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, None)
+        assert [backend.group for backend in nccl_backends()] == [on_gpu]
+        monkeypatch.undo()
 
 
 def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():
