@@ -79,6 +79,7 @@ from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides
 from arpo.evals.scores import MUTED
 from arpo.log import RunLog
+from arpo.memory import check_memory, read_job
 from arpo.model import load_tokenizer
 from arpo.model.policy import check_model_folder
 from arpo.protocol import Codec
@@ -98,10 +99,12 @@ def main(cfg: EvalConfig) -> None:
         grade_and_report(cfg, run, open_judge(cfg.judge, run, probe=False))  # it may be gone: its replies are kept
         return
     dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
+    dist.log_devices()
 
     # ---- everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
+        check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     codec.check_result_room(cfg.rollout.max_result_tokens)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)

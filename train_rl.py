@@ -13,14 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-from arpo.checks import (
-    check_loss,
-    check_parallel,
-    check_result_room,
-    check_rewards_in_time,
-    check_sizes,
-    half_chosen_aepo,
-)
+from arpo import checks
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
 from arpo.options import (
@@ -84,11 +77,11 @@ class RLConfig:
         return [self.model, *critic, *([self.reference_model] if self.loss.kl_coefficient else [])]
 
     def __post_init__(self) -> None:
-        check_sizes(self.data, self.rollout, self.branching, self.update)
-        check_result_room(self.tools.search, self.rollout)
-        check_parallel(self.model, self.advantage, self.loss)
-        check_loss(self.loss)
-        check_rewards_in_time(self.branching, self.advantage, self.loss)
+        checks.check_sizes(self.data, self.rollout, self.branching, self.update)
+        checks.check_result_room(self.tools.search, self.rollout)
+        checks.check_parallel(self.model, self.advantage, self.loss)
+        checks.check_loss(self.loss)
+        checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -105,9 +98,10 @@ from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
+from arpo.memory import Job, check_memory, read_job
 from arpo.metrics import ToolHealth, console_text, rollout_metrics
 from arpo.model import load_policy, load_tokenizer
-from arpo.model.attention import resolve_layout
+from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion, check_model_folder
@@ -136,6 +130,7 @@ def main(cfg: RLConfig) -> None:
         shard_size=cfg.model.shard_size,
         context_parallel=cfg.model.context_parallel,
     )
+    dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before a model is loaded
     num_prompts = cfg.data.num_prompts_per_step
@@ -145,6 +140,7 @@ def main(cfg: RLConfig) -> None:
             "change it or --nproc_per_node"
         )
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
+    check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
     tokenizer = load_tokenizer(cfg.model.path)
     for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
         if path:
@@ -189,7 +185,7 @@ def main(cfg: RLConfig) -> None:
         f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, {update_cfg.layout} layout, "
         f"from step {done_steps}"
     )
-    if warning := half_chosen_aepo(cfg.branching, cfg.loss):
+    if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
 
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
@@ -296,6 +292,14 @@ def main(cfg: RLConfig) -> None:
     tools.close()
     engine.close()
     dist.close()
+
+
+def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
+    """Return what decides the memory of a GPU, one of `num_shards` that share a copy of the model."""
+    critic = cfg.critic_model.path if cfg.advantage.needs_critic else ""
+    reference = cfg.reference_model.path if cfg.loss.kl_coefficient and not cfg.loss.offload_reference else ""
+    sizes = num_shards, cfg.update.max_tokens_per_microbatch, cfg.engine, cfg.max_model_len
+    return read_job(cfg.model, *sizes, critic_path=critic, reference_path=reference)
 
 
 def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:

@@ -55,7 +55,9 @@ from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
 from arpo.data import PromptOrder
 from arpo.log import RunLog
+from arpo.memory import check_memory, read_job
 from arpo.model import Policy, load_policy, load_tokenizer
+from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import check_model_folder
@@ -72,9 +74,11 @@ def main(cfg: SFTConfig) -> None:
         shard_size=cfg.model.shard_size,
         context_parallel=cfg.model.context_parallel,
     )
+    dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
     check_model_folder(cfg.model.path)
+    check_memory(read_job(cfg.model, dist.mesh.shape[-1], cfg.data.max_tokens_per_microbatch), dist.device)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)

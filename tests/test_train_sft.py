@@ -96,6 +96,8 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     curve.unlink()
     output = train(world, "--run.name", "again")
     assert "from step 8" in output and "tokenising" not in output, output
+    first = output.splitlines()[0]
+    assert re.fullmatch(r"2 ranks on the CPU \(1 thread each\), torch \d.*, attention: sdpa", first), output
     assert curve.stat().st_size > 1000
     for a, b in zip(read_metrics(trained), read_metrics(world / "runs" / "again"), strict=True):
         assert {k: v for k, v in a.items() if k.startswith(("loss", "optim", "valid"))} == {

@@ -76,7 +76,7 @@ def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
     if ranks_per_node % size:
         raise UserError(f"engine.tensor_parallel={size} does not divide the {ranks_per_node} ranks of a node; lower it")
     check_split(model_path, size)
-    return Team(ranks, size, dist.new_subgroups(size, backend="gloo")[0])
+    return Team(ranks, size, dist.new_subgroups(size, timeout=ranks.timeout, backend="gloo")[0])
 
 
 def check_split(model_path: str, size: int) -> None:

@@ -6,7 +6,6 @@ Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V v
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from arpo.model.head import check_compiled, token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.run_options import ModelConfig
 
-logger = logging.getLogger(__name__)
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
 
@@ -93,7 +91,6 @@ def load_policy(
     plain matrix.
     """
     check_model_folder(cfg.path)
-    logger.info("attention: %s (model.attention=%s)", attention_backend(cfg, device), cfg.attention)
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     if cfg.context_parallel > 1:
         check_model(hf.config, cfg.context_parallel)

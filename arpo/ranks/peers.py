@@ -6,7 +6,8 @@ from a thread of its own, so that it gives signs during a long rollout too. The 
 * A process without a sign for `silence_s` (killed, frozen, its node or network down) ends the run. A collective would
   wait much longer for it, because its time limit must exceed the slowest rollout.
 * A collective that fails, because a connection broke or one rank did not come, ends the run at once. Then the signs
-  tell who is missing, or, if all are alive, at which line each of them is.
+  tell who is missing, or, if all are alive, at which line each of them is. gloo raises an exception. NCCL's collectives
+  run on the GPU, where the main thread waits for them in C: there the watch asks once a second whether one has failed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 BEAT_S = 1.0
@@ -115,11 +118,13 @@ class Watch:
                 self.end(f"{self.lost_store} is gone ({first_words(error)})")
 
     def guard(self) -> None:
-        """End the process if `run` hangs: when the way to the store is cut nothing comes back, and nothing breaks."""
+        """End the process if NCCL has failed, or `run` hangs: when the way to the store is cut nothing comes back."""
         num_rounds, num_beats_stuck = 0, 0
         while not self.stopped.wait(BEAT_S):
             num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
             num_rounds = self.num_rounds
+            if failed := [name for nccl in nccl_backends() if (name := nccl.get_error().name) != "SUCCESS"]:
+                self.diagnose(f"NCCL: {failed[0]}")
             if num_beats_stuck * BEAT_S > self.silence_s:
                 self.end(f"{self.lost_store} has not answered for {self.silence_s:g} s", alone=True)
 
@@ -137,16 +142,20 @@ class Watch:
         sys.stderr = sys.__stderr__  # torch calls this hook with a buffer in its place, which `end` would never empty
         self.failed_at = where([frame for frame, _ in walk_tb(traceback)][-1])  # the stack itself is gone by now
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to stop this process; it waits 30 s for it
+        self.diagnose(first_words(error), lambda: sys.__excepthook__(kind, error, traceback))
+
+    def diagnose(self, reason: str, show_error: Callable[[], None] = lambda: None) -> NoReturn:
+        """End the process after a collective has failed, with a line that says who is missing or where all stand."""
         try:
             if missing := self.missing():
-                self.end(f"{describe(missing)} is gone ({first_words(error)})")
-            sys.__excepthook__(kind, error, traceback)
+                self.end(f"{describe(missing)} is gone ({reason})")
+            show_error()
             stands = "; ".join(describe({r: sign}) for r, sign in self.signs().items())
-            self.end(f"the ranks did not meet ({first_words(error)}), though all are alive: {stands}")
+            self.end(f"the ranks did not meet ({reason}), though all are alive: {stands}")
         except dist.DistError as lost:
             self.end(f"{self.lost_store} is gone ({first_words(lost)})")
 
-    def end(self, what: str, *, alone: bool = False) -> None:
+    def end(self, what: str, *, alone: bool = False) -> NoReturn:
         """Print the line and exit at once: a thread may hang in a collective. alone: the store cannot be asked."""
         try:
             told = not alone and self.store.add("told", 1) > 1  # one line, not one from each survivor
@@ -161,6 +170,13 @@ class Watch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def nccl_backends() -> list[Any]:
+    """Return NCCL's part of every process group, also of those that vLLM has made. torch has no public list of them."""
+    cuda, groups = torch.device("cuda"), list(dist.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(cuda) for group in groups if cuda in group._device_types]
+    return [backend for backend in backends if backend.name() == "nccl"]  # gloo too has a part for the GPU
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -26,10 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from arpo.errors import UserError
-from arpo.ranks import peers
+from arpo.ranks import devices, peers
 from arpo.trajectory import Metrics
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+DEFAULT_TIMEOUT = timedelta(minutes=60)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Ranks:
     """The neighbours that share this rank's micro-batches (context_parallel.py); None if there are none."""
     owns_process_group: bool = True
     """False if the process group was there before; its maker destroys it."""
+    timeout: timedelta = DEFAULT_TIMEOUT
+    """Time that ranks wait for each other in a collective, of any group."""
 
     @property
     def data_size(self) -> int:
@@ -100,6 +104,10 @@ class Ranks:
         mean["rank_wait"] = max(alone) - sum(alone) / len(alone)
         return {f"time/{name}": value for name, value in mean.items()}
 
+    def log_devices(self, attention: str = "") -> None:
+        """Log the run's first line: devices, versions, and the `attention` kernel that was chosen. Collective."""
+        logger.info(devices.describe(attention))
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -121,10 +129,13 @@ def init(
     timeout_minutes: time that ranks wait for each other; it must exceed the slowest legal rollout.
     silence_s: a peer without a sign of life for so long is given up (under torchrun, see peers.py).
     shard_size: see `make_mesh`. context_parallel: number of ranks that share their micro-batches.
+    Raises UserError for a GPU that torch cannot use.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may die without ending its workers; orphans keep the GPU
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     _log_once_per_node()
+    if note := devices.check_devices():
+        logger.info(note)
     cuda = torch.cuda.is_available()
     if not cuda and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
@@ -136,39 +147,45 @@ def init(
         torch.cuda.set_device(device)
     watch = None
     owns_process_group = not dist.is_initialized()
+    timeout = timedelta(minutes=timeout_minutes)
     if owns_process_group:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        timeout = timedelta(minutes=timeout_minutes)
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
             store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
             limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
             observes = os.environ["LOCAL_RANK"] == "0"
             watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
+            # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
+            # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = make_mesh(device.type, dist.get_world_size(), shard_size)
-    group = make_group(context_parallel) if context_parallel > 1 else None
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group)
+    mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
+    group = make_group(context_parallel, timeout) if context_parallel > 1 else None
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group, timeout)
 
 
-def make_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
     """Return a mesh in which `shard_size` ranks (0 = those of a node) share a copy of the model. Raises UserError."""
     shard_size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size % shard_size:
         raise UserError(f"model.shard_size={shard_size} does not divide the {world_size} ranks; choose one that does")
     if shard_size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
-    shape = (world_size // shard_size, shard_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    # init_device_mesh would make groups with torch's own time limits, and takes no other.
+    ranks = torch.arange(world_size).view(-1, shard_size)
+    shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def make_group(num_ranks: int) -> dist.ProcessGroup:
+def make_group(num_ranks: int, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup:
     """Return this rank's group of `num_ranks` neighbours, on one node if possible. Raises UserError."""
     if dist.get_world_size() % num_ranks:
         raise UserError(
             f"model.context_parallel={num_ranks} does not divide the {dist.get_world_size()} ranks; choose another"
         )
-    return dist.new_subgroups(num_ranks)[0]
+    return dist.new_subgroups(num_ranks, timeout=timeout)[0]
 
 
 def _log_once_per_node() -> None:

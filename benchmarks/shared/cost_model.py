@@ -1,8 +1,7 @@
 """The cost of a training step in memory and time, by formula: the model behind benchmarks/scaling.py.
 
-Parameters, gradients and AdamW's moments are float32 shards; each GPU also gathers layers in bfloat16, holds
-activations, and has an engine with all weights in bfloat16 and a KV cache. Decoding is bound by memory traffic, all
-else by arithmetic; collectives hide behind compute as far as `Hardware.overlap` says.
+Memory is arpo/memory.py's, with which a run checks itself at its start. Decoding is bound by memory traffic, all else
+by arithmetic; collectives hide behind compute as far as `Hardware.overlap` says.
 """
 
 from __future__ import annotations
@@ -10,77 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GIB = 2**30
-FP32, BF16 = 4, 2
-"""Bytes of a number."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A dense decoder with gated MLPs (Qwen2, Qwen3, Llama)."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * q + 2 * kv) + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-
-    @property
-    def root_parameters(self) -> int:
-        """Embedding, head and last norm."""
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * BF16 * self.layers * self.kv_heads * self.head_dim
-
-    def forward_flops(self, num_tokens: float, mean_context: float) -> float:
-        """FLOPs of matrices (2 per weight and token; the embedding is a lookup) and causal attention."""
-        matrices = self.parameters - (0 if self.tied else self.vocab * self.hidden)
-        return num_tokens * (2 * matrices + 4 * self.layers * self.heads * self.head_dim * mean_context)
-
-    def layer_activation_bytes(self, number: int) -> int:
-        """Saved for the backward pass per token in one layer, when a number of the compute dtype has `number` bytes.
-
-        Two norms (the float32 input, the normalised one, and that times the weight), q, k, v and the output of the
-        attention, then gate, silu(gate), up and their product. k and v count once per query head where sdpa expands
-        them.
-        """
-        norms = 2 * (FP32 + 2 * number) * self.hidden
-        qk_norms = self.qk_norm * (FP32 + number) * (self.heads + self.kv_heads) * self.head_dim
-        return norms + qk_norms + number * (4 * self.heads * self.head_dim + 4 * self.intermediate)
-
-
-def shape_from_json(c: dict) -> Shape:
-    heads = c["num_attention_heads"]
-    return Shape(
-        hidden=c["hidden_size"],
-        intermediate=c["intermediate_size"],
-        layers=c["num_hidden_layers"],
-        heads=heads,
-        kv_heads=c.get("num_key_value_heads", heads),
-        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-        vocab=c["vocab_size"],
-        tied=c.get("tie_word_embeddings", False),
-        qkv_bias=c["model_type"] == "qwen2",
-        qk_norm=c["model_type"] == "qwen3",
-    )
-
+import arpo.memory
+from arpo.memory import BF16, FP32, GIB, Job, Memory, Shape
+from arpo.run_options import EngineConfig, ModelConfig
 
 MODELS = {
     "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 128, 151_936, tied=True, qkv_bias=True),
@@ -138,7 +69,6 @@ class Workload:
     num_prompts_per_minibatch: int = 16
     num_epochs: int = 1
     max_tokens_per_microbatch: int = 16_384
-    head_chunk_tokens: int = 1024
     activation_checkpointing: bool = True
     reference: bool = False
     critic: bool = False
@@ -171,77 +101,26 @@ class Workload:
 # ---------------------------------------------------------------------------------------------------------- memory
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes per GPU. Training and rollout do not overlap: weights and cache of the engine sleep while we train."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    others: float
-    """Critic (parameters, gradients, optimizer) and reference (parameters)."""
-    gathered: float
-    """Two layers and the root whole, and the gradients of one of each before they are reduced."""
-    activations: float
-    head: float
-    engine_weights: float
-    engine_budget: float
-    reserved: float
-
-    @property
-    def training(self) -> float:
-        states = self.parameters + self.gradients + self.optimizer + self.others
-        return states + self.gathered + self.activations + self.head + self.reserved
-
-    @property
-    def rollout(self) -> float:
-        return self.parameters + self.optimizer + self.others + self.engine_budget + self.reserved
-
-    @property
-    def kv_cache(self) -> float:
-        """Return the rest of the engine's budget beside weights and a tenth for its own activations."""
-        return 0.9 * self.engine_budget - self.engine_weights
-
-
-def states_bytes(shape: Shape, ranks: int) -> tuple[float, float, float]:
-    """Parameters, gradients, optimizer state of one of `ranks` shards: float32, AdamW with two moments."""
-    shard = FP32 * shape.parameters / ranks
-    return shard, shard, 2 * shard
-
-
-def activation_bytes(shape: Shape, num_tokens: int, number: int, *, checkpointing: bool) -> float:
-    """Held at the start of the backward pass; with checkpointing: the input of each layer, and one layer recomputed."""
-    layer = num_tokens * shape.layer_activation_bytes(number)
-    if not checkpointing:
-        return shape.layers * layer
-    return shape.layers * num_tokens * number * shape.hidden + layer
-
-
 def num_shards(work: Workload, hw: Hardware) -> int:
     return work.shard_gpus or hw.gpus_per_node
 
 
-def memory(shape: Shape, work: Workload, hw: Hardware) -> Memory:
-    shards = num_shards(work, hw)
-    parameters, gradients, optimizer = states_bytes(shape, shards)
-    everything = parameters + gradients + optimizer  # of the critic, which is always trained whole
-    if work.lora:
-        gradients = optimizer = 0.0
-    return Memory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        others=work.critic * everything + work.reference * parameters,
-        gathered=BF16 * (2 * shape.layer_parameters + shape.root_parameters)
-        + (BF16 + FP32) * max(shape.layer_parameters, shape.root_parameters),
-        activations=activation_bytes(
-            shape, work.max_tokens_per_microbatch, BF16, checkpointing=work.activation_checkpointing
-        ),
-        head=3 * FP32 * work.head_chunk_tokens * shape.vocab,  # logits, their softmax, their gradient
-        engine_weights=BF16 * shape.parameters,
-        engine_budget=work.gpu_memory_utilization * hw.memory_gib * GIB,
-        reserved=hw.reserved_gib * GIB,
+def job(shape: Shape, work: Workload, hw: Hardware) -> Job:
+    model = ModelConfig(activation_checkpointing=work.activation_checkpointing, lora_rank=int(work.lora))
+    return Job(
+        shape=shape,
+        model=model,
+        num_shards=num_shards(work, hw),
+        max_tokens_per_microbatch=work.max_tokens_per_microbatch,
+        engine=EngineConfig(gpu_memory_utilization=work.gpu_memory_utilization, max_num_seqs=work.max_num_seqs),
+        max_model_len=work.max_prompt_tokens + work.max_response_tokens,
+        critic=shape if work.critic else None,
+        reference=shape if work.reference else None,
     )
+
+
+def memory(shape: Shape, work: Workload, hw: Hardware) -> Memory:
+    return arpo.memory.memory(job(shape, work, hw), hw.memory_gib * GIB, hw.reserved_gib * GIB)
 
 
 def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[str]:
@@ -250,17 +129,7 @@ def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[s
     reasons = []
     if m.training > total:
         reasons.append(f"training needs {m.training / GIB:.0f} of {hw.memory_gib:.0f} GiB per GPU")
-    if m.rollout > total:
-        reasons.append(
-            f"trainer and engine need {m.rollout / GIB:.0f} of {hw.memory_gib:.0f} GiB per GPU during the rollout; "
-            "lower engine.gpu_memory_utilization"
-        )
-    longest = work.max_prompt_tokens + work.max_response_tokens
-    if m.kv_cache < shape.kv_bytes_per_token * longest:
-        reasons.append(
-            f"the engine has {max(m.kv_cache, 0) / GIB:.1f} GiB for its KV cache, less than one trajectory of "
-            f"{longest} tokens; raise engine.gpu_memory_utilization"
-        )
+    reasons += arpo.memory.misfits(job(shape, work, hw), m, total)
     if work.num_prompts % num_gpus:
         reasons.append(f"data.num_prompts_per_step={work.num_prompts} is not a multiple of {num_gpus} ranks")
     return reasons
@@ -287,21 +156,31 @@ class Seconds:
         return self.rollout + self.old_logprobs + self.update + self.sync
 
 
+def kv_bytes_per_token(shape: Shape) -> int:
+    return BF16 * shape.kv_numbers_per_token
+
+
+def forward_flops(shape: Shape, num_tokens: float, mean_context: float) -> float:
+    """FLOPs of matrices (2 per weight and token; the embedding is a lookup) and causal attention."""
+    matrices = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
+    return num_tokens * (2 * matrices + 4 * shape.layers * shape.heads * shape.head_dim * mean_context)
+
+
 def rollout_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> tuple[float, float]:
     """(seconds, of which tail). Decoding is bound by memory: the weights once per step, each sequence's cache."""
     sequences = work.num_prompts * work.group_size / num_gpus
     context = work.prompt_tokens + (work.sampled_tokens + work.result_tokens) / 2
-    fitting = memory(shape, work, hw).kv_cache / (shape.kv_bytes_per_token * context)
+    fitting = memory(shape, work, hw).kv_cache / (kv_bytes_per_token(shape) * context)
     at_once = max(1.0, min(sequences, work.max_num_seqs, fitting))
 
     def step_seconds(batch: float) -> float:
-        read = BF16 * shape.parameters + batch * context * shape.kv_bytes_per_token
+        read = BF16 * shape.parameters + batch * context * kv_bytes_per_token(shape)
         moved = read / (hw.memory_share * hw.memory_gb_s * 1e9)
         return moved + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
 
     decode = sequences * work.sampled_tokens / at_once * step_seconds(at_once)
     prefilled = sequences * work.result_tokens + sequences / work.group_size * work.prompt_tokens
-    prefill = shape.forward_flops(prefilled, context) / (hw.prefill_share * hw.bf16_tflops * 1e12)
+    prefill = forward_flops(shape, prefilled, context) / (hw.prefill_share * hw.bf16_tflops * 1e12)
     engine = decode + prefill
     chain = work.longest_sampled_tokens * step_seconds(1) + work.longest_tool_seconds
     seconds = work.rollout_over_bound * max(engine, chain)
@@ -319,7 +198,7 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
     """(old logprobs with reference and values, update, collectives within both that do not hide)."""
     rows = work.num_prompts * work.group_size / num_gpus * work.row_tokens
     tokens = rows / work.tree_token_ratio
-    forward = shape.forward_flops(tokens, work.row_tokens / 2) / (hw.train_share * hw.bf16_tflops * 1e12)
+    forward = forward_flops(shape, tokens, work.row_tokens / 2) / (hw.train_share * hw.bf16_tflops * 1e12)
     minibatches = work.num_prompts / work.num_prompts_per_minibatch
     micros = minibatches * max(1, math.ceil(tokens / minibatches / work.max_tokens_per_microbatch))
     shards = num_shards(work, hw)

@@ -28,6 +28,7 @@ EXTRAS = {
     "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core", "waiting_s"),
     "weight_sync": ("cast", "gather", "per_parameter"),
     "update_mfu": ("compile_ratio",),
+    "optimizer_step": ("foreach_ratio",),
     "tree_training": ("token_ratio", "gradient_difference"),
 }
 """Further numbers of a script's last line that the table shows."""

