@@ -260,9 +260,3 @@ def test_auto_takes_torchs_flash_attention_where_it_can_compute(installed, capab
             )
             with pytest.raises(UserError, match=fix):
                 attention_backend(wish, gpu)
-
-
-def test_the_choice_of_attention_is_logged(tiny_model_dir, caplog):
-    with mesh_of_one() as mesh, caplog.at_level("INFO", logger="arpo"):
-        load_policy(ModelConfig(str(tiny_model_dir)), mesh, device=CPU)
-    assert "attention: sdpa (model.attention=auto)" in caplog.messages
