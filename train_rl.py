@@ -18,6 +18,7 @@ from arpo.checks import (
     check_parallel,
     check_result_room,
     check_rewards_in_time,
+    check_sampling_policy,
     check_sizes,
     half_chosen_aepo,
 )
@@ -89,6 +90,7 @@ class RLConfig:
         check_parallel(self.model, self.advantage, self.loss)
         check_loss(self.loss)
         check_rewards_in_time(self.branching, self.advantage, self.loss)
+        check_sampling_policy(self.engine, self.loss)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
