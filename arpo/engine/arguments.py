@@ -36,7 +36,8 @@ def llm_arguments(
             "enable_sleep_mode": True,
             # None: vLLM switches it on unless another setting forbids it. True: that is an error.
             "async_scheduling": {"auto": None, "always": True, "never": False}[cfg.async_scheduling],
-            "quantization": None if cfg.quantization == "none" else cfg.quantization,
+            # vLLM's "fp8" is for checkpoints in FP8; this one quantises the linear layers as they are loaded.
+            "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
         }
     return {
         "model": model_path,
