@@ -3,7 +3,7 @@
     python benchmarks/gpu_report.py [--out runs/gpu_report] [--quick] [--only PART ...]          (make gpu)
     python benchmarks/gpu_report.py --device cpu --quick      # tiny shapes, to see that the kit itself works
 
-Every section (a test of tests/test_gpu.py, or a benchmark) is a process of its own with a time limit, so that one that
+Every section (a test of tests/test_gpu*.py, or a benchmark) is a process of its own with a time limit, so that one that
 crashes, hangs or runs out of memory takes nothing with it. A section whose packages are absent is skipped. After each,
 OUT/report.json and OUT/report.md are rewritten; --only runs the sections whose names contain a PART and keeps what the
 report says of the others, so that it can be made in several sittings. Exit code 1 where a section failed.
@@ -62,15 +62,19 @@ class Outcome:
 
 def sections(device: str) -> list[Section]:
     """Return the parts of the report; those that are quick and basic come first."""
-    tests = re.findall(r"^def (test_\w+)\(", (ROOT / "tests" / "test_gpu.py").read_text(), re.MULTILINE)
+    tests = [
+        (path.name, name)
+        for path in sorted((ROOT / "tests").glob("test_gpu*.py"))
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    ]
     with_engine = ("vllm", "fifty_cycles")
     found = [
         Section(
             f"correctness/{name.removeprefix('test_')}",
-            ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", f"tests/test_gpu.py::{name}"),
+            ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", f"tests/{file}::{name}"),
             needs=("pytest", "vllm") if any(word in name for word in with_engine) else ("pytest",),
         )
-        for name in tests
+        for file, name in tests
     ]
     shapes = ("0.5b", "1.5b", "7b") if device == "cuda" else ("tiny",)
     found += [
@@ -78,6 +82,7 @@ def sections(device: str) -> list[Section]:
         for shape in shapes
     ]
     speed = {"tree_training": (), "head_memory": (), "weight_sync": ("vllm",), "rollout_streaming": ("vllm",)}
+    speed["engine_decode"] = ("vllm",)
     return found + [
         Section(f"speed/{name}", (f"benchmarks/{name}.py", "{quick}"), needs=needs, limit_s=900)
         for name, needs in speed.items()

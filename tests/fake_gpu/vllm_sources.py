@@ -51,6 +51,15 @@ def sources(version: str) -> Path:
 # ---------------------------------------------------------------------- in the process that runs these sources
 
 
+class Anything(type):
+    """Class of the classes in such a module; an enum's members, for one, are their names."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
 class CompiledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds vLLM's compiled modules, and packages for them that are not here, as modules whose names do nothing."""
 
@@ -67,7 +76,7 @@ class CompiledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def anything(name: str):
             if name.startswith("__"):
                 raise AttributeError(name)
-            return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+            return Anything(name, (), {"__init__": lambda self, *args, **kwargs: None})
 
         module.__getattr__ = anything
         return module
@@ -148,6 +157,7 @@ def pretend_h100() -> None:
     H100.is_cumem_allocator_available = lambda self: True
     vllm.platforms._current_platform = H100()
     from vllm.distributed.device_communicators import cuda_wrapper
+    from vllm.model_executor.models import registry
     from vllm.triton_utils import triton
     from vllm.utils import system_utils
 
@@ -159,6 +169,7 @@ def pretend_h100() -> None:
             vars(self).update(options)
 
     triton.Config = Config
+    registry._run_in_subprocess = lambda inspect_model: inspect_model()  # where nothing is pretended
 
     class CudaRT:  # a class: vLLM's annotations name it
         def __init__(self, *args): ...
