@@ -288,7 +288,7 @@ def fp8_reload() -> dict:
             weight = linear.weight.float()
             weight = (weight if weight.shape == new["weight"].shape else weight.t()) * linear.weight_scale
             errors.append(float((weight - new["weight"]).abs().max() / new["weight"].abs().max()))
-            errors.append(float((linear.bias - new["bias"]).abs().max()))
+            errors.append(float((linear.bias.detach() - new["bias"]).abs().max()))
         same_storage = linear.weight.data_ptr() == address
         torch.distributed.destroy_process_group()
     return {"dtype": dtype, "errors": errors, "same_storage": same_storage, "head": head_method and str(head_method)}

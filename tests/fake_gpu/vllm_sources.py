@@ -22,6 +22,7 @@ import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arpo-tests"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux1_x86_64")
+ABSENT_PACKAGES = ("gguf", "humming")  # which vLLM 0.22 imports for its list of quantisations
 SUFFIXES = (".py", ".json", "METADATA")
 
 
@@ -66,7 +67,7 @@ class CompiledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         folder, _, leaf = name.rpartition(".")
         compiled = leaf.endswith("_C") or "_C_" in leaf or leaf in ("cumem_allocator", "spinloop")
-        if (folder.startswith("vllm") and compiled) or name.split(".")[0] == "gguf":
+        if (folder.startswith("vllm") and compiled) or name.split(".")[0] in ABSENT_PACKAGES:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
