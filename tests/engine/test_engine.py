@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -414,18 +413,6 @@ def test_two_ranks_sync_from_fsdp2_shards_without_a_word_on_the_terminal(tiny_mo
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split()) == ["rank0:ok", "rank1:ok"]
     assert done.stderr == ""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, see test_gpu.py")
-def test_a_closed_engine_leaves_nothing_in_memory(tiny_model_dir):
-    engine = Engine(str(tiny_model_dir), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
-    run(engine, {"a": (prompt_of(5), SamplingSpec(max_tokens=3))})
-    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
-    model, vllm_engine = weakref.ref(runner.model), weakref.ref(engine.llm.llm_engine)
-    del runner
-    engine.close()
-    assert model() is None and vllm_engine() is None
 
 
 # ------------------------------------------------------------------------------------------- bad input
