@@ -82,6 +82,7 @@ class RLConfig:
         checks.check_parallel(self.model, self.advantage, self.loss)
         checks.check_loss(self.loss)
         checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
+        checks.check_sampling_policy(self.engine, self.loss)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.

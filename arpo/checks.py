@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from arpo.errors import names_of, require
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, UpdateConfig
-from arpo.run_options import DataConfig, ModelConfig
+from arpo.run_options import DataConfig, EngineConfig, ModelConfig
 from arpo.tools.options import SearchConfig
 
 # ---- a knob without effect
@@ -284,6 +284,15 @@ def check_loss(loss: LossConfig) -> None:
         not (loss.kl_coefficient and loss.kl_in == "loss" and loss.kl_estimator == "k1"),
         "loss.kl_estimator=k1 does nothing in the loss, where its gradient averages to 0; take k2 or k3, or set "
         "loss.kl_in=reward",
+    )
+
+
+def check_sampling_policy(engine: EngineConfig, loss: LossConfig) -> None:
+    """Raise ValueError where the engine samples from another policy than the one that is trained, uncorrected."""
+    require(
+        engine.quantization == "none" or loss.rollout_correction != "none",
+        f"engine.quantization={engine.quantization} samples from another policy than the one that is trained; set "
+        "loss.rollout_correction=tis (or mis), or engine.quantization=none",
     )
 
 

@@ -24,6 +24,9 @@ COMMAND_LINE = "command line"
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
 
+RENAMED = {"engine.enforce_eager": "engine.cuda_graphs; True is never, False is always"}
+"""Keys of earlier versions."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -137,6 +140,8 @@ def check_known(key: str, known: dict[str, bool], where: str) -> None:
     """Raise UserError for an unknown key, with the known one that it resembles."""
     if key in known:
         return
+    if key in RENAMED:
+        raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
     leaf = key.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.rsplit(".", 1)[-1] == leaf and not known[k]

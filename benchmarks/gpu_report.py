@@ -84,7 +84,7 @@ def sections(device: str) -> list[Section]:
         for shape in shapes
     ]
     speed = {"attention_backends": (), "optimizer_step": (), "tree_training": (), "head_memory": ()}
-    speed |= {"weight_sync": ("vllm",), "rollout_streaming": ("vllm",)}
+    speed |= {"weight_sync": ("vllm",), "rollout_streaming": ("vllm",), "engine_decode": ("vllm",)}
     return found + [
         Section(f"speed/{name}", (f"benchmarks/{name}.py", "{quick}"), needs=needs) for name, needs in speed.items()
     ]

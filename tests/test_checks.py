@@ -272,6 +272,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--branching.selector", "tail", *KL], ["branching.selector=tail needs the rewards", "set loss.kl_in=loss"]),
         (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
         (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
+        (["--engine.quantization", "fp8"], ["samples from another policy", "loss.rollout_correction=tis"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip

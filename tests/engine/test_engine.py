@@ -15,6 +15,7 @@ from helpers.models import build_tiny_model
 from safetensors.torch import load_file, save_file
 
 from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.engine.noise import install_noise_hook
 from arpo.errors import UserError
 from arpo.run_options import EngineConfig
 
@@ -283,7 +284,33 @@ def test_a_continuation_finds_its_prompt_in_the_prefix_cache(engine):
 # ------------------------------------------------------------------------------------------- randomness
 
 
-def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine):
+@pytest.fixture
+def gpu_noise(engine):
+    """The engine with the noise that it has on a GPU."""
+    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+    layer = runner.sampler.topk_topp_sampler
+    own = layer.forward
+    install_noise_hook(runner)
+    yield
+    layer.forward = own
+
+
+def test_with_a_gpus_noise_too_top_p_narrows_what_is_sampled_and_seedless_requests_differ(engine, hf, gpu_noise):
+    prompt = prompt_of(10)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=20, top_p=0.01, seed=4))})["a"]
+    assert chunk.token_ids == hf_logprobs(hf, prompt, chunk.token_ids).argmax(-1).tolist()
+    requests = {f"r{i}": (prompt, SamplingSpec(max_tokens=20, seed=7 if i < 2 else None)) for i in range(4)}
+    done = run(engine, requests)
+    assert done["r0"].token_ids == done["r1"].token_ids
+    assert len({tuple(chunk.token_ids) for chunk in done.values()}) == 3
+    for request_id, chunk in done.items():
+        assert_matches(chunk, hf_logprobs(hf, prompt, done[request_id].token_ids))
+
+
+@pytest.mark.parametrize("noise", ["own", "gpu"])
+def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine, noise, request):
+    if noise == "gpu":
+        request.getfixturevalue("gpu_noise")
     spec = SamplingSpec(max_tokens=20, seed=11)
     alone = run(engine, {"a": (prompt_of(9), spec)})["a"]
     crowd = {f"r{i}": (prompt_of(5 + i, i), SamplingSpec(max_tokens=10 + i, seed=i)) for i in range(6)}

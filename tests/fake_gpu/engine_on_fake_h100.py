@@ -1,0 +1,344 @@
+"""What vLLM's GPU sources make of our engine: run by test_vllm_gpu_sources.py with those sources first in the path.
+
+python engine_on_fake_h100.py MODEL_DIR        the last line is JSON: {section: result, or the error's text}
+"""
+
+import dataclasses
+import inspect
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+from fake_gpu.vllm_sources import pretend_h100
+
+from arpo.engine.containment import START_FAILURES, explain, prepare_for_vllm
+
+prepare_for_vllm()
+pretend_h100()
+
+import torch
+import vllm
+from fake_gpu.fake_cuda import CUDA, fake_cuda, real_of
+
+from arpo.engine import Engine
+from arpo.engine.arguments import llm_arguments
+from arpo.engine.noise import draw, install_noise_hook, row_keys, token_offsets
+from arpo.run_options import EngineConfig
+
+V, N = 151936, 6  # Qwen's vocabulary; rows
+
+
+def engine_config(**options):
+    """vLLM's config of our arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    cfg = EngineConfig(gpu_memory_utilization=0.7, **options)
+    arguments = llm_arguments(sys.argv[1], cfg, max_model_len=256, seed=0, load_weights=False, on_gpu=True)
+    unknown = arguments.keys() - inspect.signature(vllm.LLM).parameters.keys() - EngineArgs.__dataclass_fields__.keys()
+    assert not unknown, unknown
+    args = EngineArgs(**arguments, distributed_executor_backend="external_launcher")
+    return args.create_engine_config(UsageContext.LLM_CLASS)
+
+
+def config(**options) -> dict:
+    from vllm.v1.executor import Executor
+
+    found = engine_config(**options)
+    return {
+        "v2_runner": getattr(found, "use_v2_model_runner", False),
+        "worker": found.parallel_config.worker_cls,
+        "executor": Executor.get_class(found).__name__,
+        "sleep": found.model_config.enable_sleep_mode,
+        "cumem": found.model_config.enable_cumem_allocator,
+        "async": found.scheduler_config.async_scheduling,
+        "graphs": found.compilation_config.cudagraph_mode.name,
+        "quantization": type(found.quant_config).__name__,
+        "prefix_caching": found.cache_config.enable_prefix_caching,
+        "chunked": found.scheduler_config.enable_chunked_prefill,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the sampler
+
+
+def metadata(temperature: float, num_logprobs: int, top_p: float | None):
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    zeros = torch.zeros(N).to(CUDA)
+    values = {
+        "temperature": zeros + temperature if temperature else None,
+        "all_greedy": temperature == 0,
+        "all_random": temperature > 0,
+        "top_p": None if top_p is None else zeros + top_p,
+        "top_k": None,
+        "generators": {row: torch.Generator().manual_seed(100 + row) for row in range(N)},
+        "max_num_logprobs": num_logprobs,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": zeros,
+        "presence_penalties": zeros,
+        "repetition_penalties": zeros + 1,
+        "output_token_ids": [[] for _ in range(N)],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    known = {field.name for field in dataclasses.fields(SamplingMetadata)}
+    return SamplingMetadata(**{name: value for name, value in values.items() if name in known})
+
+
+def sampler(temperature: float, top_p: float | None = None) -> dict:
+    """Sample with both hooks in the real Sampler, on the pretended device; compare with our own arithmetic."""
+    from vllm.v1.sample.sampler import Sampler
+
+    logits = (torch.randn(N, V, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    positions = torch.arange(N) * 7 + 3
+    runner = SimpleNamespace(
+        sampler=Sampler(logprobs_mode="raw_logprobs"),
+        input_batch=SimpleNamespace(num_tokens_no_spec=positions.int().numpy()),
+    )
+    native = runner.sampler.topk_topp_sampler.forward.__name__
+    runner.sampler.gather_logprobs = lambda *args, **kwargs: Engine.gather_logprobs(
+        SimpleNamespace(temperature=temperature), *args, **kwargs
+    )
+    install_noise_hook(runner)
+    with fake_cuda() as stalls:
+        out = runner.sampler(logits=logits.to(CUDA), sampling_metadata=metadata(temperature, 1 + 3, top_p))
+        waits = dict(stalls.waits)
+        # as asynchronous scheduling does it: copy now, read later
+        later = out.logprobs_tensors.to_cpu_nonblocking()
+        rows = torch.from_numpy(later.tolists().logprobs)
+    tokens = real_of(out.sampled_token_ids)[:, 0].long()
+    tempered = (logits.float() / (temperature or 1)).log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1)
+    keys = row_keys(torch.arange(100, 100 + N), positions)
+    if top_p is not None or temperature == 0:
+        expected = tempered.argmax(-1)  # the nucleus is one token
+    else:
+        expected = draw(logits.float() / temperature, keys, token_offsets(V, "cpu"))
+    exact = [
+        tempered.gather(1, tokens[:, None])[:, 0] - rows[:, 0],
+        -(logprobs.exp() * logprobs).sum(-1) - rows[:, 1],
+        logprobs.topk(3).values - rows[:, 2:],
+    ]
+    return {
+        "same_tokens": torch.equal(tokens, expected),
+        "errors": [float(error.abs().max()) for error in exact],
+        "waits": waits,
+        "without_flashinfer": native == "forward_native",
+    }
+
+
+# ------------------------------------------------------------------------------------- sleep, wake up, reload, close
+
+
+def cycle() -> list:
+    """Return what the worker is asked for by sleep and wake_up in Engine's order, and whether it is awake then."""
+    from vllm.v1.executor.abstract import Executor
+
+    calls = []
+
+    class Recorder(Executor):
+        _init_executor = check_health = None
+        __init__ = lambda self: None  # noqa: E731
+
+        def collective_rpc(self, method, *args, **kwargs):
+            calls.append([method, kwargs["kwargs"]])
+
+    Recorder.__abstractmethods__ = frozenset()
+    executor = Recorder()
+    executor.sleeping_tags = set()
+    if not isinstance(inspect.getattr_static(Executor, "is_sleeping", None), property):
+        executor.is_sleeping = False
+    executor.sleep(level=2)
+    executor.wake_up(tags=["weights"])
+    executor.wake_up(tags=["kv_cache"])
+    return [*calls, executor.is_sleeping]
+
+
+def allocations() -> dict:
+    """Return which tags the real allocator unmaps at level 2 and maps again for each wake-up."""
+    from vllm.device_allocator import cumem
+
+    mapped: list[str] = []
+    cumem.unmap_and_release = lambda handle: mapped.append(f"-{handle[0]}")
+    cumem.create_and_map = lambda handle: mapped.append(f"+{handle[0]}")
+    torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
+    allocator = cumem.CuMemAllocator()
+    for address, tag in enumerate(("weights", "kv_cache")):
+        allocator.pointer_to_data[address] = cumem.AllocationData((tag, 8, address, 0), tag)
+    found = {}
+    for name, call in {
+        "sleep": lambda: allocator.sleep(offload_tags=()),
+        "weights": lambda: allocator.wake_up(["weights"]),
+        "kv_cache": lambda: allocator.wake_up(["kv_cache"]),
+    }.items():
+        call()
+        found[name], mapped[:] = list(mapped), []
+    return found
+
+
+def interface() -> list[str]:
+    """Return what of vLLM our engine calls, and is not there as it calls it."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import core, core_client
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    calls = {
+        (vllm.LLM, "sleep"): {"level": 2},
+        (vllm.LLM, "wake_up"): {"tags": ["weights"]},
+        (vllm.LLM, "collective_rpc"): {"method": "reload_weights", "kwargs": {}},
+        (vllm.LLM, "apply_model"): {"func": len},
+        (vllm.LLM, "reset_prefix_cache"): {},
+        (GPUModelRunner, "reload_weights"): {"weights_iterator": iter(()), "is_checkpoint_format": True},
+        (Worker, "reload_weights"): {"weights_iterator": iter(()), "is_checkpoint_format": True},
+        (LLMEngine, "add_request"): {"request_id": "a", "prompt": {}, "params": None},
+        (LLMEngine, "abort_request"): {"request_ids": []},
+        (LLMEngine, "step"): {},
+        (core.EngineCore, "shutdown"): {},
+    }
+    wrong = []
+    for (owner, name), kwargs in calls.items():
+        try:
+            inspect.signature(getattr(owner, name)).bind(None, **kwargs)
+        except (AttributeError, TypeError) as error:
+            wrong.append(f"{owner.__name__}.{name}: {error}")
+    names = {
+        parallel_state: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel", "destroy_distributed_environment"),
+        core: ("cleanup_dist_env_and_memory",),
+        rotary_embedding: ("_ROPE_DICT",),
+        UniProcExecutor: ("supports_async_scheduling",),
+    }
+    wrong += [f"no {owner}.{name}" for owner, found in names.items() for name in found if not hasattr(owner, name)]
+    texts = {
+        core_client.InprocClient: ("self.engine_core = EngineCore",),
+        core.EngineCore: ("self.batch_queue", "freeze_gc_heap()"),
+        OutputProcessor: ("self.request_states",),
+        RequestState: ("logprobs_processor",),
+        RequestOutput: ("num_cached_tokens",),
+        GPUModelRunner: ("self.sampler(", "self.input_batch.num_tokens_no_spec[req_idx] = end_idx"),
+    }
+    wrong += [f"no {t!r} in {o}" for o, found in texts.items() for t in found if t not in inspect.getsource(o)]
+    logprobs = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+    wrong += [] if LogprobsTensors._fields[:3] == logprobs else [f"LogprobsTensors: {LogprobsTensors._fields}"]
+    return wrong
+
+
+# -------------------------------------------------------------------------------------------------- FP8
+
+
+def fp8_reload() -> dict:
+    """Return how well a linear layer in FP8 has the weights that a reload brought, and whether its storage stayed."""
+    from vllm import _custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization.online import fp8
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    def scaled_fp8_quant(weight, scale=None, **options):  # what the kernel of this name does
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scale = weight.abs().max().float().reshape(1) / largest if scale is None else scale
+        return (weight.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn), scale
+
+    class Kernel:
+        def process_weights_after_loading(self, layer) -> None: ...
+
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+    fp8.init_fp8_linear_kernel = lambda **options: Kernel()
+    found = engine_config(quantization="fp8")
+    with set_current_vllm_config(found), tempfile.TemporaryDirectory() as folder:
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+        linear = ReplicatedLinear(64, 32, bias=True, quant_config=found.quant_config, prefix="model.layers.0.mlp.down")
+        model = torch.nn.Module()
+        model.linear = linear
+        head = object.__new__(ParallelLMHead)
+        head_method = found.quant_config.get_quant_method(head, "lm_head")
+        record_metadata_for_reloading(model)
+        DummyModelLoader(found.load_config).load_weights(model, found.model_config)
+        dtype, address = str(linear.weight.dtype), linear.weight.data_ptr()
+        errors = []
+        for seed in (0, 1):
+            generator = torch.Generator().manual_seed(seed)
+            new = {name: torch.randn(*shape, generator=generator) for name, shape in SHAPES.items()}
+            initialize_layerwise_reload(model)
+            for name, value in new.items():
+                parameter = getattr(linear, name)
+                parameter.weight_loader(parameter, value.to(torch.bfloat16))
+            finalize_layerwise_reload(model, found.model_config)
+            weight = linear.weight.float()
+            weight = (weight if weight.shape == new["weight"].shape else weight.t()) * linear.weight_scale
+            errors.append(float((weight - new["weight"]).abs().max() / new["weight"].abs().max()))
+            errors.append(float((linear.bias.detach() - new["bias"]).abs().max()))
+        same_storage = linear.weight.data_ptr() == address
+        torch.distributed.destroy_process_group()
+    return {"dtype": dtype, "errors": errors, "same_storage": same_storage, "head": head_method and str(head_method)}
+
+
+SHAPES = {"weight": (32, 64), "bias": (32,)}
+
+
+# -------------------------------------------------------------------------------------------------- failures
+
+
+def failures() -> dict:
+    """Return our messages for errors that vLLM's own functions raise, and our patterns of vLLM's that it never says."""
+    from vllm.v1.worker.utils import request_memory
+
+    snapshot = SimpleNamespace(total_memory=80 << 30, free_memory=10 << 30, device_="cuda:0")
+    try:
+        request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=0.7))
+    except ValueError as error:
+        message = str(explain(error, on_gpu=True))
+    root = Path(vllm.__file__).parent
+    files = [file for folder in ("v1", "config", "distributed") for file in (root / folder).rglob("*.py")]
+    text = "\n".join(file.read_text() for file in files)
+    own = [pattern for pattern in START_FAILURES if pattern.replace(" ", "").replace("'", "").isalpha()]
+    outside = {"out of memory", "no kernel image is available"}  # CUDA's
+    return {"message": message, "unknown": [p for p in own if p not in text and p not in outside], "own": len(own)}
+
+
+SECTIONS = {
+    "version": lambda: vllm.__version__,
+    "config": config,
+    "config_without": lambda: config(cuda_graphs="never", async_scheduling="never"),
+    "config_always": lambda: config(cuda_graphs="always", async_scheduling="always"),
+    "config_fp8": lambda: config(quantization="fp8"),
+    "sampler_1": lambda: sampler(1.0),
+    "sampler_0.6": lambda: sampler(0.6),
+    "sampler_0": lambda: sampler(0.0),
+    "sampler_top_p": lambda: sampler(1.0, 1e-6),
+    "cycle": cycle,
+    "interface": interface,
+    "failures": failures,
+    "fp8": fp8_reload,
+    "allocations": allocations,
+}
+
+if __name__ == "__main__":
+    report = {}
+    for name, section in SECTIONS.items():
+        try:
+            report[name] = section()
+        except Exception:
+            report[name] = f"failed: {traceback.format_exc()}"
+    print(json.dumps(report))

@@ -1,0 +1,98 @@
+"""Our engine against the real sources of vLLM's GPU wheels on a pretended H100: an upstream rename fails here.
+
+`make test-vllm-sources`; not part of the other targets, since a version is a download of 300 MB. What runs is their
+config, sampler, allocator bookkeeping and reloading; no kernel, no CUDA graph and no NCCL.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_gpu.vllm_sources import sources
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("0.22.1", "0.32.0", "0.33.0")
+"""The oldest that pyproject.toml allows, the CPU's, and the newest."""
+
+
+def test_the_versions_are_the_ends_of_the_range_that_pyproject_allows():
+    oldest, beyond = re.search(r"vllm>=0\.(\d+),<0\.(\d+)", (ROOT / "pyproject.toml").read_text()).groups()
+    minors = [int(version.split(".")[1]) for version in VERSIONS]
+    assert (minors[0], minors[-1]) == (int(oldest), int(beyond) - 1)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def report(request, tiny_model_dir) -> dict:
+    """What engine_on_fake_h100.py found with this version."""
+    paths = [sources(request.param), ROOT / "tests", ROOT]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    script = ROOT / "tests" / "fake_gpu" / "engine_on_fake_h100.py"
+    done = subprocess.run(
+        [sys.executable, script, tiny_model_dir], env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["version"] == request.param, "these are not the sources of the wheel"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_vllm_takes_our_arguments_for_the_gpu(report):
+    expected = {
+        "v2_runner": False, "worker": "vllm.v1.worker.gpu_worker.Worker", "executor": "ExecutorWithExternalLauncher",
+        "sleep": True, "cumem": True, "async": True, "graphs": "FULL_AND_PIECEWISE", "quantization": "NoneType",
+        "prefix_caching": True, "chunked": True,
+    }  # fmt: skip
+    assert report["config"] == expected
+    assert report["config_always"] == expected
+    assert report["config_without"] == expected | {"async": False, "graphs": "NONE"}
+    assert report["config_fp8"] == expected | {"quantization": "OnlineQuantizationConfig"}
+
+
+@pytest.mark.slow
+@pytest.mark.download
+@pytest.mark.parametrize("case", ["sampler_1", "sampler_0.6", "sampler_0", "sampler_top_p"])
+def test_both_hooks_work_in_the_real_sampler_without_a_wait_for_the_gpu(report, case):
+    found = report[case]
+    assert isinstance(found, dict), found
+    assert found["same_tokens"] and found["waits"] == {} and found["without_flashinfer"], found
+    assert max(found["errors"]) < 1e-4  # of logprobs, entropies and top logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_sleep_and_the_two_wake_ups_map_weights_and_cache_in_our_order(report):
+    wake_ups = [["wake_up", {"tags": [tag]}] for tag in ("weights", "kv_cache")]
+    assert report["cycle"] == [["sleep", {"level": 2}], *wake_ups, False]
+    unmapped = ["-weights", "-kv_cache"]
+    assert report["allocations"] == {"sleep": unmapped, "weights": ["+weights"], "kv_cache": ["+kv_cache"]}
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_all_that_the_engine_calls_is_there_as_it_calls_it(report):
+    assert report["interface"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_vllms_own_failures_are_explained_and_it_still_says_what_we_look_for(report):
+    found = report["failures"]
+    assert isinstance(found, dict), found
+    assert "too little of the GPU's memory is free; lower engine.gpu_memory_utilization" in found["message"]
+    assert found["own"] >= 6 and found["unknown"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_a_reload_quantises_the_new_weights_into_the_old_storage(report):
+    found = report["fp8"]
+    assert isinstance(found, dict), found
+    assert found["dtype"] == "torch.float8_e4m3fn" and found["same_storage"]
+    assert 0.001 < max(found["errors"]) < 0.07  # three bits of mantissa; a stale weight would be off by 1 and more
+    assert found["head"] is None, "the head must not be quantised: its logprobs are trained on"
