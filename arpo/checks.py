@@ -210,6 +210,7 @@ RANGES: dict[tuple[float, float], str] = {
     "rollout.max_result_tokens data.max_tokens_per_microbatch update.max_tokens_per_microbatch "
     "tools.search.page_chars update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
     "judge.max_concurrent",
+    (2, inf): "run.keep_checkpoints",  # so that a broken one has a fallback
     (0, 1): "branching.base branching.branch_rate branching.threshold engine.gpu_memory_utilization rollout.top_p "
     "advantage.gamma advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",
 }

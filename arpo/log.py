@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from arpo.checks import leaves
-from arpo.config import save_config
+from arpo.run_folder import record_settings
 from arpo.trajectory import Group
 
 LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
@@ -32,7 +32,7 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "config.yaml")
+        record_settings(folder, config, resume_step)
         self.metrics_path = folder / "metrics.jsonl"
         self._drop_lines_after(resume_step)
         self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
