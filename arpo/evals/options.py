@@ -50,8 +50,8 @@ class JudgeConfig:
     """A language model that says whether an answer means the same as the reference."""
 
     url: str = ""
-    """OpenAI-compatible chat endpoint, like http://host:8001/v1/chat/completions; empty = no judge: answers are graded
-    by rule, and the report says so."""
+    """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: answers are graded by
+    rule, and the report says so."""
     model: str = ""
     """Name of the model at judge.url. A key, if it needs one, is read from JUDGE_API_KEY."""
     max_concurrent: int = 16
