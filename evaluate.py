@@ -169,10 +169,10 @@ def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec)
         if Path(file).stem in sets or file.endswith(f"{MUTED}{Path(file).suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         sets[Path(file).stem] = load_prompts(file)[: cfg.max_questions or None]
+        check_offered(sets[Path(file).stem], codec.tools, file)
     system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
     for name, prompts in sets.items():
         asked = [asked_as(prompt, system_prompt) for prompt in prompts]
-        check_offered(prompts, codec.tools, name)
         sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
     return sets
 

@@ -188,7 +188,7 @@ def main(cfg: RLConfig) -> None:
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
     )
     engine.sync_weights(policy.hf_parameters())
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
+    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, keep_dumps=cfg.run.keep_dumps)
     log.line(
         f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, {update_cfg.layout} layout, "
         f"from step {done_steps}"

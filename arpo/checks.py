@@ -196,7 +196,10 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 # ---- a value outside its range
 
 RANGES: dict[tuple[float, float], str] = {
-    (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
+    (
+        0,
+        inf,
+    ): "run.num_steps run.validate_every run.save_every run.dump_every run.keep_dumps model.lora_rank model.shard_size "
     "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
     "branching.budget_weight branching.consecutive_penalty critic.lr model.lora_alpha engine.kv_cache_gib "
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "

@@ -33,8 +33,10 @@ class RunConfig:
     """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
     save_hf: bool = True
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
-    dump_every: int = 1
-    """Steps between full trajectory dumps; 0 = never."""
+    dump_every: int = 10
+    """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
+    keep_dumps: int = 50
+    """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True
     """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
     resume_changed: bool = False
