@@ -67,7 +67,7 @@ from pathlib import Path
 from arpo import ranks
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.engine import Engine
-from arpo.engine.server_engine import ServerEngine
+from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
 from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
 from arpo.evals.compare import compare_runs
@@ -85,7 +85,7 @@ from arpo.model.policy import check_model_folder
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.sampler import Sampler
-from arpo.tools import make_tools, system_prompt_for
+from arpo.tools import check_offered, make_tools, system_prompt_for
 from arpo.tools.base import MutedTool
 from arpo.trajectory import Group, Prompt
 
@@ -111,7 +111,7 @@ def main(cfg: EvalConfig) -> None:
     sets = load_questions(cfg.eval, chosen, codec)
     muted = {name + MUTED: prompts[: cfg.eval.num_muted] for name, prompts in sets.items() if cfg.eval.num_muted}
     if cfg.reward.file:
-        load_custom(cfg.reward.file, cfg.reward.function)
+        load_custom(cfg.reward.file, cfg.reward.function).try_on(next(iter(sets.values()))[0])
     tools = make_tools(cfg.tools.replayed() if cfg.eval.replay else cfg.tools)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     runner = team.tool_runner(tools)
@@ -121,7 +121,8 @@ def main(cfg: EvalConfig) -> None:
     folder = Path(cfg.run.dir) / cfg.run.name
     judge = None
     if dist.is_main:
-        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools)
+        served = served_model(cfg) if cfg.eval.server else ""
+        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served)
         claim_run(folder, settings, resume=cfg.run.resume)
         judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
@@ -171,15 +172,22 @@ def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec)
         if Path(file).stem in sets or file.endswith(f"{MUTED}{Path(file).suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         sets[Path(file).stem] = load_prompts(file)[: cfg.max_questions or None]
+        check_offered(sets[Path(file).stem], codec.tools, file)
     system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
     for name, prompts in sets.items():
         asked = [asked_as(prompt, system_prompt) for prompt in prompts]
-        sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, "drop", name)
+        sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
     return sets
 
 
 def save_group(path: Path, name: str, metric: str, tools: tuple[str, ...], group: Group, wall_s: list[float]) -> None:
     append_records(path, group_records(group, name, metric, wall_s, tools))
+
+
+def served_model(cfg: EvalConfig) -> str:
+    """Return the name of the model that the server has, and the folder it comes from where the server says so."""
+    _, model = find_model(cfg.eval.server, cfg.eval.server_model, cfg.max_model_len)
+    return f"{model['id']} ({model['root']})" if model.get("root", model["id"]) != model["id"] else model["id"]
 
 
 def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEngine:

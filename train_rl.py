@@ -110,9 +110,10 @@ from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
 from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom, score_groups
+from arpo.run_folder import check_run_folder
 from arpo.sampler import Sampler
 from arpo.selection import groups_to_train_on, num_to_sample
-from arpo.tools import make_tools, system_prompt_for
+from arpo.tools import check_offered, make_tools, system_prompt_for
 from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
     fill_advantages,
@@ -134,6 +135,8 @@ def main(cfg: RLConfig) -> None:
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before a model is loaded
+    run_dir = Path(cfg.run.dir) / cfg.run.name
+    check_run_folder(cfg.run, cfg)
     num_prompts = cfg.data.num_prompts_per_step
     if num_prompts % dist.world_size:
         raise UserError(
@@ -154,13 +157,14 @@ def main(cfg: RLConfig) -> None:
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
     custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    if custom_reward and cfg.branching.selector in NEED_REWARDS:
-        custom_reward.require_single(f"branching.selector={cfg.branching.selector}")
+    if custom_reward:
+        custom_reward.try_on(train_prompts[0])
+        if cfg.branching.selector in NEED_REWARDS:
+            custom_reward.require_single(f"branching.selector={cfg.branching.selector}")
     score = partial(score_groups, cfg=cfg.reward, custom=custom_reward, tools=cfg.tools.names, only_new=True)
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
     tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
-    run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
@@ -175,13 +179,13 @@ def main(cfg: RLConfig) -> None:
         reference = load_policy(
             cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference
         ).requires_grad_(False)
-    done_steps = checkpoints.resume(policy, optimizer, critic, critic_optimizer, allow=cfg.run.resume)
+    done_steps = checkpoints.resume(policy, optimizer, critic, critic_optimizer)
     num_drawn = checkpoints.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
     engine = Engine(
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
     )
     engine.sync_weights(policy.hf_parameters())
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
+    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, keep_dumps=cfg.run.keep_dumps)
     log.line(
         f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, {update_cfg.layout} layout, "
         f"from step {done_steps}"
@@ -306,9 +310,11 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
 def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     if not file:
         return []
+    prompts = load_prompts(file)
+    check_offered(prompts, codec.tools, file)
     system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
     return tokenize_prompts(
-        load_prompts(file),
+        prompts,
         lambda messages: codec.render_prompt(with_system_prompt(messages, system_prompt)),
         cfg.max_prompt_tokens,
         cfg.overlong,

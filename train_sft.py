@@ -63,6 +63,7 @@ from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import check_model_folder
 from arpo.protocol import Codec
 from arpo.ranks import Ranks
+from arpo.run_folder import check_run_folder
 from arpo.sft.token_store import tokenise
 from arpo.trajectory import Metrics
 
@@ -77,10 +78,11 @@ def main(cfg: SFTConfig) -> None:
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
+    run_dir = Path(cfg.run.dir) / cfg.run.name
+    check_run_folder(cfg.run, cfg)
     check_model_folder(cfg.model.path)
     check_memory(read_job(cfg.model, dist.mesh.shape[-1], cfg.data.max_tokens_per_microbatch), dist.device)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
-    run_dir = Path(cfg.run.dir) / cfg.run.name
     checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)
     train_rows = tokenise(cfg.data.train, cfg.data, codec, run_dir / "tokens" / "train", dist)
     valid_rows = []
@@ -95,7 +97,7 @@ def main(cfg: SFTConfig) -> None:
     ranks.seed_everything(cfg.run.seed + dist.rank)
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
-    done_steps = checkpoints.resume(policy, optimizer, allow=cfg.run.resume)
+    done_steps = checkpoints.resume(policy, optimizer)
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
     log.line(
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "

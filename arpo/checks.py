@@ -196,7 +196,10 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
 # ---- a value outside its range
 
 RANGES: dict[tuple[float, float], str] = {
-    (0, inf): "run.num_steps run.validate_every run.save_every run.dump_every model.lora_rank model.shard_size "
+    (
+        0,
+        inf,
+    ): "run.num_steps run.validate_every run.save_every run.dump_every run.keep_dumps model.lora_rank model.shard_size "
     "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
     "branching.budget_weight branching.consecutive_penalty critic.lr model.lora_alpha engine.kv_cache_gib "
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
@@ -210,6 +213,7 @@ RANGES: dict[tuple[float, float], str] = {
     "rollout.max_result_tokens data.max_tokens_per_microbatch update.max_tokens_per_microbatch "
     "tools.search.page_chars update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
     "judge.max_concurrent",
+    (2, inf): "run.keep_checkpoints",  # so that a broken one has a fallback
     (0, 1): "branching.base branching.branch_rate branching.threshold engine.gpu_memory_utilization rollout.top_p "
     "advantage.gamma advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",
 }

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from arpo.checks import ignored, out_of_range
 from arpo.errors import UserError, exit_with
@@ -124,19 +124,22 @@ def one_line(tyro_box: str) -> str:
     return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 
 
-def field_names(root: type, prefix: str = "") -> dict[str, bool]:
-    """Return all keys as dotted paths -> whether it is a section. {"branching": True, "branching.base": False, ...}"""
-    names: dict[str, bool] = {}
+Kind = Literal["section", "list", "value"]
+
+
+def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
+    """Return all keys as dotted paths -> what stands there. {"tools": "section", "tools.names": "list", ...}"""
+    names: dict[str, Kind] = {}
     hints = get_type_hints(root)
     for f in fields(root):
-        section = is_dataclass(hints[f.name])
-        names[prefix + f.name] = section
-        if section:
-            names |= field_names(hints[f.name], f"{prefix}{f.name}.")
+        hint = hints[f.name]
+        names[prefix + f.name] = "list" if get_origin(hint) is tuple else "value"
+        if is_dataclass(hint):
+            names |= {prefix + f.name: "section"} | field_names(hint, f"{prefix}{f.name}.")
     return names
 
 
-def check_known(key: str, known: dict[str, bool], where: str) -> None:
+def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     """Raise UserError for an unknown key, with the known one that it resembles."""
     if key in known:
         return
@@ -144,13 +147,13 @@ def check_known(key: str, known: dict[str, bool], where: str) -> None:
         raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
     leaf = key.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-        k for k in known if k.rsplit(".", 1)[-1] == leaf and not known[k]
+        k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
     ]
     hint = f"did you mean {close[0]!r}?" if close else "see --help for all keys"
     raise UserError(f"{where}: unknown key {key!r}; {hint}")
 
 
-def flag_settings(argv: list[str], known: dict[str, bool]) -> dict[str, list[str]]:
+def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str]]:
     """Parse flags. ["--run.seed", "3", "--tools.names", "a", "b"] -> {"run.seed": ["3"], "tools.names": ["a", "b"]}"""
     found: dict[str, list[str]] = {}
     key = None
@@ -158,7 +161,7 @@ def flag_settings(argv: list[str], known: dict[str, bool]) -> dict[str, list[str
         if match := re.fullmatch(r"--([^=]+)(?:=(.*))?", token, re.DOTALL):
             key = match[1].replace("-", "_")
             check_known(key, known, where=COMMAND_LINE)
-            if known[key]:
+            if known[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
             found[key] = [] if match[2] is None else [match[2]]
         elif key is None:
@@ -168,7 +171,7 @@ def flag_settings(argv: list[str], known: dict[str, bool]) -> dict[str, list[str
     return found
 
 
-def yaml_settings(path: Path, known: dict[str, bool], script: str) -> dict[str, list[str]]:
+def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, list[str]]:
     """Read nested YAML as {"section.field": [value, ...]}, every key checked.
 
     Keys under the script's own name override the rest of the file; those under another script's are skipped.
@@ -176,9 +179,15 @@ def yaml_settings(path: Path, known: dict[str, bool], script: str) -> dict[str, 
     import yaml
 
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        text = path.read_text(encoding="utf-8")
+        check_no_key_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        tree = yaml.safe_load(text) or {}
     except OSError as error:
         raise UserError(f"{path}: cannot read the config file ({error.strerror}); check the path") from None
+    except RecursionError:
+        raise UserError(f"{path}: a YAML alias (*name) stands inside what it names; write it out") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the config file is not UTF-8; save it as that") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
@@ -192,9 +201,11 @@ def yaml_settings(path: Path, known: dict[str, bool], script: str) -> dict[str, 
         for name, value in node.items():
             key = f"{prefix}{name}"
             check_known(key, known, where=str(path))
-            if known[key] != isinstance(value, dict):
-                need = "a mapping (it is a section)" if known[key] else "a value, not a mapping"
+            if (known[key] == "section") != isinstance(value, dict):
+                need = "a mapping (it is a section)" if known[key] == "section" else "a value, not a mapping"
                 raise UserError(f"{path}: {key} must be {need}")
+            if isinstance(value, list) and known[key] != "list":
+                raise UserError(f"{path}: {key} must be one value, not the list {value}")
             if value is None:
                 raise UserError(f'{path}: {key} has no value; give it one ("" for an empty text), or drop the line')
             if isinstance(value, dict):
@@ -205,6 +216,21 @@ def yaml_settings(path: Path, known: dict[str, bool], script: str) -> dict[str, 
     walk(tree, "")
     walk(own, "")
     return found
+
+
+def check_no_key_twice(node: Any, path: Path) -> None:
+    """Raise UserError for a key that a mapping of the YAML tree has twice: the last one would win without a word."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise UserError(f"{path}: {key.value!r} stands in lines {seen[key.value]} and {line}; drop one")
+        seen[key.value] = line
+        check_no_key_twice(value, path)
 
 
 def save_config(config: object, path: Path) -> None:

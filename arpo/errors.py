@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import os
 import sys
 import time
@@ -63,6 +64,10 @@ def exit_with(error: UserError) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         print(f"error: {error}", file=sys.stderr)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # torchrun's own report comes last on the screen, and ends with this in the place of a traceback.
+            info = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": f"error: {error}", "extraInfo": info}}))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(10)
         print(f"error (rank {rank}): {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The log of a run: console lines, metrics.jsonl, TensorBoard, trajectory dumps, the curve.
 
-    runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl  curve.png
+    runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz  curve.png
 
 Only rank 0 writes; on other ranks every method does nothing.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from arpo.checks import leaves
-from arpo.config import save_config
+from arpo.dumps import DumpWriter
+from arpo.run_folder import record_settings
 from arpo.trajectory import Group
 
 LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
@@ -25,14 +26,15 @@ LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 class RunLog:
     """Writer of a run's folder. `resume_step` steps are done; an interrupted run's later lines are dropped."""
 
-    def __init__(self, folder: Path, config: object, *, is_main: bool, resume_step: int = 0):
+    def __init__(self, folder: Path, config: object, *, is_main: bool, resume_step: int = 0, keep_dumps: int = 0):
         self.folder, self.is_main = folder, is_main
         if not is_main:
             return
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "config.yaml")
+        record_settings(folder, config, resume_step)
+        self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps)
         self.metrics_path = folder / "metrics.jsonl"
         self._drop_lines_after(resume_step)
         self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
@@ -67,17 +69,10 @@ class RunLog:
         return Progress(total, what, done=done, is_part=is_part, is_main=self.is_main)
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Write full trajectories, one per line: text, tokens, turns, tool calls, decisions, rewards."""
+        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py)."""
         if not self.is_main:
             return
-        path = self.folder / "trajectories" / f"{kind}_{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("w") as file:
-            for group in groups:
-                question = group.prompt.messages[-1]["content"]
-                for trajectory in group.trajectories:
-                    row = {"question": question, "answers": group.prompt.answers} | trajectory.to_dict()
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.dumps.write(step, groups, kind)
 
     def transcripts(self, step: int, groups: list[Group], *, tag: str, num: int = 2) -> None:
         """Write the first trajectories of the first prompts as TensorBoard text."""
@@ -111,6 +106,7 @@ class RunLog:
     def close(self) -> None:
         if self.is_main:
             self.board.close()
+            self.dumps.close()
 
 
 class Progress(contextlib.AbstractContextManager):

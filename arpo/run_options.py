@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from arpo.errors import require
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -31,14 +33,23 @@ class RunConfig:
     """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
     save_hf: bool = True
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
-    dump_every: int = 1
-    """Steps between full trajectory dumps; 0 = never."""
+    dump_every: int = 10
+    """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
+    keep_dumps: int = 50
+    """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True
     """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
+    resume_changed: bool = False
+    """Continue though settings that decide what is learnt have changed; RUN/changes.jsonl says at which step."""
     peer_timeout_minutes: float = 60.0
     """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
     silence_timeout_s: float = 300.0
     """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
+
+    def __post_init__(self) -> None:
+        parts = self.name.split("/")
+        is_inside = all(part.strip(" .") for part in parts)
+        require(is_inside, f"run.name={self.name!r} must name a folder inside run.dir; choose a name like grpo_7b")
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,8 @@ class Trajectory:
         return [t.tool_call for t in self.turns if t.tool_call is not None and not t.inherited]
 
     def to_dict(self) -> dict:
-        """Return all fields in plain types, for the trajectory dump (jsonl)."""
-        return asdict(self)
+        """Return all fields in plain types, for the trajectory dump (jsonl). Long lists are shared, not copied."""
+        return vars(self) | {"turns": [asdict(turn) for turn in self.turns]}
 
 
 @dataclass

@@ -27,8 +27,8 @@ READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
 ALWAYS = {
-    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every resume "
-    "peer_timeout_minutes silence_timeout_s",
+    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
+    "resume_changed peer_timeout_minutes silence_timeout_s",
     "model": "path compute_dtype attention activation_checkpointing compile_layers compile_head reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
@@ -43,8 +43,8 @@ ALWAYS = {
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
-    "eval": "benchmarks files max_questions num_samples max_prompt_tokens system_prompt num_muted server replay "
-    "regrade compare",
+    "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
+    "replay regrade compare",
     "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
     "target_reward",
@@ -56,8 +56,8 @@ def defaults(root: type) -> dict[str, object]:
     return leaves({f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(root)})
 
 
-KNOBS = {key for root in ROOTS for key, is_section in field_names(root).items() if not is_section}
-SECTIONS = {key for root in ROOTS for key, is_section in field_names(root).items() if is_section}
+KNOBS = {key for root in ROOTS for key, kind in field_names(root).items() if kind != "section"}
+SECTIONS = {key for root in ROOTS for key, kind in field_names(root).items() if kind == "section"}
 
 
 def test_every_knob_is_known_to_need_something_or_to_matter_always():

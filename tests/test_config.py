@@ -125,6 +125,42 @@ def test_a_config_is_frozen():
         ("", ["--update.max_tokens_per_microbatch", "5000"], ["max_tokens_per_microbatch=5000", "5632"]),
         ("", ["--rollout.temperature", "0"], ["rollout.temperature"]),
         ("", ["--branching.selector", "none", "--branching.dynamic_budget", "True"], ["dynamic_budget"]),
+        ("run: {seed: [1, 2]}", [], ["c.yaml", "run.seed must be one value, not the list [1, 2]"]),
+        ("data: {valid: [a, b]}", [], ["c.yaml", "data.valid must be one value"]),
+        ("run: {seed: 1}\nrun: {seed: 2}", [], ["c.yaml", "'run' stands in lines 1 and 2; drop one"]),
+        ("run:\n  seed: 1\n  seed: 2", [], ["c.yaml", "'seed' stands in lines 2 and 3"]),
+        ("run: &a\n  seed: *a", [], ["c.yaml", "alias", "write it out"]),
+        ("", ["--run.name", ""], ["run.name=''", "choose a name like"]),
+        ("", ["--run.name", "../x"], ["run.name='../x' must name a folder inside run.dir"]),
+        ("", ["--run.name", "/tmp/x"], ["run.name='/tmp/x' must name"]),
+        ("", ["--run.keep_checkpoints", "1"], ["run.keep_checkpoints=1 must be at least 2"]),
+        ("", ["--run.num_steps", "-1"], ["run.num_steps=-1 must be at least 0"]),
+        ("", ["--run.num_epochs", "0"], ["run.num_epochs=0 must be at least 1"]),
+        ("", ["--run.peer_timeout_minutes", "-1"], ["run.peer_timeout_minutes=-1.0 must be at least 0"]),
+        ("", ["--optim.lr", "-1"], ["optim.lr=-1.0 must be at least 0"]),
+        ("optim: {lr: .nan}", [], ["c.yaml", "optim.lr=nan must be at least 0"]),
+        ("", ["--optim.lr", "fast"], ["command line", "optim.lr"]),
+        ("", ["--optim.warmup_ratio", "2"], ["optim.warmup_ratio=2.0 must lie between 0 and 1"]),
+        ("", ["--optim.max_grad_norm", "-1"], ["optim.max_grad_norm=-1.0 must be at least 0"]),
+        ("", ["--loss.clip_low", "-1"], ["loss.clip_low=-1.0 must be at least 0"]),
+        ("", ["--loss.kind", "pop"], ["loss.kind='pop' is unknown", "did you mean 'ppo'?"]),
+        ("", ["--loss.dual_clip", "0.5"], ["loss.dual_clip=0.5 must be above 1"]),
+        ("", ["--loss.kl_estimator", "k2"], ["loss.kl_estimator", "is ignored unless loss.kl_coefficient"]),
+        ("", ["--rollout.group_size", "0"], ["rollout.group_size=0"]),
+        ("", ["--rollout.group_size", "1"], ["num_initial_rollouts=8", "group_size=1"]),
+        ("", ["--rollout.group_size", "nan"], ["command line", "invalid literal for int()"]),
+        ("", ["--rollout.max_tool_calls", "-1"], ["rollout.max_tool_calls=-1 must be at least 0"]),
+        ("", ["--rollout.max_response_tokens", "0"], ["rollout.max_response_tokens=0"]),
+        ("", ["--engine.max_num_seqs", "0"], ["engine.max_num_seqs=0 must be at least 1"]),
+        ("", ["--engine.gpu_memory_utilization", "1.2"], ["engine.gpu_memory_utilization=1.2 must lie between"]),
+        ("", ["--engine.tensor_parallel", "0"], ["engine.tensor_parallel=0 must be at least 1"]),
+        ("", ["--model.context_parallel", "0"], ["model.context_parallel=0 must be at least 1"]),
+        ("", ["--branching.base", "2"], ["branching.base=2.0 must lie between 0 and 1"]),
+        ("", ["--branching.rule", "thresold"], ["branching.rule", "thresold", "threshold"]),
+        ("", ["--advantage.kind", "grop"], ["advantage.kind", "grop", "grpo"]),
+        ("", ["--advantage.gamma", "3"], ["advantage.gamma=3.0 must lie between 0 and 1"]),
+        ("", ["--data.max_prompt_tokens", "0"], ["data.max_prompt_tokens=0 must be at least 1"]),
+        ("", ["--data.num_prompts_per_step", "0"], ["data.num_prompts_per_step=0 must be at least 1"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
@@ -132,6 +168,12 @@ def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
     with pytest.raises(UserError) as caught:
         load_config(RLConfig, [path, "--data.train", "x", *flags])
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_config_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"data: {train: caf\xe9}")
+    with pytest.raises(UserError, match=r"c\.yaml: the config file is not UTF-8; save it as that"):
+        load_config(RLConfig, [str(tmp_path / "c.yaml")])
 
 
 def test_a_missing_config_file_is_named():
@@ -152,6 +194,17 @@ def test_a_script_ends_with_code_2_on_rank_0_only():
         )  # fmt: skip
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == lines
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_last_line_on_the_screen_is_ours():
+    """Only a rule of "=" comes after it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_rl.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    *_, last, rule = done.stderr.splitlines()
+    assert last.split("traceback : ")[1].startswith("error: command line: data.train is empty") and not rule.strip("=")
 
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "demo_hard")

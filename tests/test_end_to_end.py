@@ -76,8 +76,8 @@ def test_a_run_leaves_what_the_docs_say(trained):
     names = {p.name for p in trained.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "tb", "trajectories", "checkpoints", "curve.png", "hf"} <= names
     steps = sorted(p.name for p in (trained / "trajectories").iterdir())
-    assert steps == ["step_000004.jsonl", "step_000008.jsonl", "step_000012.jsonl",
-                     "valid_000000.jsonl", "valid_000006.jsonl", "valid_000012.jsonl"]  # fmt: skip
+    assert steps == ["step_000004.jsonl.gz", "step_000008.jsonl.gz", "step_000012.jsonl.gz",
+                     "valid_000000.jsonl.gz", "valid_000006.jsonl.gz", "valid_000012.jsonl.gz"]  # fmt: skip
     checkpoints = sorted(p.name for p in (trained / "checkpoints").glob("step_*"))
     assert checkpoints == ["step_000010", "step_000012"]
 
@@ -133,10 +133,10 @@ def test_two_ranks_with_one_engine_between_them_count_every_trajectory_once(adap
     rows = steps_of(adapted)
     assert len(rows) == 12
     for row in rows:
-        records = read_jsonl(adapted / "trajectories" / f"step_{row['step']:06d}.jsonl")
+        records = read_jsonl(adapted / "trajectories" / f"step_{row['step']:06d}.jsonl.gz")
         assert len(records) == len({(r["prompt_id"], r["trajectory_id"]) for r in records}) == 4 * 8
         assert row["reward/mean"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
-    assert len(read_jsonl(adapted / "trajectories" / "valid_000012.jsonl")) == 4
+    assert len(read_jsonl(adapted / "trajectories" / "valid_000012.jsonl.gz")) == 4
 
 
 @pytest.mark.slow

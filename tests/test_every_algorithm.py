@@ -123,7 +123,7 @@ def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_o
 def groups_of(world, run: str, step: int) -> dict[str, list[dict]]:
     """prompt -> its dumped trajectories, in the order in which prompts were sampled."""
     groups: dict[str, list[dict]] = {}
-    for row in read_jsonl(world / "runs" / run / "trajectories" / f"step_{step:06d}.jsonl"):
+    for row in read_jsonl(world / "runs" / run / "trajectories" / f"step_{step:06d}.jsonl.gz"):
         groups.setdefault(row["prompt_id"], []).append(row)
     return groups
 

@@ -1,4 +1,3 @@
-import json
 import os
 import pty
 import subprocess
@@ -6,8 +5,11 @@ import sys
 import termios
 from dataclasses import dataclass
 
+import pytest
+from helpers.files import read_jsonl
 from helpers.sample_groups import group
 
+from arpo.errors import UserError
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.metrics import rollout_metrics
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
@@ -155,6 +157,27 @@ def test_metrics_merge_by_their_declared_reduction():
 def test_trajectory_dump_holds_everything(tmp_path):
     log = RunLog(tmp_path, Config(), is_main=True)
     log.trajectories(7, [group()])
-    rows = [json.loads(line) for line in (tmp_path / "trajectories" / "step_000007.jsonl").read_text().splitlines()]
+    log.close()
+    rows = read_jsonl(tmp_path / "trajectories" / "step_000007.jsonl.gz")
     assert [r["trajectory_id"] for r in rows] == ["0", "0.0"] and rows[1]["parent_id"] == "0"
     assert rows[0]["turns"][1]["decision"]["outcome"] == "branched" and rows[0]["question"] == "q"
+    assert rows[0]["messages"] == group().prompt.messages and rows[0]["data_source"] == group().prompt.data_source
+
+
+def test_only_the_newest_dumps_of_each_kind_stay_and_none_is_half_written(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True, keep_dumps=2)
+    for step in (1, 2, 3):
+        log.trajectories(step, [group()])
+    log.trajectories(3, [group()], kind="valid")
+    log.close()
+    names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert names == ["step_000002.jsonl.gz", "step_000003.jsonl.gz", "valid_000003.jsonl.gz"]
+
+
+def test_a_dump_that_cannot_be_written_is_said_with_the_next_one(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True)
+    (tmp_path / "trajectories").write_text("a file in the way")
+    log.trajectories(1, [group()])
+    with pytest.raises(UserError, match=r"trajectories: cannot write the trajectory dump \(.+\); free some space"):
+        log.trajectories(2, [group()])
+    log.close()

@@ -150,7 +150,7 @@ def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_
     assert all(row["tools/search/failed_not_recorded"] > 0.2 * row["tools/search/calls"] > 0 for row in rows)
     kinds = {
         turn["tool_call"]["error_kind"]
-        for record in read_jsonl(run / "trajectories" / "step_000001.jsonl")
+        for record in read_jsonl(run / "trajectories" / "step_000001.jsonl.gz")
         for turn in record["turns"]
         if turn["tool_call"]
     }

@@ -119,6 +119,6 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(world, flags, message):
-    done = try_script("train_sft.py", str(world / "config.yaml"), *flags, ranks=1)
+    done = try_script("train_sft.py", str(world / "config.yaml"), "--run.name", "bad", *flags, ranks=1)
     errors = done.output[done.output.index("error: ") :]
     assert done.code == 2 and errors.count("\n") == 1 and re.match(f"error: .*{message}", errors), done.output

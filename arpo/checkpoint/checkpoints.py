@@ -40,9 +40,7 @@ class Checkpoints:
     """The checkpoint folder of one run. All methods are collective: every rank calls them."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2):
-        """keep: number of newest checkpoints that stay when another one is saved (>= 2). Raises UserError."""
-        if keep < 2:
-            raise UserError(f"run.keep_checkpoints={keep} must be at least 2, so that a broken one has a fallback")
+        """keep: number of newest checkpoints that stay when another one is saved, >= 2: a broken one has a fallback."""
         self.folder, self.ranks, self.keep = folder, ranks, keep
         self.my_files = slice(ranks.rank, None, ranks.world_size)  # this rank's share of a folder's sorted files
         self.progress: dict = {}
@@ -98,15 +96,13 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         critic: Critic | None = None,
         critic_optimizer: torch.optim.Optimizer | None = None,
-        *,
-        allow: bool = True,
     ) -> int:
         """Load the newest intact checkpoint and return its step, or 0 if there is none. The world size may change.
 
         The optimizer's settings (weight decay, betas) stay those of the config. Raises UserError when there are
-        checkpoints, but `allow` is False, none of them is intact, or the newest intact one is of another model.
+        checkpoints, but none of them is intact, or the newest intact one is of another model.
         """
-        folder = self._newest_intact(allow)
+        folder = self._newest_intact()
         if folder is None:
             return 0
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
@@ -118,13 +114,11 @@ class Checkpoints:
         self.progress = json.loads(file.read_text()) if file.exists() else {}  # older checkpoints have none
         return manifest.step_of(folder)
 
-    def _newest_intact(self, allow: bool) -> Path | None:
+    def _newest_intact(self) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
         broken = []
         for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self._all()]):
             folder = self.folder / name
-            if not allow:
-                raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
             problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, self.my_files))
             if any(problems):
                 broken.append((folder, next(filter(None, problems))))

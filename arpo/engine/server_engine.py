@@ -54,10 +54,8 @@ class ServerEngine:
         Raises UserError if the server does not answer, or does not serve this model with room for `max_model_len`
         tokens.
         """
-        check_url(url, "eval.server")
-        self.url = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
-        models = _get_json(f"{self.url}/models", bearer(read_key(KEY_VARIABLE)))
-        self.model = choose_model(models, model, max_model_len, self.url)
+        self.url, served = find_model(url, model, max_model_len)
+        self.model = served["id"]
         self.codec = codec
         self._client = HttpClient(
             "eval.server",
@@ -199,8 +197,15 @@ def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:
     return stop if stop and (stop not in text[position:] or text.endswith(stop)) else None
 
 
-def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> str:
-    """Return the served model's name. Raises UserError if `model` is not served, or has too little room."""
+def find_model(url: str, model: str, max_model_len: int) -> tuple[str, dict]:
+    """Return the server's base URL, and what it says of the model that it will sample from; see `ServerEngine`."""
+    check_url(url, "eval.server")
+    base = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
+    return base, choose_model(_get_json(f"{base}/models", bearer(read_key(KEY_VARIABLE))), model, max_model_len, base)
+
+
+def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> dict:
+    """Return the served model's entry. Raises UserError if `model` is not served, or has too little room."""
     rows = answer.get("data") if isinstance(answer, dict) else None
     served = {row["id"]: row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)}
     if not served:
@@ -216,7 +221,7 @@ def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> str:
             f"eval.server: {name} has room for {room} tokens, eval.max_prompt_tokens + rollout.max_response_tokens is "
             f"{max_model_len}; lower one of them, or serve it with a larger --max-model-len"
         )
-    return name
+    return served[name]
 
 
 def _choice(answer: Any) -> dict:

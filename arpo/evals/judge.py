@@ -20,7 +20,7 @@ from typing import Literal
 from arpo.errors import UserError
 from arpo.evals.options import JudgeConfig
 from arpo.tools.cache.store import CacheFile, cache_key
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 
 BACKEND = "judge"
@@ -177,7 +177,7 @@ class Judge:
 
     def _client(self) -> HttpClient:
         names = {"setting": "judge.url", "key_variable": KEY_VARIABLE}
-        return HttpClient(BACKEND, self.cfg.url, self._policy, **names, time_source=self._time_source)
+        return HttpClient(BACKEND, chat_url(self.cfg.url), self._policy, **names, time_source=self._time_source)
 
 
 class _Outage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class EvalSection:
     num_samples: int = 1
     """Number of independent trajectories per question (n of avg@n, and the largest k of Pass@k)."""
     max_prompt_tokens: int = 2048
-    """Longest prompt, in tokens; questions with longer ones are left out, and counted."""
+    """Longest prompt, in tokens; eval.overlong says what happens to questions with longer ones."""
+    overlong: Literal["drop", "error"] = "error"
+    """error = stop, because an average without the longest questions is of another test set; drop = leave them out."""
     system_prompt: str = "keep"
     """System prompt of all questions. keep = the file's or the benchmark's; none = without; default = the protocol's;
     code_search, search, math, base, chinese = that prompt with its tools; anything else = that text."""
@@ -47,8 +50,8 @@ class JudgeConfig:
     """A language model that says whether an answer means the same as the reference."""
 
     url: str = ""
-    """OpenAI-compatible chat endpoint, like http://host:8001/v1/chat/completions; empty = no judge: answers are graded
-    by rule, and the report says so."""
+    """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: answers are graded by
+    rule, and the report says so."""
     model: str = ""
     """Name of the model at judge.url. A key, if it needs one, is read from JUDGE_API_KEY."""
     max_concurrent: int = 16

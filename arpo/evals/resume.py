@@ -42,10 +42,15 @@ def model_identity(path: str) -> str:
     return f"{path} sha256:{digest.hexdigest()[:16]}" if files else path
 
 
-def what_decides(seed: int, cfg: EvalSection, model: ModelConfig, rollout: RolloutConfig, tools: ToolsConfig) -> dict:
-    """Return the settings that must not change within a run. (More questions or benchmarks may be added to it.)"""
+def what_decides(
+    seed: int, cfg: EvalSection, model: ModelConfig, rollout: RolloutConfig, tools: ToolsConfig, served: str = ""
+) -> dict:
+    """Return the settings that must not change within a run. (More questions or benchmarks may be added to it.)
+
+    served: the model that cfg.server says it has.
+    """
     return {
-        "model": f"server {cfg.server_model}".strip() if cfg.server else model_identity(model.path),
+        "model": f"server {served}" if cfg.server else model_identity(model.path),
         "enable_thinking": model.enable_thinking,
         "seed": seed,
         "num_samples": cfg.num_samples,

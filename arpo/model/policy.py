@@ -159,20 +159,23 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"model.path={path}: cannot load the tokenizer ({' '.join(str(error).split())[:200]})"
-        ) from None
+        reason = " ".join(str(error).split())
+        if not Path(path).is_dir():  # a hub name, or meant as a folder
+            reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
+        raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
 
 
 def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
     """Raise UserError for what a model folder lacks (config.json, a weight file, tokenizer, chat template, positions
     for `max_model_len`), before anything is loaded; it begins with the `option` that set the path.
 
-    A path that is no folder, and does not look local, is a hub name, which is not checked.
+    A path that is no folder, and does not look local (in a folder that exists, for one), is a hub name, which is not
+    checked.
     """
     folder = Path(path)
     if not folder.is_dir():
-        if folder.is_absolute() or path.startswith((".", "runs/")) or path.count("/") != 1:
+        looks_local = folder.is_absolute() or path.startswith((".", "runs/")) or path.count("/") != 1
+        if looks_local or folder.parent.is_dir():
             raise UserError(f"{option}={path}: no such folder; train or download the model first")
         return
     config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")

@@ -17,6 +17,9 @@ from pathlib import Path
 from arpo.errors import UserError
 from arpo.trajectory import Prompt, Trajectory
 
+FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 @dataclass(frozen=True)
 class CustomReward:
@@ -27,6 +30,15 @@ class CustomReward:
     """True if it takes all samples at once."""
     place: str
     """File and function, like "my_reward.py: compute_score", for messages."""
+
+    def try_on(self, prompt: Prompt) -> None:
+        """Score an invented response to a real prompt, so that what is wrong is known before any is sampled.
+
+        Raises UserError, as the scoring of a rollout does.
+        """
+        text = f"<answer>{prompt.answers[0]}</answer>"
+        invented = Trajectory(prompt.prompt_id, "invented, before the run", text=text, segments=[(text, True)])
+        score_with_custom(self, [invented], {prompt.prompt_id: prompt})
 
     def require_single(self, who: str) -> None:
         """Raise UserError if it takes all samples at once; `who` needs rewards before there are all."""
@@ -59,10 +71,26 @@ def load_custom(file: str, function: str) -> CustomReward:
     if not callable(found):
         defined = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v)) or "no function"
         raise UserError(f"reward.function={function}: {file} does not define it (it has {defined})")
-    parameters = inspect.signature(found).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    num_required = sum(p.default is p.empty for p in positional)
-    return CustomReward(found, batched=num_required == 1, place=f"{file}: {function}")
+    return CustomReward(found, batched=takes_a_batch(found, f"{file}: {function}"), place=f"{file}: {function}")
+
+
+def takes_a_batch(function: Callable, place: str) -> bool:
+    """Return whether the function takes all samples at once. Raises UserError for parameters that fit neither form."""
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{place} is async; a reward is called and must return its number: make it a plain def")
+    signature = inspect.signature(function)
+    required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in VARIADIC]
+    takes_keywords = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if len(required) == 1 and not takes_keywords:
+        return True
+    try:
+        signature.bind(*FIELDS)
+    except TypeError:
+        takes = ", ".join(signature.parameters) or "nothing"
+        raise UserError(
+            f"{place} takes ({takes}); it must take ({', '.join(FIELDS)}), or one list of samples"
+        ) from None
+    return False
 
 
 def score_with_custom(custom: CustomReward, trajectories: list[Trajectory], prompts_by_id: dict[str, Prompt]) -> None:

@@ -2,7 +2,8 @@
 
 The styles are ShareGPT `conversations` (from / value, as LLaMA-Factory reads them, `system` beside them), OpenAI
 `messages` (role / content, tool_calls), and whole trajectories inside one assistant turn. Function calls written as
-JSON become the text protocol's tags. A `tools` field is ignored: the system prompt says what the tools are.
+JSON, in fields or in <tool_call> blocks of the text, become the text protocol's tags. A `tools`
+field is ignored: the system prompt says what the tools are.
 """
 
 from __future__ import annotations
@@ -76,7 +77,22 @@ def _turn(turn: object, role_key: str, text_key: str) -> dict[str, str]:
         except ValueError:
             return message  # written in the text protocol already
         return {**message, "content": _tag_of_call(call[0] if isinstance(call, list) and len(call) == 1 else call)}
+    if message["role"] == "assistant" and "<tool_call>" in message["content"]:
+        return {**message, "content": _with_tag(message["content"])}
     return message
+
+
+def _with_tag(text: str) -> str:
+    """'<tool_call>{"name": "search", "arguments": {"query": "Paris"}}</tool_call>' -> '<search> Paris </search>'."""
+    before, _, rest = text.partition("<tool_call>")
+    body, closed, after = rest.partition("</tool_call>")
+    if not closed or after.strip():
+        raise BadRow("a <tool_call> must end its message: in the text protocol a turn ends with its first call")
+    try:
+        call = json.loads(body)
+    except ValueError:
+        raise BadRow("the text of a <tool_call> is not valid JSON") from None
+    return before + _tag_of_call(call)
 
 
 def _tag_of_call(call: object) -> str:

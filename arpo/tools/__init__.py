@@ -6,7 +6,10 @@ search tool. A tool without such a field is made without arguments.
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
@@ -14,6 +17,9 @@ from arpo.errors import UserError
 from arpo.protocol.prompts import default_system_prompt
 from arpo.tools.base import PricedTool, Tool
 from arpo.tools.options import ToolsConfig
+from arpo.trajectory import Prompt
+
+logger = logging.getLogger(__name__)
 
 TOOLS: dict[str, Callable[[], type[Tool]]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
@@ -56,6 +62,25 @@ def tool_class(name: str) -> type[Tool]:
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
     return TOOLS[name]()
+
+
+def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
+    """Compare the tools that the rows of a file offer with those that are loaded.
+
+    Raises UserError for a row's tool that is not loaded. Warns of a loaded tool that no row offers.
+    """
+    num_offers = Counter[str]()
+    for prompt in prompts:
+        num_offers.update(loaded if prompt.tools is None else prompt.tools)
+        for name in prompt.tools or ():
+            if name not in loaded:
+                close = difflib.get_close_matches(name, loaded, n=1)
+                fix = f"did the row mean {close[0]!r}?" if close else "add it there, or take it out of the row"
+                has = f"{prompt.prompt_id} offers the tool {name!r}, and tools.names has {', '.join(loaded)}"
+                raise UserError(f"{file}: {has}; {fix}")
+    for name in loaded:
+        if prompts and not num_offers[name]:
+            logger.warning("%s: tools.names has %s, but none of the %d rows offers it", file, name, len(prompts))
 
 
 def system_prompt_for(setting: str, names: Iterable[str]) -> str:

@@ -81,8 +81,8 @@ class SearchConfig:
     """Read pages of your own network too: private, loopback and link-local addresses. The policy's queries decide which
     pages are read, so set it only where nothing in that network trusts its callers."""
     summarizer_url: str = ""
-    """OpenAI-compatible chat endpoint that sums up what a page says on the query, like
-    http://host:8000/v1/chat/completions; its key, if it needs one, in SUMMARIZER_API_KEY; empty = no summary."""
+    """OpenAI-compatible server, like http://host:8000, or its chat endpoint, that sums up what pages say on the query;
+    its key, if it needs one, in SUMMARIZER_API_KEY; empty = no summary."""
     summarizer_model: str = ""
     """Name of the model at summarizer_url."""
     cache: str = ""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import zlib
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 from arpo.config import run_or_exit
+from arpo.dumps import open_dump
 from arpo.errors import UserError
 from arpo.log import script_json
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
@@ -32,7 +34,8 @@ def find_dump(run: Path, *, step: int | None = None) -> Path:
     """
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder; pass runs/NAME")
-    matches = [(re.fullmatch(r"(.+)_(\d+)", path.stem), path) for path in (run / "trajectories").glob("*.jsonl")]
+    files = (run / "trajectories").glob("*")
+    matches = [(re.fullmatch(r"(.+)_(\d+)\.jsonl(\.gz)?", path.name), path) for path in files]
     dumps = [(match[1] == "step", int(match[2]), path) for match, path in matches if match]
     steps = {number: path for of_training, number, path in dumps if of_training}
     if step is not None and step not in steps:
@@ -52,11 +55,12 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
     groups: list[dict] = []
     num_groups, prompt_id, seen = 0, None, set()  # `seen`: trajectory ids of the current group
     try:
-        with dump.open("rb") as file:
+        with open_dump(dump) as file:
             for number, line in enumerate(file, 1):
                 try:
                     row = json.loads(line)
-                    question, answers = row.pop("question"), row.pop("answers")
+                    head = {"question": row.pop("question"), "answers": row.pop("answers")}
+                    head |= {name: row.pop(name, "") for name in ("messages", "data_source")}  # older dumps have none
                     trajectory = parse_trajectory(row)
                 except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -66,13 +70,13 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
                 if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
                     prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
                     if num_groups <= max_groups:
-                        head = {"prompt_id": prompt_id, "question": question, "answers": answers}
-                        groups.append(head | {"trajectories": []})
+                        groups.append({"prompt_id": prompt_id, **head, "trajectories": []})
                 seen.add(trajectory.trajectory_id)
                 if num_groups <= max_groups:
                     groups[-1]["trajectories"].append(trajectory_view(trajectory))
-    except OSError as error:
-        raise UserError(f"{dump}: cannot read the dump ({error.strerror}); check the path") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{dump}: cannot read the dump ({reason}); check the path") from None
     if not groups:
         raise UserError(f"{dump}: the dump is empty; choose another with --step or --file")
     for group in groups:
@@ -132,7 +136,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="runs/NAME")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="training step of the dump; default: the newest")
-    which.add_argument("--file", type=Path, help="a dump by its path, e.g. runs/NAME/trajectories/valid_000100.jsonl")
+    which.add_argument(
+        "--file", type=Path, help="a dump by its path, e.g. runs/NAME/trajectories/valid_000100.jsonl.gz"
+    )
     parser.add_argument("--out", type=Path, help="page to write; default: RUN/viewer.html")
     parser.add_argument("--max_groups", type=int, default=200, help="show only the first N prompts (default 200)")
     run_or_exit(make_page, parser.parse_args(argv))
@@ -146,7 +152,9 @@ def make_page(args: argparse.Namespace) -> None:
     groups, num_groups = read_groups(dump, args.max_groups)
     out = args.out or args.run / "viewer.html"
     try:
-        out.write_text(render(f"{args.run.resolve().name} · {dump.stem}", dump, groups, num_groups), "utf-8")
+        out.write_text(
+            render(f"{args.run.resolve().name} · {dump.name.partition('.')[0]}", dump, groups, num_groups), "utf-8"
+        )
     except OSError as error:
         raise UserError(f"{out}: cannot write the page ({error.strerror}); choose another --out") from None
     print(out)

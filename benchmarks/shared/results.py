@@ -21,6 +21,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
+    "dumps": ("slows_python", "written_s", "plain_s"),
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
     "head_memory": ("time_ratio", "compiled_time_ratio"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),

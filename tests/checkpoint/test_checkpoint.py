@@ -149,14 +149,6 @@ def test_a_checkpoint_of_another_model_is_one_line(saved, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_resume_false_refuses_to_touch_an_existing_run(tiny_model_dir, saved, tmp_path):
-    with mesh_of_one() as mesh:
-        policy, optimizer = load(mesh, tiny_model_dir)
-        with pytest.raises(UserError, match=r"run\.resume is False"):
-            Checkpoints(saved, ranks_of(mesh)).resume(policy, optimizer, allow=False)
-        assert Checkpoints(tmp_path, ranks_of(mesh)).resume(policy, optimizer, allow=False) == 0
-
-
 # ------------------------------------------------------------------------------------------------------ broken folders
 
 
@@ -270,11 +262,6 @@ def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tm
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000010", "step_000011"]
     assert (tmp_path / "latest").read_text() == "step_000011\n"
     assert verify(tmp_path / "step_000010") is None and verify(tmp_path / "step_000011") is None
-
-
-def test_fewer_than_two_checkpoints_are_refused(tmp_path):
-    with mesh_of_one() as mesh, pytest.raises(UserError, match="keep_checkpoints=1"):
-        Checkpoints(tmp_path, ranks_of(mesh), keep=1)
 
 
 def test_too_little_space_is_one_line_before_anything_is_written(tiny_model_dir, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Writing question files of both formats, and reading what a run has written."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -19,4 +20,5 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
 
 def read_jsonl(path: Path) -> list[dict]:
     """The rows. Not by splitlines, which cuts at characters that a random model writes and JSON leaves as they are."""
-    return [json.loads(line) for line in path.read_text().split("\n") if line]
+    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    return [json.loads(line) for line in text.split("\n") if line]

@@ -380,3 +380,40 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
     group = make_group()
     with pytest.raises(UserError, match=message):
         score_groups([group], RewardConfig(), load_custom(str(tmp_path / "mine.py"), "f"), tools=LOADED)
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("async def f(data_source, solution_str, ground_truth, extra_info): return 1.0", "is async; .* plain def"),
+        ("def f(solution, truth): return 1.0", r"takes \(solution, truth\); it must take \(data_source, "),
+        ("def f(): return 1.0", r"takes \(nothing\); it must take"),
+        ("def f(completions, **options): return [1.0]", r"takes \(completions, options\); .* or one list of samples"),
+        ("def f(a, b, c, d, e): return 1.0", r"takes \(a, b, c, d, e\); it must take"),
+    ],
+)
+def test_a_custom_reward_of_another_form_is_refused_when_it_is_loaded(tmp_path, source, words):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(UserError, match=rf"mine\.py: f {words}"):
+        load_custom(str(tmp_path / "mine.py"), "f")
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("def f(a, b, c, d): return d['level']", r"failed on prompt q, trajectory invented.*KeyError: 'level'"),
+        ("def f(a, b, c, d): return float('nan')", "returned nan; a reward must be finite"),
+        ("def f(samples): return []", "returned 0 scores for 1 samples"),
+    ],
+)
+def test_a_custom_reward_is_tried_before_anything_is_sampled(tmp_path, source, words):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(UserError, match=words):
+        load_custom(str(tmp_path / "mine.py"), "f").try_on(Prompt("q", [], ["4"], meta={"extra_info": {}}))
+
+
+def test_a_trial_gets_the_rows_own_fields_and_an_answer_in_the_protocols_form(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(a, text, c, d, *, k=2): return float(text == f'<answer>{c}</answer>') + d['x']"
+    )
+    load_custom(str(tmp_path / "mine.py"), "f").try_on(Prompt("q", [], ["4"], meta={"extra_info": {"x": 1}}))

@@ -45,6 +45,19 @@ def test_sharegpt_and_openai_conversations_become_the_same_messages(tmp_path):
     assert messages_of(tmp_path / "array.json") == expected
 
 
+HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}\n</tool_call>'
+
+
+def test_a_json_call_in_the_text_becomes_a_tag():
+    row = conversation(("human", f"q {HERMES}"), ("gpt", f"Hm.\n{HERMES}\n"), ("observation", "r"), ("gpt", "ok"))
+    assert [m["content"] for m in parse_conversation(row)] == [
+        f"q {HERMES}",
+        "Hm.\n<search> Paris </search>",
+        "r",
+        "ok",
+    ]
+
+
 def test_function_calls_of_llama_factory_and_openai_become_tags(tmp_path):
     call = {"name": "search", "arguments": {"query": "who?"}}
     factory = {
@@ -109,6 +122,10 @@ def conversation(*turns: tuple[str, str]) -> dict:
         ),
         (conversation(("human", "q"), ("function_call", '{"name": "f", "arguments": "{"}')), "not valid JSON"),
         (conversation(("human", "q"), ("function_call", "[1, 2]")), "'name' and 'arguments'"),
+        (conversation(("human", "q"), ("gpt", "<tool_call>{'name'}</tool_call>")), "<tool_call> is not valid JSON"),
+        (conversation(("human", "q"), ("gpt", '<tool_call>{"name": "f"}</tool_call> And')), "must end its message"),
+        (conversation(("human", "q"), ("gpt", "<tool_call>{}")), "must end its message"),
+        (conversation(("human", "q"), ("gpt", f"{HERMES}\n{HERMES}")), "must end its message"),
         ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{}, {}]}]}, "several"),
     ],
 )

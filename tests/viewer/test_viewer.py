@@ -1,5 +1,6 @@
 """The viewer: what it reads, what it refuses, and what a real browser then shows."""
 
+import gzip
 import html
 import json
 import re
@@ -36,6 +37,14 @@ def run(tmp_path, groups) -> Path:
     return folder
 
 
+def read_dump(dump: Path) -> str:
+    return gzip.decompress(dump.read_bytes()).decode()
+
+
+def write_dump(dump: Path, text: str) -> None:
+    dump.write_bytes(gzip.compress(text.encode()))
+
+
 def write_page(run: Path, *flags: str) -> str:
     viewer.main([str(run), *flags])
     return (run / "viewer.html").read_text()
@@ -55,7 +64,7 @@ def test_the_newest_training_dump_is_shown_and_the_path_printed(run, capsys):
 
 def test_a_dump_can_be_chosen_by_step_or_by_path(run, tmp_path):
     assert data_of(write_page(run, "--step", "9"))["title"] == "branched · step_000009"
-    valid = run / "trajectories" / "valid_000020.jsonl"
+    valid = run / "trajectories" / "valid_000020.jsonl.gz"
     viewer.main([str(run), "--file", str(valid), "--out", str(tmp_path / "page.html")])
     assert data_of((tmp_path / "page.html").read_text())["title"] == "branched · valid_000020"
 
@@ -63,7 +72,7 @@ def test_a_dump_can_be_chosen_by_step_or_by_path(run, tmp_path):
 def test_a_run_without_training_dumps_shows_its_newest_other_one(run):
     for path in (run / "trajectories").glob("step_*"):
         path.unlink()
-    assert viewer.find_dump(run).name == "valid_000020.jsonl"
+    assert viewer.find_dump(run).name == "valid_000020.jsonl.gz"
 
 
 def test_every_turn_has_its_text_and_its_result_and_the_parents_part_is_marked(run, groups):
@@ -85,13 +94,13 @@ def test_a_prompt_that_comes_twice_in_a_step_makes_two_groups(tmp_path, groups):
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     log.trajectories(1, [groups[0], groups[0]])
     log.close()
-    shown, num_groups = viewer.read_groups(tmp_path / "trajectories" / "step_000001.jsonl", 200)
+    shown, num_groups = viewer.read_groups(tmp_path / "trajectories" / "step_000001.jsonl.gz", 200)
     assert [len(group["trajectories"]) for group in shown] == [6, 6] and num_groups == 2
 
 
 def test_a_nan_reward_does_not_break_the_page(run):
-    dump = run / "trajectories" / "step_000010.jsonl"
-    dump.write_text(dump.read_text().replace('"reward": 1.0', '"reward": NaN', 1))
+    dump = run / "trajectories" / "step_000010.jsonl.gz"
+    write_dump(dump, read_dump(dump).replace('"reward": 1.0', '"reward": NaN', 1))
     group = data_of(write_page(run))["groups"][0]
     assert group["trajectories"][0]["reward"] == group["mean_reward"] == "nan"
 
@@ -142,13 +151,29 @@ def test_bad_choices_of_a_dump_say_what_there_is(run, tmp_path, capsys):
     ],
 )
 def test_a_malformed_line_is_named(run, damage):
-    dump = run / "trajectories" / "step_000010.jsonl"
-    lines = dump.read_text().splitlines()
+    dump = run / "trajectories" / "step_000010.jsonl.gz"
+    lines = read_dump(dump).splitlines()
     lines[1] = damage(lines[1])
-    dump.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=r"step_000010\.jsonl:2: not a trajectory") as error:
+    write_dump(dump, "\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz:2: not a trajectory") as error:
         viewer.read_groups(dump, 200)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: b"x" + data[1:], lambda data: b""])
+def test_a_damaged_dump_is_named(run, damage):
+    dump = run / "trajectories" / "step_000010.jsonl.gz"
+    dump.write_bytes(damage(dump.read_bytes()))
+    with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz: (cannot read the dump \(.+\)|the dump is empty)"):
+        viewer.read_groups(dump, 200)
+
+
+def test_a_dump_without_compression_is_shown_too(run):
+    dump = run / "trajectories" / "step_000010.jsonl.gz"
+    dump.with_suffix("").write_text(read_dump(dump))
+    dump.unlink()
+    page = data_of(write_page(run))
+    assert page["title"] == "branched · step_000010" and page["groups"][0]["messages"][-1]["role"] == "user"
 
 
 # -- what a browser shows --------------------------------------------------------------------------------------------

@@ -242,6 +242,18 @@ def probe_from_rank_0(probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
             thread.submit(lambda: asyncio.run(probe())).result()
 
 
+def chat_url(url: str) -> str:
+    """Return the chat endpoint of an address, which may be the base URL that other clients take.
+
+    >>> chat_url("http://host:8001"), chat_url("http://host:8001/v1/"), chat_url("http://host/my/chat/completions")
+    ('http://host:8001/v1/chat/completions', 'http://host:8001/v1/chat/completions', 'http://host/my/chat/completions')
+    """
+    base = url.rstrip("/")
+    if urllib.parse.urlsplit(base).path in ("", "/v1"):
+        return f"{base.removesuffix('/v1')}/v1/chat/completions"
+    return url
+
+
 def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:
     """Return the request of an OpenAI-compatible chat endpoint that holds one message of the user."""
     messages = [{"role": "user", "content": prompt}]

@@ -24,7 +24,7 @@ import aiohttp
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
 from arpo.tools.cache.store import cache_key, clean_text
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, check_url, probe_from_rank_0
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe_from_rank_0
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.page_fetch import PageFetcher, is_public
@@ -124,7 +124,7 @@ class ReadingBackend:
     def _make_summarizer(self) -> HttpClient:
         return HttpClient(
             "summarizer",
-            self._cfg.summarizer_url,
+            chat_url(self._cfg.summarizer_url),
             HttpPolicy(deadline_s=self._cfg.deadline_s),
             setting="tools.search.summarizer_url",
             key_variable="SUMMARIZER_API_KEY",
