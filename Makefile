@@ -84,9 +84,9 @@ test-slow: setup redis-server  # what the fast tier leaves out
 check: setup redis-server  # both
 	$(PYTEST)
 
-.PHONY: test-vllm-sources
-test-vllm-sources: setup  # our engine against vLLM's GPU wheels, as far as that goes without a GPU; 1 GB into ~/.cache
-	$(PY) -m pytest -m download tests/fake_gpu/test_vllm_gpu_sources.py
+.PHONY: test-downloads
+test-downloads: setup  # the GPU: what pip resolves, and our engine against the sources of its wheels; 1 GB into ~/.cache
+	$(PY) -m pytest -m download
 
 lint: setup
 	$(PY) -m ruff check .

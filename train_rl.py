@@ -139,10 +139,8 @@ def main(cfg: RLConfig) -> None:
     check_run_folder(cfg.run, cfg)
     num_prompts = cfg.data.num_prompts_per_step
     if num_prompts % dist.world_size:
-        raise UserError(
-            f"data.num_prompts_per_step={num_prompts} is not a multiple of the {dist.world_size} ranks; "
-            "change it or --nproc_per_node"
-        )
+        reason = f"is not a multiple of the {dist.world_size} ranks; change it or --nproc_per_node"
+        raise UserError(f"data.num_prompts_per_step={num_prompts} {reason}")
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
     tokenizer = load_tokenizer(cfg.model.path)
@@ -186,10 +184,7 @@ def main(cfg: RLConfig) -> None:
     )
     engine.sync_weights(policy.hf_parameters())
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, keep_dumps=cfg.run.keep_dumps)
-    log.line(
-        f"{len(train_prompts)} prompts, {num_steps} steps, {dist.world_size} ranks, {update_cfg.layout} layout, "
-        f"from step {done_steps}"
-    )
+    log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
 

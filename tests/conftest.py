@@ -24,7 +24,7 @@ LONGEST_FIRST = ["test_end_to_end.py", "test_every_algorithm.py", "test_multi_no
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "download" not in config.option.markexpr:
         for item in [item for item in items if item.get_closest_marker("download")]:
-            item.add_marker(pytest.mark.skip(reason="downloads a gigabyte: make test-vllm-sources"))
+            item.add_marker(pytest.mark.skip(reason="downloads a gigabyte: make test-downloads"))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

@@ -32,7 +32,7 @@ def test_both_files_have_the_same_pair_of_vllm_and_the_range_ends_with_it():
     assert (newest[0], newest[1] + 1) == end
 
 
-@pytest.mark.slow
+@pytest.mark.download
 @pytest.mark.parametrize("vllm", [pinned("gpu.txt", "vllm"), f"{declared_range()[0]}.0"])
 def test_pip_finds_versions_that_go_together(vllm, tmp_path):
     """For the pin and for the oldest vLLM of the range; in minutes, for pip reads the metadata of 240 packages."""

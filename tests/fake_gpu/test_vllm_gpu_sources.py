@@ -1,6 +1,6 @@
 """Our engine against the real sources of vLLM's GPU wheels on a pretended H100: an upstream rename fails here.
 
-`make test-vllm-sources`; not part of the other targets, since a version is a download of 300 MB. What runs is their
+`make test-downloads`; not part of the other targets, since a version is a download of 300 MB. What runs is their
 config, sampler, allocator bookkeeping and reloading; no kernel, no CUDA graph and no NCCL.
 """
 
