@@ -97,7 +97,26 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
         by_entropy = [failed for _, failed in sorted(zip(entropies, failures, strict=True), key=lambda pair: pair[0])]
         values["branching/failed_low_entropy"] = statistics.fmean(by_entropy[:quarter])
         values["branching/failed_high_entropy"] = statistics.fmean(by_entropy[-quarter:])
+    if branches := list(branch_points(groups)):
+        entropies, differ = zip(*branches, strict=True)
+        values["branching/branches_differ"] = statistics.fmean(differ)
+        if len(set(entropies)) > 1 and len(set(differ)) > 1:
+            values["branching/predicts_difference"] = statistics.correlation(entropies, differ)
     return values
+
+
+def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
+    """Yield (H, 1.0 if its reward is another than its parent's else 0.0) of each branch.
+
+    H, in nats, is that of the turn after the result at which it left its parent, as the parent sampled it.
+    """
+    for group in groups:
+        by_id = {t.trajectory_id: t for t in group.trajectories if t.is_judged}
+        for branch in by_id.values():
+            parent = by_id.get(branch.parent_id)
+            turn = next((turn for turn in parent.turns if turn.start == branch.fork_at), None) if parent else None
+            if turn and turn.entropy is not None:
+                yield turn.entropy, float(branch.reward != parent.reward)
 
 
 def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arpo.branching_signal import MIN_DECISIONS, WINDOW_STEPS, BranchingSignal
+from arpo.branching_signal import MIN_DECISIONS, WINDOW_STEPS, BranchingSignal, signal_metrics
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Prompt, StopReason, Trajectory, Turn
 
@@ -115,6 +115,21 @@ def test_how_often_a_trajectory_succeeds_where_it_branched():
     )
     assert values["branching/solved_where_branched"] == pytest.approx(1 / 3)
     assert values["branching/solved_where_declined"] == 1.0
+
+
+def test_whether_a_branch_turns_out_otherwise_where_the_entropy_was_high():
+    """H 1 and 2: as the parent; 3 and 4: otherwise. Correlation 2 / sqrt(5). A branch whose call failed is no judge."""
+    turns = [Turn(0, entropy=0.5), *(Turn(10 * i, entropy=float(i)) for i in (1, 2, 3, 4))]
+    parent = Trajectory("p", "0", turns=turns, reward=1.0)
+    rewards = {10: 1.0, 20: 1.0, 30: 0.0, 40: -1.0}
+    of_parent = {"parent_id": "0", "turns": [Turn(0, inherited=True)]}
+    branches = [Trajectory("p", f"0.{at}", fork_at=at, reward=r, **of_parent) for at, r in rewards.items()]
+    lost = Trajectory("p", "0.x", fork_at=10, reward=-1.0, stop_reason=StopReason.ERROR, **of_parent)
+    values = signal_metrics([Group(Prompt("p", [], []), [parent, *branches, lost])], BranchingConfig())
+    assert values["branching/branches_differ"] == 0.5
+    assert values["branching/predicts_difference"] == pytest.approx(2 / 5**0.5)
+    alike = signal_metrics([Group(Prompt("p", [], []), [parent, branches[0]])], BranchingConfig())
+    assert alike["branching/branches_differ"] == 0.0 and "branching/predicts_difference" not in alike
 
 
 def test_inherited_turns_and_failures_of_ours_do_not_count():
