@@ -163,7 +163,7 @@ def test_two_ranks_with_one_engine_between_them_evaluate_every_question_once(ada
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_from_rank_0_and_exit_code_2(world, flags, words):
-    done = try_script("train_rl.py", str(world / "config.yaml"), *flags)
+    done = try_script("train_rl.py", str(world / "config.yaml"), "--run.name", "bad", *flags)
     lines = [line for line in done.output.splitlines() if line.startswith("error")]
     assert done.code == 2 and len(lines) == 1, done.output
     assert lines[0].startswith("error: ") and all(word in lines[0] for word in words), lines[0]
@@ -172,13 +172,15 @@ def test_bad_input_is_one_line_from_rank_0_and_exit_code_2(world, flags, words):
 
 def test_a_model_folder_without_weights_is_named(world, tmp_path):
     build_tiny_model(tmp_path / "empty", weights=False)
-    done = try_script("train_rl.py", str(world / "config.yaml"), "--model.path", str(tmp_path / "empty"), ranks=1)
+    flags = ["--run.name", "bad", "--model.path", str(tmp_path / "empty")]
+    done = try_script("train_rl.py", str(world / "config.yaml"), *flags, ranks=1)
     assert done.code == 2 and f"model.path={tmp_path}/empty: no weights" in done.output
 
 
 @pytest.mark.slow
 def test_under_torchrun_too_the_ranks_end_with_code_2_after_one_line(world):
-    process = torchrun("train_rl.py", str(world / "config.yaml"), "--data.train", "nowhere.parquet")
+    flags = ["--run.name", "bad", "--data.train", "nowhere.parquet"]
+    process = torchrun("train_rl.py", str(world / "config.yaml"), *flags)
     output, _ = process.communicate(timeout=PATIENCE_S)
     [line] = [line for line in output.splitlines() if line.startswith("error")]
     assert line.startswith("error: ") and "nowhere.parquet" in line, output

@@ -1,6 +1,6 @@
 """The Python sources of vLLM's GPU wheels, downloaded once per version, and how to run them on a pretended H100.
 
-    sources("0.33.0")          the folder, below ~/.cache/arpo-tests (or $XDG_CACHE_HOME/arpo-tests)
+    sources("0.32.0")          the folder, below ~/.cache/arpo-tests (or $XDG_CACHE_HOME/arpo-tests)
     pretend_h100()             first thing in a process whose path begins with that folder
 
 Compiled modules are replaced by empty ones, so nothing that needs a kernel of vLLM's runs.
