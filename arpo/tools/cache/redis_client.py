@@ -33,7 +33,7 @@ def connect(url: str, setting: str) -> redis.Redis:
     try:
         import redis
     except ImportError:
-        raise UserError(f"{setting}: {url} needs the redis package; pip install 'arpo-torch[redis]'") from None
+        raise UserError(f"{setting}: {url} needs the redis package; pip install -e '.[redis]'") from None
     try:
         password = os.environ.get(PASSWORD_VARIABLE) or None
         client = redis.Redis.from_url(url, password=password, socket_connect_timeout=5.0, socket_timeout=20.0)

@@ -167,7 +167,7 @@ def check_reading(cfg: SearchConfig) -> None:
             raise UserError("tools.search.summarizer_model is empty; set it to a model that summarizer_url serves")
     missing = [name for name in ("trafilatura", "pypdf") if importlib.util.find_spec(name) is None]
     if missing and not cfg.replays:
-        raise UserError(f"tools.search.read_pages needs {' and '.join(missing)}; pip install 'arpo-torch[browse]'")
+        raise UserError(f"tools.search.read_pages needs {' and '.join(missing)}; pip install -e '.[browse]'")
 
 
 def _summary_text(tree: Any) -> str:

@@ -248,7 +248,7 @@ def test_a_missing_redis_package_is_one_line_that_names_the_extra():
         "except UserError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "tools.search.cache: " in said and "pip install 'arpo-torch[redis]'" in said and said.count("\n") == 1
+    assert "tools.search.cache: " in said and "pip install -e '.[redis]'" in said and said.count("\n") == 1
 
 
 def test_a_password_belongs_into_the_environment(tmp_path, monkeypatch):
