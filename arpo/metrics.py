@@ -152,8 +152,8 @@ class ToolHealth:
         fix = "see the warnings above, then start the same command again"
         if self.failed_share <= MAX_FAILED_SHARE:
             fix = (
-                "start the command again with tools.search.mode record and tools.search.backend brightdata or serper "
-                "(each needs a key), http (a retriever) or local (a corpus)"
+                "start the command again with run.resume_changed True, tools.search.mode record and "
+                "tools.search.backend brightdata or serper (each needs a key), http (a retriever) or local (a corpus)"
             )
         return f"{self._reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
 

@@ -255,7 +255,7 @@ def test_both_nodes_write_their_searches_to_one_redis(trained, shared_redis):
     import redis
 
     asked: dict[int, set[str]] = {0: set(), 1: set()}
-    for file in sorted((trained / "trajectories").glob("step_*.jsonl")):
+    for file in sorted((trained / "trajectories").glob("step_*.jsonl.gz")):
         for number, record in enumerate(read_jsonl(file)):
             for turn in record["turns"]:
                 if (call := turn.get("tool_call")) and call["tag"] == "search" and call["ok"]:

@@ -157,7 +157,9 @@ def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_
     assert "not_recorded" in kinds  # what the model read
 
     corpus = ["--tools.search.backend", "local", "--tools.search.corpus", str(world / "corpus.jsonl")]
-    output = run_script("train_rl.py", str(world / "config.yaml"), *corpus, "--tools.search.cache", "")
+    corpus += ["--tools.search.cache", "", "--run.resume_changed", "True"]  # as the line that ended the run says
+    assert "run.resume_changed True" in errors[0]
+    output = run_script("train_rl.py", str(world / "config.yaml"), *corpus)
     assert "from step 3" in output and "not trained on" not in output
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
     assert read_metrics(run)[-1]["optim/grad_norm"] >= 0
