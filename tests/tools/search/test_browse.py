@@ -428,5 +428,5 @@ def test_a_local_corpus_has_no_pages_to_read(tmp_path):
 
 def test_a_missing_package_is_named_with_its_extra(the_web, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs trafilatura and pypdf; pip install 'arpo-torch\[browse\]'"):
+    with pytest.raises(UserError, match=r"needs trafilatura and pypdf; pip install -e '\.\[browse\]'"):
         SearchTool(the_web.cfg())
