@@ -91,7 +91,7 @@ def shape_from_json(c: dict) -> Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What of a run decides how much memory a GPU needs."""
+    """The settings of a run that decide how much memory a GPU needs."""
 
     shape: Shape
     model: ModelConfig

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.batch import MicroBatch, Row, collate
+from arpo.memory import Shape
 from arpo.model import Policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
@@ -35,22 +35,11 @@ from arpo.run_options import ModelConfig
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 
 
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    tied: bool
-
-
 SHAPES = {
-    "tiny": Shape(128, 512, 2, 4, 2, 4096, True),
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936, True),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 151_936, True),
-    "7b": Shape(3584, 18_944, 28, 28, 4, 152_064, False),
+    "tiny": Shape(128, 512, 2, 4, 2, 32, 4096, True),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 64, 151_936, True),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151_936, True),
+    "7b": Shape(3584, 18_944, 28, 28, 4, 128, 152_064, False),
 }
 
 

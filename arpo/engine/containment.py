@@ -105,7 +105,7 @@ def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     text = " <- ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
-    if not on_gpu and "cache" in text.lower():
+    if not on_gpu and re.search(r"KV.?cache|cache blocks", text, re.IGNORECASE):  # not a path with "cache" in it
         return UserError(f"the KV cache is too small; raise engine.kv_cache_gib ({text[:300]})")
     for pattern, (what, cure) in START_FAILURES.items() if on_gpu else ():
         if re.search(pattern, text):
