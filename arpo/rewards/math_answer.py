@@ -174,6 +174,7 @@ class _Worker:
         process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", str(path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
+            env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},  # no keys beside what a policy wrote
         )  # fmt: skip
         if process.stdout.readline() != "ready\n":
             code = process.wait()

@@ -2,7 +2,7 @@
 
 sympy can take forever or all memory on what a policy writes. Here either ends this process only: the kernel kills it
 when one comparison has used up its CPU time, whichever code it is stuck in, and the parent starts another one.
-Run by path, without the package, so that it starts in half a second.
+Run by path, without the package, so that it starts in half a second; in a jail, for what it parses is a policy's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import resource
 import signal
 import sys
+from pathlib import Path
 
 CPU_S = 2.0  # CPU seconds, not wall time, so that a busy machine gives the same rewards as an idle one
 WALL_S = 60
@@ -24,6 +25,10 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+    from sandbox.parser_jail import confine_parser
+
+    confine_parser()
     extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     print("ready", flush=True)
     for line in sys.stdin:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig
-from arpo.rewards import load_custom, score, score_groups, score_trajectories
+from arpo.rewards import load_custom, math_answer, score, score_groups, score_trajectories
 from arpo.rewards.format import derive_segments, last_box
 from arpo.rewards.math_answer import exact_accuracy, math_equal
 from arpo.rewards.qa import qa_accuracy, token_f1
@@ -417,3 +418,15 @@ def test_a_trial_gets_the_rows_own_fields_and_an_answer_in_the_protocols_form(tm
         "def f(a, text, c, d, *, k=2): return float(text == f'<answer>{c}</answer>') + d['x']"
     )
     load_custom(str(tmp_path / "mine.py"), "f").try_on(Prompt("q", [], ["4"], meta={"extra_info": {"x": 1}}))
+
+
+def test_the_process_that_compares_answers_has_no_keys_and_is_in_a_jail(monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", "sk-secret")
+    worker = math_answer._Worker()
+    assert worker.equal("1/2", "0.5") and worker.equal(r"\frac{\sqrt{8}}{2}", r"\sqrt{2}")
+    process = Path(f"/proc/{worker._process.pid}")
+    environment, status = (process / "environ").read_bytes(), (process / "status").read_text()
+    worker._process.kill()
+    worker._process.communicate()
+    assert b"sk-secret" not in environment and b"PATH=" in environment
+    assert "Seccomp:\t2\n" in status and "CapEff:\t0000000000000000\n" in status

@@ -46,11 +46,12 @@ STOPPED = ended("timeout", "cpu_limit", "process_limit")
 BLOCKED = printed("blocked")
 """For code that uses ATTEMPT: nothing that it attempted worked."""
 ATTEMPT = """
+import subprocess
 reached = []
 def attempt(what, action):
     try:
         action()
-    except (OSError, ValueError):
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return
     reached.append(what)
 def report():

@@ -35,6 +35,13 @@ for fd in range(2, 256):
         pass
 os._exit(1)
 """
+TEMPORARY_FILE = """
+import tempfile
+with tempfile.TemporaryFile() as file:
+    file.write(b"fine")
+    file.seek(0)
+    print(file.read().decode())
+"""
 DIVISION = "division by zero"
 
 HONEST = [
@@ -52,5 +59,6 @@ HONEST = [
     Attack("segmentation_fault", "import ctypes; ctypes.string_at(0)", ended("signal")),
     Attack("abort", "import os; os.abort()", ended("signal")),
     Attack("kill_itself", "import os; os.kill(os.getpid(), 9)", ended("killed")),
+    Attack("temporary_file_works", TEMPORARY_FILE, printed("fine")),
     Attack("asyncio_works", "import asyncio; asyncio.run(asyncio.sleep(0, 'fine'))", printed("'fine'")),
 ]

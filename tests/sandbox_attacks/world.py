@@ -55,6 +55,7 @@ class World:
             "unix": str(self.folder / "socket"),
             "abstract": self.abstract,
             "syscalls": calls,
+            "exit": {"x86_64": 60, "aarch64": 93}[machine],
             "clone": syscall_table.numbers(syscall_table.SINGLE, machine)["clone"],
         }
         return f"WORLD = {world!r}\n"

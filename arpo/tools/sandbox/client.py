@@ -16,6 +16,14 @@ GRACE_S = 10.0
 """Seconds of a supervisor's silence, at its start or beyond its wall limit, after which the host counts as stuck."""
 NUM_ATTEMPTS = 4
 """Number of times that a call is tried; it may be repeated, since code in the jail has no effect outside of it."""
+LIMITS = {
+    "namespaces": "exact limits: wall time, files, processes, each one's memory and CPU time; polled: their sums",
+    "one process": "exact limits: wall time, files, threads, memory, CPU time",
+    "landlock": "exact limits: wall time, memory, CPU time; polled: files and threads",
+    "none": "exact limits: wall time, the first process's memory and CPU time; polled: its files and threads",
+}
+"""What a start says of each tier's limits; one process: namespaces without a /proc. A limit that is polled may be
+passed for as long as a poll takes (50 ms)."""
 logger = logging.getLogger(__name__)
 
 
@@ -35,6 +43,8 @@ class Sandbox:
         self.limits, self.interpreter, self.grace_s, self.num_restarts = limits, interpreter, grace_s, 0
         self._lock = threading.Lock()
         self._closed = False
+        self._removals: list[threading.Thread] = []
+        """Removals of the files of lost hosts."""
         reasons: list[str] = []
         for candidate in (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING:
             try:
@@ -59,6 +69,7 @@ class Sandbox:
                 leaks = [f"no answer ({type(error).__name__}: {error})"]
         if leaks:
             host.kill()
+            host.remove_files()
             raise SandboxUnavailable(f"the jail failed its self-test: {', '.join(leaks)}")
         return host
 
@@ -90,6 +101,10 @@ class Sandbox:
             lost.kill()
             self._host = self._start(self.tier)  # never in a lower tier than was announced
             self.num_restarts += 1
+            # beside the calls, which wait for the new host only
+            removal = threading.Thread(target=lost.remove_files, name="arpo-python-remove")
+            removal.start()
+            self._removals = [thread for thread in self._removals if thread.is_alive()] + [removal]
         logger.warning("python tool: the sandbox host was lost and has been replaced (%d so far)", self.num_restarts)
 
     @property
@@ -106,6 +121,9 @@ class Sandbox:
         self._closed = True
         with self._lock:
             self._host.kill()
+            self._host.remove_files()
+            for removal in self._removals:
+                removal.join()
 
     def _announce(self, refused: list[str]) -> None:
         """Log the tier in one line; a warning if it is less than the best."""
@@ -114,7 +132,8 @@ class Sandbox:
             "landlock": "sandboxed by Landlock and seccomp, without namespaces",
             "namespaces": "sandboxed by namespaces and seccomp; without /proc, code may not start processes",
         }[self.tier]
+        limits = LIMITS[self.tier if self._host.has_proc else "one process"]
         if self.tier != "namespaces" or not self._host.has_proc:
-            logger.warning("python tool: %s%s", lacks, f" ({'; '.join(refused)})" if refused else "")
+            logger.warning("python tool: %s%s; %s", lacks, f" ({'; '.join(refused)})" if refused else "", limits)
         else:
-            logger.info("python tool: sandboxed by namespaces and seccomp")
+            logger.info("python tool: sandboxed by namespaces and seccomp; %s", limits)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import tempfile
-import time
 
 from . import syscalls as kernel
 from .limits import CallLimits, set_rlimits
+from .trees import exceeds, nameless_bytes, remove_tree
 
 
 class FolderJail:
@@ -19,6 +18,8 @@ class FolderJail:
     tier = "none"
     has_proc = True
     """True where /proc shows a call's processes. Without it their memory cannot be summed up: there may be only one."""
+    proc: str | int = "/proc"
+    """Path or descriptor of a /proc in which the worker finds itself."""
 
     def __init__(self, limits: CallLimits):
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""
@@ -56,30 +57,22 @@ class FolderJail:
         if os.getppid() != supervisor:
             os._exit(1)
         set_rlimits(self.limits, count_processes=False)
+        # The kernel shows the supervisor what files the worker holds only if that may be dumped. Nobody else can make
+        # use of it: Landlock hides /proc from the code, and the filter forbids what looks into processes.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
     def processes(self, worker: int) -> list[int]:
         """Return the processes of the call whose use is summed up (called in the supervisor)."""
         return [worker]
 
-    def is_over_quota(self, scratch: str) -> bool:
-        """Return whether the call's files are too many or too large (called in the supervisor, between polls). They are
-        counted, as no tmpfs limits them here, so a call may overshoot by what it writes between two polls."""
-        num_bytes = num_inodes = 0
-        folders = [scratch]
-        while folders:
-            try:
-                entries = list(os.scandir(folders.pop()))
-            except OSError:  # removed, or made unreadable, since it was listed
-                continue
-            for entry in entries:
-                num_inodes += 1
-                with contextlib.suppress(OSError):
-                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                if num_inodes > self.limits.scratch_inodes or num_bytes > self.limits.scratch_bytes:
-                    return True
-        return False
+    def is_over_quota(self, worker: int, scratch: str) -> bool:
+        """Return whether the call's files are too many, too large or too deep (called in the supervisor, between
+        polls). They are counted, as no tmpfs limits them here, so a call may overshoot by what it writes between two
+        polls."""
+        removed = 0
+        with contextlib.suppress(OSError), kernel.file_user(self.worker_uid):  # the worker is gone
+            removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
+        return exceeds(scratch, self.limits, removed)
 
     def kill(self, worker: int) -> None:
         """End all processes of the call (called in the supervisor)."""
@@ -93,22 +86,3 @@ class FolderJail:
     def close(self) -> None:
         """Clean up when the trainer is gone (called in the zygote)."""
         remove_tree(self.base)
-
-
-def remove_tree(folder: str, patience_s: float = 2.0) -> None:
-    """Remove a folder that model code wrote to: it may have closed folders in it, and a process may still be dying."""
-    deadline = time.monotonic() + patience_s
-    while os.path.lexists(folder):
-        with contextlib.suppress(OSError):
-            os.chmod(folder, 0o700)
-        for path, folders, _ in os.walk(folder):
-            for name in folders:
-                inner = os.path.join(path, name)
-                if not os.path.islink(inner):
-                    with contextlib.suppress(OSError):
-                        os.chmod(inner, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
-        if time.monotonic() > deadline:
-            return
-        if os.path.lexists(folder):
-            time.sleep(0.02)

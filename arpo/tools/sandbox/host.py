@@ -21,7 +21,8 @@ from typing import NoReturn
 from . import syscalls as kernel
 from .folder import FolderJail
 from .landlock import LandlockJail
-from .limits import CallLimits, private_bytes
+from .limits import CallLimits
+from .meter import private_bytes
 from .namespaces import NamespaceJail
 from .supervisor import prepare_worker
 from .worker import SEED

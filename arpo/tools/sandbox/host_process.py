@@ -14,10 +14,10 @@ from dataclasses import asdict
 from typing import Literal
 
 from . import wire
-from .folder import remove_tree
 from .host import ENVIRONMENT
 from .interpreter import PACKAGE_PARENT, Interpreter, own_interpreter
 from .limits import CallLimits
+from .trees import remove_tree
 
 Tier = Literal["namespaces", "landlock", "none"]
 BOOT = (
@@ -103,10 +103,13 @@ class HostProcess:
         return bool(poller.poll(0))
 
     def kill(self) -> None:
-        """End the process and the calls in it, and remove its folder."""
+        """End the process and the calls in it. What they wrote stays until `remove_files`."""
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def remove_files(self) -> None:
+        """Remove the folder of a killed host. Never raises; can take long where calls have made many folders."""
         if self.base:
             remove_tree(self.base)

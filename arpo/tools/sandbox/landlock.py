@@ -22,6 +22,7 @@ READABLE_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/d
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 ALL_OF_ABI_1 = (1 << 13) - 1
 REFER, TRUNCATE, IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15  # of ABI 2, 3, 5
+EVERYTHING = ALL_OF_ABI_1 | REFER | TRUNCATE | IOCTL_DEVICE
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RULE_PATH_BENEATH = 1
 NET_BIND_AND_CONNECT = 3
@@ -34,7 +35,7 @@ class LandlockJail(FolderJail):
 
     def __init__(self, limits: CallLimits, visible: list[str]):
         """Raises OSError if the kernel has no Landlock, or forbids it."""
-        self.abi = _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+        self.abi = newest_abi()
         seccomp.program(allow_children=False)  # an unknown machine fails here
         super().__init__(limits)
         self.readable = [*visible, *READABLE_FILES]
@@ -48,23 +49,31 @@ class LandlockJail(FolderJail):
         seccomp.install(seccomp.program(allow_children=False, only_pid=os.getpid()))
 
     def _restrict_files(self, scratch: str) -> None:
-        """Allow no other files, no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
-        everything = ALL_OF_ABI_1
-        for abi, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
-            everything |= right if self.abi >= abi else 0
-        network = NET_BIND_AND_CONNECT if self.abi >= 4 else 0
-        scope = SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if self.abi >= 6 else 0
-        size = 8 if self.abi < 4 else 16 if self.abi < 6 else 24
-        attributes = struct.pack("QQQ", everything, network, scope)[:size]
-        ruleset = _landlock(CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
         rules = {path: EXECUTE | READ_FILE | READ_DIR for path in self.readable}
-        rules |= {"/dev/null": READ_FILE | WRITE_FILE, scratch: everything}
-        for path, rights in rules.items():
-            if os.path.exists(path):
-                _allow(ruleset, path, rights & everything)
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        _landlock(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
-        os.close(ruleset)
+        restrict_files(self.abi, rules | {"/dev/null": READ_FILE | WRITE_FILE, scratch: EVERYTHING})
+
+
+def restrict_files(abi: int, rules: dict[str, int]) -> None:
+    """Allow this process no other files, no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
+    everything = ALL_OF_ABI_1
+    for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
+        everything |= right if abi >= since else 0
+    network = NET_BIND_AND_CONNECT if abi >= 4 else 0
+    scope = SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if abi >= 6 else 0
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    attributes = struct.pack("QQQ", everything, network, scope)[:size]
+    ruleset = _landlock(CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+    for path, rights in rules.items():
+        if os.path.exists(path):
+            _allow(ruleset, path, rights & everything)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    _landlock(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    os.close(ruleset)
+
+
+def newest_abi() -> int:
+    """Return the version of the kernel's Landlock. Raises OSError if it has none, or forbids it."""
+    return _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
 
 
 def _landlock(operation: int, *arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""The limits of one call, the part of them that the kernel enforces, and the measuring of what a call uses."""
+"""The limits of one call, and the part of them that the kernel enforces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ NICE = 5
 """Niceness of the code's processes, so that the supervisors, which must stop them, come first."""
 BUSY_NICE = 10
 """Niceness of a call that has computed for a while. With 19 it would hardly run beside a busy trainer."""
-CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class CallLimits:
     scratch_bytes: int = 64 << 20
     """Largest total size of the call's files."""
     scratch_inodes: int = 4096
+    scratch_depth: int = 64
+    """Most folders within each other, where they are counted and no tmpfs limits them."""
     kept_output_bytes: int = 64 << 10
     """Number of bytes kept of each output stream; the rest is cut out of the middle."""
     max_output_bytes: int = 8 << 20
@@ -49,7 +50,7 @@ def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
         resource.RLIMIT_STACK: 8 << 20,
         resource.RLIMIT_FSIZE: limits.max_file_bytes,
         resource.RLIMIT_NOFILE: limits.max_open_files,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # byte. With 0 a core still goes where the machine pipes cores to a program
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,
@@ -62,31 +63,6 @@ def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
         resource.setrlimit(kind, (soft, hard))
-
-
-def private_bytes(pid: int | str = "self") -> int:
-    """Return the anonymous memory of a process, swapped out or not; 0 for one that is gone or about to be."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "VmSwap:"))) << 10
-    except OSError:
-        return 0
-
-
-def usage(pids: list[int], host_bytes: int) -> tuple[int, float, int]:
-    """Return private memory (bytes), CPU time (seconds) and number of tasks, summed over processes. host_bytes: private
-    memory of the host, which each process shares copy-on-write, and which is not counted."""
-    memory = ticks = tasks = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rsplit(")", 1)[1].split()
-        except OSError:  # it ended since it was listed
-            continue
-        ticks += sum(int(field) for field in fields[11:15])  # user, system, and both of the children it waited for
-        tasks += int(fields[17])
-        memory += max(0, private_bytes(pid) - host_bytes)
-    return memory, ticks / CLOCK_TICKS_PER_S, tasks
 
 
 def step_back(pids: list[int]) -> None:

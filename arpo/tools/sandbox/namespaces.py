@@ -87,6 +87,7 @@ class NamespaceJail:
     def open_scratch(self) -> str:
         """Mount a private /tmp, /dev/shm and /proc."""
         kernel.unshare(kernel.CLONE_NEWNS)
+        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
         kernel.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
@@ -99,7 +100,8 @@ class NamespaceJail:
         size = f"size={self.limits.scratch_bytes // 4},nr_inodes=256,mode=1777"
         kernel.mount("shm", "/dev/shm", "tmpfs", NO_SPECIAL_FILES | kernel.MS_NOEXEC, size)
         if self.has_proc:
-            kernel.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC)
+            # read-only: a program that the code starts could lower its oom_score_adj to the trainer's
+            kernel.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC | kernel.MS_RDONLY)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # or the worker, who has our uid, could read /proc/1/mem
         return "/tmp"
 
@@ -107,6 +109,9 @@ class NamespaceJail:
         kernel.unshare(kernel.CLONE_NEWUSER)  # or RLIMIT_NPROC would count the processes of all calls together
         set_rlimits(self.limits, count_processes=True)
         kernel.drop_capabilities()
+        # The kernel tells the supervisor what each process shares only if that may be dumped. That leaves the code no
+        # more to do: programs that it starts are dumpable anyway, and /proc is read-only.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, int(self.has_proc))
         seccomp.install(self._filter)
 
     def processes(self, worker: int) -> list[int]:
@@ -115,7 +120,7 @@ class NamespaceJail:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
-    def is_over_quota(self, scratch: str) -> bool:
+    def is_over_quota(self, worker: int, scratch: str) -> bool:
         """Return False: the tmpfs has a size, beyond which the kernel says ENOSPC."""
         return False
 

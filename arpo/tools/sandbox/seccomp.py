@@ -19,7 +19,10 @@ AT_NUMBER, AT_ARCHITECTURE, AT_ARGUMENTS = 0, 4, 16
 
 CLONE_THREAD = 0x10000
 SOCK_TYPE_MASK, SOCK_DGRAM = 0xF, 2
-MAP_SHARED_ANONYMOUS = 0x21
+MAP_SHARED_ANONYMOUS, MAP_GROWSDOWN = 0x21, 0x100
+O_TMPFILE = 0x400000
+SOCKET_BUFFERS = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and their FORCE variants."""
 PERSONALITY_QUERY = 0xFFFFFFFF
 IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902, 0x40086602, 0x401C5820)
 """TIOCSTI, TIOCLINUX (type into a terminal), FIOSETOWN, SIOCSPGRP (aim signals), FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR."""
@@ -56,9 +59,13 @@ def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
     # asyncio needs socketpair; but a datagram socket can send to any address, connected or not
     datagram = [(AND, 0, 0, SOCK_TYPE_MASK), *_if(JUMP_EQUAL, SOCK_DGRAM, RETURN_ERRNO | errno.EPERM)]
     code += _on_argument(single["socketpair"], 1, datagram)
-    # memory of that kind is in nobody's RSS once it is unmapped, and RLIMIT_DATA does not know it
-    shared = [(AND, 0, 0, MAP_SHARED_ANONYMOUS), *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM)]
-    code += _on_argument(single["mmap"], 3, shared)
+    code += _on_argument(single["mmap"], 3, _uncounted_memory())
+    # the kernel's memory, up to some MB per socket, which no limit of a process counts
+    code += _on_argument(single["setsockopt"], 2, _if_any(SOCKET_BUFFERS, RETURN_ERRNO | errno.EPERM))
+    # a file without a name, which no quota that goes by names finds; tempfile then makes one with a name
+    nameless = _if(JUMP_BITS, O_TMPFILE, RETURN_ERRNO | errno.EOPNOTSUPP)
+    for name, argument in (("open", 1), ("openat", 2)):
+        code += _on_argument(single[name], argument, nameless) if name in single else []
     code += _on_argument(single["ioctl"], 1, _if_any(IOCTLS, RETURN_ERRNO | errno.EPERM))
     code += _on_argument(single["personality"], 0, _only(0, PERSONALITY_QUERY))
     children = _if(JUMP_BITS, kernel.ALL_NAMESPACES, RETURN_ERRNO | errno.EPERM)
@@ -66,6 +73,9 @@ def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
         children += [*_if(JUMP_BITS, CLONE_THREAD, ALLOW), (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM)]
         code += _refuse({name: single[name] for name in ("fork", "vfork") if name in single}, errno.EPERM)
     code += _on_argument(single["clone"], 0, children)
+    # a process that may be dumped may write its /proc/self/oom_score_adj, and leave a core to the machine's handler
+    own_state = (kernel.PR_SET_DUMPABLE,) if only_pid is None else (kernel.PR_SET_DUMPABLE, kernel.PR_SET_PDEATHSIG)
+    code += _on_argument(single["prctl"], 0, _if_any(own_state, RETURN_ERRNO | errno.EPERM))
     code += _against_others(only_pid, single, machine)
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
@@ -80,12 +90,21 @@ def install(filter_program: bytes) -> None:
     kernel.prctl(kernel.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header_buffer))
 
 
+def _uncounted_memory() -> list[Instruction]:
+    """Return the tests of an mmap's flags. RLIMIT_DATA knows neither kind: shared memory of no file, which is in
+    nobody's RSS either once it is unmapped, and what may grow like a stack."""
+    return [
+        *_if(JUMP_BITS, MAP_GROWSDOWN, RETURN_ERRNO | errno.EPERM),
+        (AND, 0, 0, MAP_SHARED_ANONYMOUS),
+        *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM),
+    ]
+
+
 def _against_others(only_pid: int | None, single: dict[str, int], machine: str) -> list[Instruction]:
     if only_pid is None:  # the supervisor is in sight, and has our uid: its limits are not ours to change
         return _on_argument(single["prlimit64"], 0, _only(0))
     code = _refuse(table.numbers(table.ON_OTHERS, machine), errno.EPERM)
     code += _on_argument(single["fcntl"], 1, _if_any(FCNTLS, RETURN_ERRNO | errno.EPERM))
-    code += _on_argument(single["prctl"], 0, _if_any((kernel.PR_SET_PDEATHSIG,), RETURN_ERRNO | errno.EPERM))
     for name in ("kill", "tgkill"):
         code += _on_argument(single[name], 0, _only(only_pid))
     for name in ("prlimit64", "sched_setaffinity"):

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from . import syscalls as kernel
 from . import wire
 from .folder import FolderJail
-from .limits import step_back, usage
+from .limits import BUSY_NICE, step_back
+from .meter import Meter
 from .namespaces import NamespaceJail
-from .worker import run_worker
+from .worker import HANDED_OVER, run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
@@ -101,10 +102,14 @@ class Spare:
     runs the code."""
     stdout: Stream
     stderr: Stream
+    has_group: bool = False
+    """True once the worker's message about its priority has been read."""
+    group_files: list[int] = field(default_factory=list)
+    """That of the message, until it has been written to."""
 
     def serve(self, conn: socket.socket, host_bytes: int) -> None:
         """Serve one call on `conn`: hello, code in, reply out. After an exception, which closes the connection, the
-        trainer repeats the call. host_bytes: see limits.usage."""
+        trainer repeats the call. host_bytes: see meter.Meter."""
         conn.settimeout(IO_TIMEOUT_S)
         conn.sendall(wire.HELLO)
         code = wire.receive_block(conn, wire.MAX_CODE_BYTES)
@@ -116,11 +121,13 @@ class Spare:
             self.channel.shutdown(socket.SHUT_WR)
             is_sent = True
         pidfd = kernel.pidfd_open(self.worker)
-        verdict = self._watch(conn, pidfd, started + self.jail.limits.wall_s, host_bytes)
+        meter = Meter(self.jail.limits.memory_bytes, host_bytes)
+        verdict = self._watch(conn, pidfd, started + self.jail.limits.wall_s, meter)
         self.jail.kill(self.worker)
         header = self._bury(pidfd, verdict)
         error_text, set_up_error = self.stderr.text(), b""
         with contextlib.suppress(OSError):  # nothing was written
+            self._take_group()
             set_up_error = self.channel.recv(4096, socket.MSG_DONTWAIT)
         if set_up_error:
             header, error_text = {"status": "sandbox_error"}, set_up_error
@@ -130,7 +137,7 @@ class Spare:
         conn.settimeout(IO_TIMEOUT_S)
         wire.send_reply(conn, header, self.stdout.text(), error_text)
 
-    def _watch(self, conn: socket.socket, pidfd: int, deadline: float, host_bytes: int) -> str | None:
+    def _watch(self, conn: socket.socket, pidfd: int, deadline: float, meter: Meter) -> str | None:
         """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
         poll_s = QUOTA_POLL_S if self.jail.tier != "namespaces" else POLL_S
         poller = select.poll()
@@ -145,7 +152,7 @@ class Spare:
                 return "timeout"
             if now >= next_check:
                 next_check = now + poll_s
-                verdict = self._exceeded(host_bytes)
+                verdict = self._exceeded(meter)
                 if verdict:
                     return verdict
             wait_s = min(deadline, next_check) - now
@@ -160,18 +167,33 @@ class Spare:
             if pidfd in ready:
                 return None
 
-    def _exceeded(self, host_bytes: int) -> str | None:
+    def _exceeded(self, meter: Meter) -> str | None:
         pids = self.jail.processes(self.worker)
-        memory_bytes, cpu_s, num_tasks = usage(pids, host_bytes)
+        memory_bytes, cpu_s, num_tasks = meter.measure(pids)
         if cpu_s > BUSY_CPU_S:
             step_back(pids)
+            self._step_group_back()
         if cpu_s > self.jail.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
             return "cpu_limit"
         if memory_bytes > self.jail.limits.memory_bytes:
             return "memory_limit"
         if num_tasks > self.jail.limits.max_processes:  # only where RLIMIT_NPROC could not be used
             return "process_limit"
-        return "disk_limit" if self.jail.is_over_quota(self.scratch) else None
+        return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
+
+    def _step_group_back(self) -> None:
+        """Lower the priority of the worker's group of processes, where the kernel has such groups."""
+        with contextlib.suppress(OSError):
+            self._take_group()
+            for fd in self.group_files:
+                os.write(fd, str(BUSY_NICE).encode())  # EAGAIN where somebody else just did that: at the next poll
+            self.group_files = []
+
+    def _take_group(self) -> None:
+        """Receive the worker's first message, if that has not been done. Raises OSError."""
+        if not self.has_group:
+            _, self.group_files, _, _ = socket.recv_fds(self.channel, len(HANDED_OVER), 1, socket.MSG_DONTWAIT)
+            self.has_group = True
 
     def _bury(self, pidfd: int, verdict: str | None) -> dict[str, object]:
         """Reap the worker, take the rest of its output, and decide how the call ended."""

@@ -33,10 +33,10 @@ OUTSIDE_THE_LIMITS = """
     msgget 68 186            msgsnd 69 189            msgrcv 70 188            msgctl 71 187
     mq_open 240 180          mq_unlink 241 181        mq_timedsend 242 182     mq_timedreceive 243 183
     mq_notify 244 184        mq_getsetattr 245 185    memfd_create 319 279     memfd_secret 447 447
-    clone3 435 435
+    clone3 435 435           openat2 437 437
 """
-"""Memory that outlives a process or that no limit counts; and clone3, whose flags a filter cannot see (the C library
-falls back to clone). ENOSYS."""
+"""Memory that outlives a process or that no limit counts; and clone3 and openat2, whose flags a filter cannot see (the
+C library falls back to clone, and uses openat). ENOSYS."""
 
 FLUSH = "sync 162 81  syncfs 306 267"
 """System calls that stall the whole machine; they report success and do nothing."""
@@ -50,15 +50,17 @@ ON_OTHERS = """
     sched_setparam 142 118   sched_setscheduler 144 119  ioprio_set 251 30     sched_setattr 314 274
     tkill 200 130            rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240
     pidfd_send_signal 424 424  pidfd_open 434 434     execve 59 221            execveat 322 281
+    sendmsg 46 211           sendmmsg 307 269
 """
-"""System calls that reach the user's other files (Landlock does not cover metadata) and processes; they fail with
-EPERM if there are no namespaces."""
+"""System calls that reach the user's other files (Landlock does not cover metadata) and processes, or that hide open
+files in a message to oneself; they fail with EPERM if there are no namespaces."""
 
 SINGLE = """
     socket 41 198            socketpair 53 199        mmap 9 222               personality 135 92
     ioctl 16 29              fcntl 72 25              clone 56 220             fork 57 -
     vfork 58 -               kill 62 129              tgkill 234 131           prlimit64 302 261
-    sched_setaffinity 203 122  prctl 157 167
+    sched_setaffinity 203 122  prctl 157 167         setsockopt 54 208        open 2 -
+    openat 257 56
 """
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}

@@ -8,6 +8,7 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterator
 
 CLONE_NEWNS = 0x20000
 CLONE_NEWCGROUP = 0x2000000
@@ -65,6 +66,20 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
     zero = ctypes.c_ulong(0)
     arguments = (ctypes.c_int(option), ctypes.c_ulong(value), ctypes.c_ulong(third), zero, zero)
     check(_libc.prctl(*arguments), f"prctl({option})")
+
+
+@contextlib.contextmanager
+def file_user(uid: int | None) -> Iterator[None]:
+    """Within the block, files (and those of /proc above all) are looked at as that user and group. None: as before."""
+    if uid is None:
+        yield
+        return
+    gid_before, uid_before = _libc.setfsgid(ctypes.c_uint(uid)), _libc.setfsuid(ctypes.c_uint(uid))
+    try:
+        yield
+    finally:
+        _libc.setfsuid(ctypes.c_uint(uid_before))
+        _libc.setfsgid(ctypes.c_uint(gid_before))
 
 
 def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:

@@ -23,7 +23,7 @@ import aiohttp
 
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
-from arpo.tools.cache.store import cache_key, clean_text
+from arpo.tools.cache.rows import cache_key, clean_text
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe_from_rank_0
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.options import SearchConfig
@@ -63,6 +63,7 @@ class ReadingBackend:
         if cfg.summarizer_url and not cfg.replays:
             self._summarizer = self._make_summarizer()
             probe_from_rank_0(lambda: self._probe(self._make_summarizer()))
+            self._summarizer.was_probed()
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """Failures by kind: page, summary."""

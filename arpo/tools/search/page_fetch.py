@@ -25,6 +25,14 @@ KINDS = {"text/html": "html", "application/xhtml+xml": "html", "application/pdf"
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; arpo-torch)", "Accept": ", ".join(KINDS)}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_RESERVED = [  # by IANA or an old RFC, but public to Python's ipaddress, at least in its older versions
+    ipaddress.ip_network(block)
+    for block in (
+        *("192.0.0.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.175.48.0/24"),
+        *("64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/23", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+        *("5f00::/16", "fec0::/10"),
+    )
+]
 _CLOUD_SERVICES = ("168.63.129.16", "192.0.0.192")  # metadata of Azure and Oracle, at addresses that look public
 
 
@@ -47,7 +55,9 @@ def is_public(address: str) -> bool:
             return False
         if ip.ipv4_mapped or ip in _NAT64:
             return True
-    return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved or str(ip) in _CLOUD_SERVICES)
+    if any(ip in block for block in _RESERVED) or str(ip) in _CLOUD_SERVICES:
+        return False
+    return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved)
 
 
 class _CheckedResolver(ThreadedResolver):

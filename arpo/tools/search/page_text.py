@@ -1,7 +1,7 @@
 """The text of a fetched page, and the passage of it that answers a query.
 
 Pages are hostile: some are made to hang a parser or to fill the memory. So this file is also a program that extracts
-text in a process of its own, with limits on time and memory and without the environment's keys:
+text in a process of its own, in a jail, with limits on time and memory and without the environment's keys:
 
     trainer:  kind (5 bytes), number of bytes (8, big-endian), the page   worker:  number of bytes (8), the UTF-8 text
 
@@ -148,6 +148,10 @@ def extract(page: bytes, kind: str) -> str:
 def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
     """Answer until the trainer is gone. A page that takes longer than `limit_s` ends this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_WORKER_BYTES, MAX_WORKER_BYTES))
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from sandbox.parser_jail import confine_parser
+
+    confine_parser()
     while len(header := requests.read(_REQUEST.size)) == _REQUEST.size:
         padded, num_bytes = _REQUEST.unpack(header)
         kind, page = padded.rstrip(b"\0").decode(), requests.read(num_bytes)

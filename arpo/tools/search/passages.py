@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arpo.tools.cache.store import NO_RESULTS
+from arpo.tools.cache.rows import NO_RESULTS
 
 MAX_PASSAGE_CHARS = 1000
 """Longest passage or snippet that the model reads."""

@@ -13,7 +13,7 @@ from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import Cache, open_cache
-from arpo.tools.cache.store import cache_key, clean_query
+from arpo.tools.cache.rows import cache_key, clean_query
 from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.options import SearchConfig
 from arpo.tools.search.bm25 import Bm25Index

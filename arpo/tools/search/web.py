@@ -15,7 +15,7 @@ from typing import Any
 
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
-from arpo.tools.cache.store import clean_text
+from arpo.tools.cache.rows import clean_text
 from arpo.tools.http.client import HttpClient, bearer, check_url, probe_from_rank_0, read_key
 from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
 from arpo.tools.options import SearchConfig
@@ -180,6 +180,7 @@ class HttpBackend:
             self._limit = rate_limit_of(cfg)
             self._client = self._make_client()
             probe_from_rank_0(lambda: self._probe(self._make_client()))
+            self._client.was_probed()
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)

@@ -1,6 +1,7 @@
 """The host process of the <python> tool: what it inherits, how it is replaced, what it leaves, where it refuses."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -58,6 +59,7 @@ def test_a_worker_that_cannot_be_confined_is_our_fault():
     host = HostProcess("none", dataclasses.replace(CallLimits(), max_open_files=-5))
     reply = host.call("1", 20.0, 10.0)
     host.kill()
+    host.remove_files()
     assert reply.status == "sandbox_error" and "ValueError" in reply.stderr
 
 
@@ -69,6 +71,7 @@ def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
             leaks = canaries.leaks(host.call(canaries.probe, 20.0, 10.0))
     finally:
         host.kill()
+        host.remove_files()
     assert "read of the trainer is possible" in leaks
     assert "network of the trainer is possible" in leaks
     assert "a file of the trainer was changed" in leaks
@@ -121,6 +124,30 @@ def test_closing_leaves_nothing(tier):
     assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert threading.active_count() <= threads
+
+
+DIG = """
+import os, time
+for _ in range(1200):
+    os.mkdir("d")
+    os.chdir("d")
+"""
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_deeply_nested_folders_of_a_call_stop_neither_the_replacement_of_a_host_nor_its_end(tier):
+    tool = start(tier=tier)
+    first = tool.sandbox.folder
+    killer = threading.Timer(0.6, lambda: os.kill(tool.sandbox.host_pid, signal.SIGKILL))
+    killer.start()
+    results = run(tool, DIG + "time.sleep(1)", "import time; time.sleep(1); 42")
+    killer.join()
+    assert results[1].text == "42" and not any(result.infra_error for result in results)
+    second = tool.sandbox.folder
+    run(tool, DIG)
+    asyncio.run(tool.aclose())
+    assert tool.sandbox.num_restarts == 1
+    assert not any(folder and os.path.exists(folder) for folder in (first, second))
 
 
 TRAINER = """
@@ -251,6 +278,31 @@ def test_all_threads_of_a_call_that_computes_long_let_others_go_first(tier):
     asyncio.run(tool.aclose())
     assert steps_back == [BUSY_NICE - NICE] * 2
     assert int(short) == os.getpriority(os.PRIO_PROCESS, 0) + NICE
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_call_that_computes_long_goes_back_where_sessions_share_the_processor(tier):
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("this kernel groups no processes by session")
+    tool = start(UNHURRIED, tier)
+    ours = Path("/proc/self/autogroup").read_text()
+
+    def niceness() -> set[str]:
+        found = set()
+        for pid in processes_of(tool.sandbox.host_pid):
+            with contextlib.suppress(OSError):  # it ended since it was listed
+                found.add(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+        return found
+
+    burner = threading.Thread(target=lambda: run(tool, "import time\nwhile time.process_time() < 3: pass"))
+    burner.start()
+    went_back = wait_until(lambda: str(BUSY_NICE) in niceness() or not burner.is_alive())
+    is_busy = burner.is_alive()
+    burner.join()
+    after = text_of(tool, "1")
+    asyncio.run(tool.aclose())
+    assert went_back and is_busy and after == "1"
+    assert Path("/proc/self/autogroup").read_text() == ours
 
 
 def test_a_thread_that_is_further_back_already_does_not_spare_the_others():

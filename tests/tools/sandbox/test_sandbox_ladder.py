@@ -103,3 +103,4 @@ def test_a_start_is_announced_in_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="arpo"):
         asyncio.run(start().aclose())
     assert len(caplog.records) == 1 and "sandboxed by" in caplog.text
+    assert "exact limits: " in caplog.text and "polled: " in caplog.text

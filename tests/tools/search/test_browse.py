@@ -1,6 +1,7 @@
 """Reading the pages that a search found, against a real server on loopback; what it must not reach, it does not."""
 
 import asyncio
+import ipaddress
 import json
 import socket
 
@@ -10,6 +11,7 @@ from helpers.web_service import WebService, never, no_http_at_all, resets, says
 
 from arpo.errors import UserError
 from arpo.tools.cache.__main__ import main as cache_main
+from arpo.tools.http import client
 from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool
 from arpo.tools.search.page_fetch import PageFetcher, PageRefused, is_public
@@ -257,6 +259,47 @@ def test_every_kind_of_address_that_is_not_public_is_known():
     assert all(is_public(address) for address in ("93.184.215.14", "2606:4700::1111", "::ffff:93.184.215.14"))
 
 
+# IANA's special-purpose address registries for IPv4 and IPv6, whole (2025-10), and what older RFCs took back: no web
+# page of a stranger's lives there, whether the registry says "globally reachable" or not.
+IANA = """
+0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.0.0/29 192.0.0.8/32
+192.0.0.9/32 192.0.0.10/32 192.0.0.170/32 192.0.0.171/32 192.0.2.0/24 192.31.196.0/24 192.52.193.0/24 192.88.99.0/24
+192.88.99.2/32 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 240.0.0.0/4
+255.255.255.255/32 224.0.0.0/4
+::1/128 ::/128 64:ff9b:1::/48 100::/64 100:0:0:1::/64 2001::/23 2001::/32 2001:1::1/128 2001:1::2/128 2001:1::3/128
+2001:2::/48 2001:3::/32 2001:4:112::/48 2001:10::/28 2001:20::/28 2001:30::/28 2001:db8::/32 2002::/16
+2620:4f:8000::/48 3fff::/20 5f00::/16 fc00::/7 fe80::/10 fec0::/10 ff00::/8
+"""
+
+
+@pytest.mark.parametrize("block", IANA.split())
+def test_no_address_of_a_reserved_block_is_public(block):
+    network = ipaddress.ip_network(block)
+    picked = {0, network.num_addresses // 2, network.num_addresses - 1}
+    assert [str(network[i]) for i in picked if is_public(str(network[i]))] == []
+    if network.version == 4:  # written as IPv6, or behind a translator
+        wrapped = [f"::ffff:{network[0]}", str(ipaddress.ip_address((0x64FF9B << 96) + int(network[0])))]
+        assert [address for address in wrapped if is_public(address)] == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "1.1.1.1",
+        "9.255.255.255",
+        "11.0.0.0",
+        "172.32.0.0",
+        "192.0.1.0",
+        "223.255.255.255",
+        "2001:200::1",
+        "3ffe::1",
+        "2620:4f:8001::",
+    ],
+)
+def test_the_neighbours_of_reserved_blocks_are_public(address):
+    assert is_public(address)
+
+
 # ---- text
 
 
@@ -334,7 +377,8 @@ def test_a_summarizer_that_fails_leaves_the_passage(the_web, answer, caplog):
     assert "1 read; failed: 1 x summary" in caplog.text
 
 
-def test_a_summarizer_that_refuses_the_key_ends_the_run(the_web, monkeypatch):
+def test_a_summarizer_that_keeps_refusing_the_key_ends_the_run(the_web, monkeypatch):
+    monkeypatch.setattr(client, "MAX_REFUSALS", 1)
     monkeypatch.setenv("SUMMARIZER_API_KEY", "sk-summary")
     the_web.has("/article", says(TEXT, **PLAIN))
     the_web.pages["/v1/chat"] = says("", 401)

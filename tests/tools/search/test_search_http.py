@@ -29,7 +29,8 @@ from arpo.config import load_config, save_config
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
 from arpo.tools.cache.__main__ import main as cache_main
-from arpo.tools.cache.store import NO_RESULTS
+from arpo.tools.cache.rows import NO_RESULTS
+from arpo.tools.http import client
 from arpo.tools.http.client import proxy_of
 from arpo.tools.http.policy import HttpPolicy, RedisRateLimit
 from arpo.tools.options import SearchConfig
@@ -369,15 +370,33 @@ def test_a_refused_key_ends_the_run_at_the_start_with_one_line(service, status, 
     assert len(service.requests) == 1 and KEY not in everything_said_by(e.value) + caplog.text
 
 
-def test_a_key_that_expires_ends_the_run(service):
-    service.then(says({"organic": []}), says("", 401))
+def test_a_key_that_expires_ends_the_run_after_many_refusals(service, monkeypatch):
+    monkeypatch.setattr(client, "MAX_REFUSALS", 3)
+    service.then(says({"organic": []}), *[says("", 401)] * 3)
     runner = ToolRunner({"search": SearchTool(SearchConfig(backend="serper", url=service.url, mode="live"))})
     for call in ("first", "second"):
+        runner.start(call, "search", call)
+        [(_, result)] = runner.collect(block=True)
+        assert result.error_kind == "unavailable"
+    for call in ("third", "fourth"):
         runner.start(call, "search", call)
         with pytest.raises(UserError, match="refuses the key in SERPER_API_KEY"):
             runner.collect(block=True)
     runner.close()
-    assert len(service.requests) == 2  # the probe and the first call; the second was not sent
+    assert len(service.requests) == 4  # the probe and three calls; the last was not sent
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_single_refusal_in_the_middle_of_a_run_is_a_failed_call(service, status):
+    service.then(says({"organic": []}), says("", status), says({"organic": []}))
+    runner = ToolRunner({"search": SearchTool(SearchConfig(backend="serper", url=service.url, mode="live"))})
+    kinds = []
+    for call in ("first", "second"):
+        runner.start(call, "search", call)
+        [(_, result)] = runner.collect(block=True)
+        kinds.append(result.error_kind)
+    runner.close()
+    assert kinds == ["unavailable", None] and len(service.requests) == 3
 
 
 def test_a_saved_config_holds_no_key(tmp_path):

@@ -1,0 +1,31 @@
+"""The jail of our own workers that parse what strangers wrote (web pages, the answers of a policy).
+
+They run no code of a stranger's unless a parser has a hole. Then it finds a process without keys, network, children and
+files to write, that can read nothing but the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from . import landlock, seccomp
+from . import syscalls as kernel
+from .host import visible_paths
+
+
+def confine_parser() -> list[str]:
+    """Confine this process for good, as far as the machine allows. Return what holds: "landlock", "seccomp"."""
+    holds = []
+    readable = [*visible_paths([sys.prefix, sys.exec_prefix]), *landlock.READABLE_FILES]
+    rules = {path: landlock.EXECUTE | landlock.READ_FILE | landlock.READ_DIR for path in readable}
+    with contextlib.suppress(OSError):  # a kernel or a container without Landlock
+        landlock.restrict_files(landlock.newest_abi(), rules | {"/dev/null": landlock.READ_FILE | landlock.WRITE_FILE})
+        holds.append("landlock")
+    with contextlib.suppress(OSError):  # an unknown machine
+        filter_program = seccomp.program(allow_children=False, only_pid=os.getpid())
+        kernel.drop_capabilities()
+        seccomp.install(filter_program)
+        holds.append("seccomp")
+    return holds

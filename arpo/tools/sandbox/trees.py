@@ -1,0 +1,165 @@
+"""Folders that model code wrote to: measuring and removing them, however deep, closed or oddly named they are.
+
+Everything goes by folder descriptors. A path ends at 4096 bytes, and one that goes through a folder of the code's may
+lead elsewhere as soon as the code puts a link there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+
+from .limits import CallLimits
+
+PATIENCE_S = 2.0
+"""Seconds without progress after which a removal gives up: a process that still writes may be dying."""
+MAX_REMOVAL_S = 600.0
+"""Longest removal, should somebody who cannot be stopped keep writing (possible only without isolation). Some file
+systems take 2 ms to remove a folder."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
+    """Return whether the files below a folder are too many, too large (`num_bytes` more being elsewhere) or too deep.
+    Holds a descriptor per level."""
+    num_inodes = 0
+    levels: list[tuple[int, list[str]]] = []
+    """Descriptor of each folder from the top to the current one, and its subfolders that are still to be visited."""
+    try:
+        _descend(levels, folder, None)
+        new = True
+        while levels:
+            fd, subfolders = levels[-1]
+            if new:
+                for entry in _entries(fd):
+                    num_inodes += 1
+                    with contextlib.suppress(OSError):  # removed since it was listed
+                        num_bytes += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            subfolders.append(entry.name)
+                if num_inodes > limits.scratch_inodes or num_bytes > limits.scratch_bytes:
+                    return True
+            if not subfolders:
+                os.close(levels.pop()[0])
+                new = False
+                continue
+            if len(levels) > limits.scratch_depth:
+                return True
+            new = _descend(levels, subfolders.pop(), fd)
+        return False
+    finally:
+        for fd, _ in levels:
+            os.close(fd)
+
+
+def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
+    """Return the size of the files below a folder that a process has removed and still holds. Of a file that it has
+    only mapped no size is to be had, so it counts as the largest that there may be. Raises OSError if the process is
+    gone."""
+    held: dict[int, int] = {}
+    """Inode number -> bytes."""
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed since it was listed
+            status = os.stat(f"/proc/{pid}/fd/{name}")
+            if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                held[status.st_ino] = status.st_blocks * 512
+    with open(f"/proc/{pid}/maps", "rb") as file:
+        maps = file.read()
+    if b" (deleted)\n" in maps:  # a library may be, too, where somebody has installed another version
+        below = os.path.realpath(folder).encode() + b"/"
+        for line in maps.splitlines():
+            if line.endswith(b" (deleted)") and below in line:
+                held.setdefault(int(line.split(maxsplit=5)[4]), max_file_bytes)
+    return sum(held.values())
+
+
+def _descend(levels: list[tuple[int, list[str]]], name: str, parent: int | None) -> bool:
+    """Open a folder as the next level; return False if it was removed since it was listed."""
+    with contextlib.suppress(OSError):
+        try:
+            fd = os.open(name, FOLDER, dir_fd=parent)
+        except PermissionError:  # its owner may write to a folder that it has closed to readers, us among them
+            fd = _open_writable(name, parent)
+        levels.append((fd, []))
+        return True
+    return False
+
+
+def _entries(fd: int) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(fd) as entries:
+        return list(entries)
+    return []
+
+
+def remove_tree(folder: str) -> None:
+    """Remove a folder. Never raises; leaves nothing but what a process that cannot be ended keeps making."""
+    last_progress = started = time.monotonic()
+    while os.path.lexists(folder):
+        progress = False
+        with contextlib.suppress(OSError):
+            progress = _shrink(folder)
+        now = time.monotonic()
+        last_progress = now if progress else last_progress
+        if now - last_progress > PATIENCE_S or now - started > MAX_REMOVAL_S:
+            return
+        if not progress:
+            time.sleep(0.02)
+
+
+def _shrink(folder: str) -> bool:
+    """Remove the files and the empty folders of the first two levels, and move what is below the second one up to the
+    first. So a tree of any depth goes away in rounds, with two descriptors. Return whether anything has changed."""
+    root = _open_writable(folder, None)
+    progress = False
+    try:
+        for entry in _entries(root):
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    progress |= _hoist(root, entry.name)
+                else:
+                    os.unlink(entry.name, dir_fd=root)
+                    progress = True
+    finally:
+        os.close(root)
+    return _remove_empty(folder, None) or progress
+
+
+def _hoist(root: int, name: str) -> bool:
+    """Remove a folder of `root` after its files are removed and its folders are moved to `root`, under new names."""
+    progress = False
+    fd = _open_writable(name, root)
+    try:
+        for entry in _entries(fd):
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    os.close(_open_writable(entry.name, fd))  # who moves a folder must be allowed to write to it
+                    os.rename(entry.name, f"arpo-{secrets.token_hex(8)}", src_dir_fd=fd, dst_dir_fd=root)
+                else:
+                    os.unlink(entry.name, dir_fd=fd)
+                progress = True
+    finally:
+        os.close(fd)
+    return _remove_empty(name, root) or progress
+
+
+def _remove_empty(name: str, parent: int | None) -> bool:
+    """Remove a folder if it is empty. Return whether it was."""
+    try:
+        os.rmdir(name, dir_fd=parent)
+        return True
+    except OSError:
+        return False
+
+
+def _open_writable(name: str, parent: int | None) -> int:
+    """Open a folder, after making it the owner's to read and to write. Raises OSError."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        with contextlib.suppress(OSError):  # somebody else's: the open below says whether that matters
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod refuses such a descriptor, chmod would follow a link
+        return os.open(".", FOLDER, dir_fd=handle)
+    finally:
+        os.close(handle)
