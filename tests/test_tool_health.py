@@ -38,6 +38,15 @@ def test_three_bad_batches_in_a_row_end_the_run():
     assert "34% of the trajectories, in 3 batches in a row" in str(health) and "\n" not in str(health)
 
 
+def test_the_prompts_of_the_bad_batches_that_end_a_run_come_again():
+    """8 prompts a step; the one bad batch before the good one was given up, as its run went on."""
+    health, places = ToolHealth(), []
+    for first, num_failed in zip(range(0, 48, 8), (20, 0, 20, 20, 34), strict=False):
+        health.may_train(batch(num_failed), first)
+        places.append(health.go_on_from(first + 8))
+    assert places == [8, 16, 24, 32, 16]
+
+
 def test_trajectories_that_fail_through_their_own_doing_do_not_count():
     health = ToolHealth()
     groups = batch(0)
@@ -134,7 +143,8 @@ update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 256}
 
 
 @pytest.mark.slow
-def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_corpus(tmp_path):
+def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_corpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache_home"))
     world = build_toy_world(tmp_path, SEARCHING)
     searching_model(world / "model")
     (world / "search_cache.json").write_text(json.dumps({"who wrote the book": "Page 1: nobody"}))
@@ -162,4 +172,6 @@ def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_
     output = run_script("train_rl.py", str(world / "config.yaml"), *corpus)
     assert "from step 3" in output and "not trained on" not in output
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+    asked = [{r["prompt_id"] for r in read_jsonl(run / "trajectories" / f"step_00000{n}.jsonl.gz")} for n in (1, 2, 4)]
+    assert asked[2] == asked[0] != asked[1]  # what taught nothing is asked again
     assert read_metrics(run)[-1]["optim/grad_norm"] >= 0

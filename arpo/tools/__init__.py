@@ -69,18 +69,22 @@ def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -
 
     Raises UserError for a row's tool that is not loaded. Warns of a loaded tool that no row offers.
     """
-    num_offers = Counter[str]()
+    check_known(prompts, loaded, file)
+    num_offers = Counter(name for prompt in prompts for name in (loaded if prompt.tools is None else prompt.tools))
+    for name in loaded:
+        if prompts and not num_offers[name]:
+            logger.warning("%s: tools.names has %s, but none of the %d rows offers it", file, name, len(prompts))
+
+
+def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> None:
+    """Raise UserError for a row's tool that is not loaded."""
     for prompt in prompts:
-        num_offers.update(loaded if prompt.tools is None else prompt.tools)
         for name in prompt.tools or ():
             if name not in loaded:
                 close = difflib.get_close_matches(name, loaded, n=1)
                 fix = f"did the row mean {close[0]!r}?" if close else "add it there, or take it out of the row"
                 has = f"{prompt.prompt_id} offers the tool {name!r}, and tools.names has {', '.join(loaded)}"
                 raise UserError(f"{file}: {has}; {fix}")
-    for name in loaded:
-        if prompts and not num_offers[name]:
-            logger.warning("%s: tools.names has %s, but none of the %d rows offers it", file, name, len(prompts))
 
 
 def system_prompt_for(setting: str, names: Iterable[str]) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+from arpo.errors import UserError
+
+CLOSE_TIMEOUT_S = 30.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ class MutedTool:
 class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread of its own; finished calls are collected without blocking.
 
-    A bug in a tool (an exception) is raised in the caller's thread by `collect`; it never becomes a result.
+    An exception of a tool becomes a result too, of the kind `exception`: it counts as a failure of ours, so one odd
+    call costs its trajectory, and many end the run through metrics.ToolHealth. Only a UserError, which says that the
+    run cannot go on (a refused key, say), and what is no Exception are raised by `collect`, in the caller's thread.
     """
 
     def __init__(self, tools: dict[str, Tool]):
@@ -84,6 +92,7 @@ class ToolRunner:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
         self._thread.start()
+        self._told: set[tuple[str, type]] = set()
         self.num_pending = 0
 
     def start(self, call_id: str, tag: str, argument: str) -> None:
@@ -98,8 +107,22 @@ class ToolRunner:
             if not result.seconds:
                 result = replace(result, seconds=time.perf_counter() - started)
             self._done.put((call_id, result))
-        except BaseException as error:  # handed to the caller's thread, where `collect` raises it
+        except UserError as error:
             self._done.put((call_id, error))
+        except Exception as error:  # whatever it is: hours of training must not end with it
+            self._tell_of(tool.tag, error)
+            text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
+            failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
+            self._done.put((call_id, failure))
+        except BaseException as error:  # cancelled, or an interrupt: handed to the caller's thread
+            self._done.put((call_id, error))
+
+    def _tell_of(self, tag: str, error: Exception) -> None:
+        """Show the traceback of the first exception of each kind; how many follow is a metric."""
+        kind = (tag, type(error))
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("the %s tool raised an exception; its trajectory is dropped", tag, exc_info=error)
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
         """Return all finished calls; with `block`, wait for at least one (there must be one pending)."""
@@ -116,9 +139,12 @@ class ToolRunner:
         return finished
 
     def close(self) -> None:
-        """Close the tools, then the loop."""
+        """Close the tools, then the loop. A tool that cannot be closed is no reason to fail: the work is done."""
         for tool in self.tools.values():
-            asyncio.run_coroutine_threadsafe(tool.aclose(), self._loop).result(timeout=30)
+            try:
+                asyncio.run_coroutine_threadsafe(tool.aclose(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
+            except Exception:
+                logger.warning("the %s tool could not be closed", tool.tag, exc_info=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
         self._loop.close()

@@ -18,7 +18,7 @@ from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import PYTHON, open_cache
-from arpo.tools.cache.store import cache_key
+from arpo.tools.cache.rows import cache_key
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.options import PythonConfig
 from arpo.tools.sandbox.client import GRACE_S, Sandbox

@@ -3,6 +3,7 @@
     python -m arpo.tools.cache stats  cache.sqlite
     python -m arpo.tools.cache import cache.sqlite search_cache.json other_node.sqlite ...
     python -m arpo.tools.cache export cache.sqlite search_cache.json
+    python -m arpo.tools.cache repair cache.sqlite
     python -m arpo.tools.cache prune  cache.sqlite --older-than-days 30 [--backend local] [--no-results]
 
 Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
@@ -27,8 +28,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m arpo.tools.cache", description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="stats|import|export|prune")
-    about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON", "prune": "delete some"}
+    commands = parser.add_subparsers(dest="command", required=True, metavar="stats|import|export|repair|prune")
+    about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON"}
+    about |= {"repair": "move a corrupt file aside, and save what is intact", "prune": "delete some"}
     sub = {name: commands.add_parser(name, help=text) for name, text in about.items()}
     for command in sub.values():
         command.add_argument("file", metavar="FILE", help="the cache: SQLite, released JSON, or redis://host:port/db")
@@ -45,11 +47,11 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("prune needs --older-than-days, --backend or --no-results")
     if args.command == "prune" and not args.older_than_days >= 0:  # nan too
         parser.error(f"--older-than-days must not be negative, and not {args.older_than_days}")
-    changes = args.command in ("import", "prune")
+    changes = args.command in ("import", "prune", "repair")
     cache = open_cache(args.file, read_only=not changes)
     if not cache.usable:
         raise UserError(f"{args.file}: not writable; copy it to a folder of yours")
-    if args.command == "stats":
+    if args.command in ("stats", "repair"):  # which opening it for writing has done
         print("\n".join(stats(cache)))
     elif args.command == "export":
         print(f"{write_released(cache, args.target)} entries written to {args.target}")

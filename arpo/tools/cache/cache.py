@@ -16,8 +16,9 @@ from pathlib import Path
 from arpo.errors import UserError
 from arpo.tools.cache.redis_cache import RedisCache
 from arpo.tools.cache.redis_client import is_redis_url
+from arpo.tools.cache.rows import DamagedEntry, Row, unpack
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable
-from arpo.tools.cache.store import Cache, CacheFile, DamagedEntry, Row, unpack
+from arpo.tools.cache.store import Cache, CacheFile
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,10 @@ PYTHON, PAGE, SUMMARY = "python", "page", "summary"
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
     """Open a cache: a SQLite file, redis://host:port/db, or a .json file in the released format.
 
-    A .json file is imported into a SQLite file beside it (or, where that folder is read-only or on a network, in the
-    user's cache folder); again only when it has changed. Raises UserError where `place` cannot be used; see `CacheFile`
-    and `RedisCache`. `setting` is the config field that names it.
+    A .json file is imported into a SQLite file, again only when it has changed. For writing that file lies beside it,
+    where its owner finds what a run has recorded (or, where that folder is read-only or on a network, in the user's
+    cache folder). Who only reads leaves nothing beside it, and reads what was recorded there. Raises UserError where
+    `place` cannot be used; see `CacheFile` and `RedisCache`. `setting` is the config field that names it.
     """
     if is_redis_url(place):
         return RedisCache(str(place), read_only=read_only, setting=setting)
@@ -40,7 +42,9 @@ def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.sear
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; set {setting} to an existing cache")
     try:
-        target = first_writable(derived_paths(path, ".sqlite"), local=True)
+        beside, *elsewhere = derived_paths(path, ".sqlite")
+        places = elsewhere if read_only and not beside.exists() else [beside, *elsewhere]
+        target = first_writable(places, local=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be imported: {error}") from None
     cache = CacheFile(target, setting=setting)

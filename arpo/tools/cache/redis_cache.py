@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from arpo.tools.cache.redis_client import PREFIX, connect, describe
-from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, Cache, DamagedEntry, Row, clean_query, make_row, unpack
+from arpo.tools.cache.rows import DamagedEntry, Row, clean_query, make_row, unpack
+from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, Cache
 
 _ROOT = f"{PREFIX}cache:1:"
 _ENTRY, _QUERY, _IMPORTS, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "imports", "last_id"))
@@ -50,6 +51,7 @@ class RedisCache(Cache):
         import redis
 
         self.failures = (redis.RedisError, DamagedEntry)
+        self._refusals = redis.ResponseError  # out of memory, a full disk, a replica: the server answers, and reads
         self._put = self._client.register_script(_PUT)
 
     def get(self, key: bytes, query: str) -> str | None:
@@ -70,7 +72,10 @@ class RedisCache(Cache):
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
         """Keep an answer unless there is one already; it replaces an expired "no results"."""
-        self.guarded(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
+        self.write(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
+
+    def can_still_read(self, error: Exception) -> bool:
+        return isinstance(error, self._refusals)
 
     def add(self, rows: Iterable[Row], *, replace_older_s: float = float("inf")) -> int:
         """Add the rows whose keys are new or have a "no results" older than `replace_older_s`. Return their number."""

@@ -8,39 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import sqlite3
 import threading
 import time
-import unicodedata
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from arpo.errors import UserError
+from arpo.tools.cache.rows import FORMAT, DamagedEntry, Row, cache_key, clean_query, make_row, unpack
+from arpo.tools.cache.salvage import salvaged_rows
 from arpo.tools.cache.sqlite_files import network_filesystem
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_QUERY_CHARS = 512
-NO_RESULTS = "No search results found."
-"""The answer where nothing matches, as in the released cache."""
 NEGATIVE_TTL_S = 7 * 86400.0
 """Age at which a "no results" is asked for again while recording. A replay keeps it for good."""
+WRITE_AGAIN_S = 60.0
+"""Pause after an answer could not be written."""
 IMPORTED = "import"
 """Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
 
+BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
 _APPLICATION_ID = 0x4152504F  # "ARPO"
-_FORMAT = 1
 _SCHEMA = f"""
     BEGIN;
     PRAGMA application_id = {_APPLICATION_ID};
-    PRAGMA user_version = {_FORMAT};
+    PRAGMA user_version = {FORMAT};
     CREATE TABLE entries (
         id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, backend TEXT NOT NULL, query TEXT NOT NULL,
         value BLOB NOT NULL, negative INTEGER NOT NULL, created_s REAL NOT NULL);
@@ -53,56 +51,13 @@ _ADD = _INSERT + "DO NOTHING"
 _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,
     created_s = excluded.created_s WHERE negative AND created_s < ?"""
 
-Row = tuple[bytes, str, str, bytes, bool, float]
-"""Key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
-
-
-def clean_text(text: str) -> str:
-    """Return the text on one line, without control characters and lone surrogates."""
-    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
-    return " ".join(spaced.split())
-
-
-def clean_query(argument: str) -> str:
-    """Return the query on one line, at most MAX_QUERY_CHARS, without control characters and double quotes.
-
-    The released code drops double quotes too, so its cache is hit by the queries that it was recorded with.
-
-    >>> clean_query(' height of\\n"Silver\\x00 Otter" ')
-    'height of Silver Otter'
-    """
-    return clean_text(argument.replace('"', ""))[:MAX_QUERY_CHARS].rstrip()
-
-
-def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:
-    """Return a hash of a question; `params` holds all that changes the backend's answer to it."""
-    return hashlib.sha256(json.dumps([_FORMAT, backend, params, query], sort_keys=True).encode()).digest()
-
-
-def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
-    """Return the row of an answer that is recorded now."""
-    value = zlib.compress(json.dumps({"query": query, "text": text}).encode())
-    return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
-
-
-class DamagedEntry(Exception):
-    """The value of a row is not as it was written; its checksum does not hold."""
-
-
-def unpack(value: bytes) -> tuple[str, str]:
-    """Return the query, as it was recorded, and the text in a row's value. Raises DamagedEntry."""
-    try:
-        entry = json.loads(zlib.decompress(value))
-        return entry["query"], entry["text"]
-    except (zlib.error, ValueError, TypeError, KeyError) as error:
-        raise DamagedEntry(f"damaged entry: {error}") from None
-
 
 class Cache:
     """The part that `CacheFile` and `RedisCache` share: what happens when a cache cannot be used.
 
     It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
-    on. A replay has nothing but its cache: `read_only` raises UserError instead.
+    on. Where it can only not be written (a full disk), there is one warning too, `get` goes on, and `put` is tried
+    again WRITE_AGAIN_S later. A replay has nothing but its cache: `read_only` raises UserError instead.
     """
 
     failures: tuple[type[Exception], ...]
@@ -110,6 +65,7 @@ class Cache:
 
     def __init__(self, path: str | Path, *, read_only: bool):
         self.path, self.read_only, self.usable = path, read_only, True
+        self._write_again_s: float | None = None  # by time.monotonic()
 
     def guarded(self, action: Callable[[], T]) -> T | None:
         """Return what the action returns; None where the cache cannot be used."""
@@ -119,6 +75,24 @@ class Cache:
             return action()
         except self.failures as error:
             return self.give_up(error)
+
+    def write(self, action: Callable[[], object]) -> None:
+        """Do the action, unless the cache cannot be written."""
+        if not self.usable or (self._write_again_s and time.monotonic() < self._write_again_s):
+            return
+        try:
+            action()
+        except self.failures as error:
+            if not self.can_still_read(error):
+                self.give_up(error)
+                return
+            if self._write_again_s is None:
+                logger.warning("%s: cannot write the cache (%s); what it holds is still read", self.path, error)
+            self._write_again_s = time.monotonic() + WRITE_AGAIN_S
+
+    def can_still_read(self, error: Exception) -> bool:
+        """Return whether an error of `write` leaves the cache readable."""
+        raise NotImplementedError
 
     def give_up(self, error: Exception) -> None:
         """Go on without the cache. Raises UserError in a replay."""
@@ -138,10 +112,12 @@ class CacheFile(Cache):
     """One cache file, for any number of processes and threads; each thread has a connection of its own."""
 
     failures = (sqlite3.Error, DamagedEntry)
-    remedy = "record or import it anew"
+    remedy = "save what is intact with `python -m arpo.tools.cache repair`, or record it anew"
 
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Makes a missing file; moves a corrupt one aside, with a warning. `setting` is the config field that names it.
+        """Makes a missing file. A corrupt one is moved aside with a warning, and its intact entries are saved.
+
+        `setting` is the config field that names it.
 
         Raises UserError for a file on a network file system or of another program; with `read_only` also for a missing,
         corrupt or unreadable one.
@@ -182,7 +158,10 @@ class CacheFile(Cache):
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
         """Keep an answer unless there is one already; it replaces an expired "no results"."""
         values = (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S)
-        self.guarded(lambda: self.connection().execute(_PUT, values))
+        self.write(lambda: self.connection().execute(_PUT, values))
+
+    def can_still_read(self, error: Exception) -> bool:
+        return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in BROKEN
 
     def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
         """Add query -> text entries, all or none. Return the number of new ones. `replace` drops older imports."""
@@ -228,8 +207,8 @@ class CacheFile(Cache):
             except DamagedEntry as error:
                 if self.read_only:
                     raise
-                self.connection().execute("DELETE FROM entries WHERE id = ? AND value = ?", found)
                 logger.warning("%s: %s; it is asked for again", self.path, error)
+                self.write(lambda: self.connection().execute("DELETE FROM entries WHERE id = ? AND value = ?", found))
 
         return self.guarded(find)
 
@@ -256,11 +235,14 @@ class CacheFile(Cache):
             if self.read_only and code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 self._immutable = True  # a read-only folder has no room for the log's index, and nobody writes there
                 self._check(thorough=True)
-            elif is_first and not self.read_only and code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            elif is_first and not self.read_only and code in BROKEN:
                 if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a slip must not move the user's data
                     raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
-                self._move_aside(error)
+                aside = self._move_aside()
                 self._check(thorough=False)
+                num_saved = self.add(salvaged_rows(aside))
+                logger.warning("%s: corrupt cache (%s); %d entries saved from it, it is kept as %s",
+                               self.path, error, num_saved, aside.name)  # fmt: skip
             else:
                 raise
         if self._lock is not None:
@@ -291,19 +273,19 @@ class CacheFile(Cache):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_SCHEMA)
         identity = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
-        if identity != [_APPLICATION_ID, _FORMAT]:
+        if identity != [_APPLICATION_ID, FORMAT]:
             raise UserError(f"{self.path}: not a cache of this version; set {self.setting} to another file")
         if thorough:
             [verdict] = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(verdict.split()))
 
-    def _move_aside(self, error: sqlite3.DatabaseError) -> None:
+    def _move_aside(self) -> Path:
         aside = self.path.with_name(f"{self.path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}")
         for ending in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self.path}{ending}").rename(f"{aside}{ending}")
-        logger.warning("%s: corrupt cache (%s); kept as %s, a new one is begun", self.path, error, aside.name)
+        return aside
 
     def _disconnect(self) -> None:
         for (pid, _), connection in self._connections.items():

@@ -4,7 +4,7 @@
                                  | 429, 503 with Retry-After: everybody waits that long, then goes slower
                                  | 408, 429, 5xx, no or half an answer, no valid JSON: again, after a pause with jitter
                                  | other statuses, too large an answer: no second try
-                                 | 401, 403: the run ends, a wrong key does not get better
+                                 | 401, 403 before any answer, or many in a row: the run ends; one alone is a failure
 
 The numbers of tries, pauses and deadlines are in `policy`; failures of many calls open the circuit breaker there.
 """
@@ -30,6 +30,8 @@ from arpo.errors import UserError
 from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, LocalRateLimit, Throttle, Time
 
 MAX_REASON_CHARS = 200
+MAX_REFUSALS = 20
+"""Refusals in a row (401, 403) of a service that has answered before, after which its key counts as dead."""
 
 
 class Unavailable(ConnectionError):
@@ -112,12 +114,17 @@ class HttpClient(OwnsSession):
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
         self._fatal: str | None = None
+        self._refusals_left = 1  # a key that is wrong from the start does not get better
+
+    def was_probed(self) -> None:
+        """Say that the service has accepted the key from another client, so that a single refusal is a failed call."""
+        self._refusals_left = MAX_REFUSALS
 
     async def post(self, payload: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
         """Return what `parse` makes of the decoded JSON answer; a ValueError of `parse` says that it is no answer.
 
         Raises Unavailable, BreakerOpen (not sent at all) or TimeoutError (the deadline); all three are OSErrors, and
-        none is the caller's fault. Raises UserError when the service refuses access: no call will ever succeed.
+        none is the caller's fault. Raises UserError when the service keeps refusing access: no call will ever succeed.
         """
         if self._fatal:
             raise UserError(self._fatal)
@@ -167,13 +174,17 @@ class HttpClient(OwnsSession):
         if body is None:
             return _Outcome(failure=f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
         if status == 200:
+            self.was_probed()
             try:
                 return _Outcome(call.parse(json.loads(body)))
             except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
                 return _Outcome(failure=self._clean(f"unusable answer: {error}"))
         if status in (401, 403):
-            self._fatal = f"{self._refused} (HTTP {status})"
-            raise UserError(self._fatal)
+            self._refusals_left -= 1
+            if self._refusals_left <= 0:
+                self._fatal = f"{self._refused} (HTTP {status})"
+                raise UserError(self._fatal)
+            return _Outcome(failure=f"access refused (HTTP {status})", may_retry=False)
         retry_after = response.headers.get("Retry-After") if status in (429, 503) else None
         pause_s = self._policy.retry_after_s(retry_after, time.time())
         if status == 429 or pause_s is not None:

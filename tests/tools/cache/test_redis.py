@@ -18,7 +18,8 @@ from arpo.errors import UserError
 from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.cache import merge, open_cache
 from arpo.tools.cache.redis_client import PASSWORD_VARIABLE
-from arpo.tools.cache.store import NO_RESULTS, CacheFile, cache_key, unpack
+from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
+from arpo.tools.cache.store import CacheFile
 from arpo.tools.http.policy import LocalRateLimit, RedisRateLimit
 from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool

@@ -1,0 +1,44 @@
+"""What an exception of a tool costs: one trajectory, except where the run cannot go on."""
+
+import pytest
+from helpers.fakes import EchoTool
+from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
+
+from arpo.errors import UserError
+from arpo.metrics import ToolHealth, rollout_metrics
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import StopReason
+
+
+def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog):
+    def broken(_):
+        raise RecursionError("bug")
+
+    [group] = play(call_then_answer, tools=[EchoTool("search", broken)])
+    assert all(t.stop_reason == StopReason.ERROR and tool_text(t) == "" for t in group.trajectories)
+    assert {call.error_kind for t in group.trajectories for call in t.tool_calls} == {"exception"}
+    assert rollout_metrics([group]).values()["tools/search/failed_exception"] == SHORT.group_size
+    assert not ToolHealth().may_train([group])
+    assert [record.exc_info[0] for record in caplog.records] == [RecursionError]  # shown once
+
+
+def test_a_user_error_of_a_tool_ends_the_rollout():
+    def refused(_):
+        raise UserError("SERPER_API_KEY is refused; set another one")
+
+    with pytest.raises(UserError, match="is refused; set another one"):
+        play(call_then_answer, tools=[EchoTool("search", refused)])
+
+
+def test_a_tool_that_cannot_be_closed_keeps_nobody_from_closing_the_others(caplog):
+    class Stubborn(EchoTool):
+        async def aclose(self):
+            raise RecursionError
+
+    class Closing(EchoTool):
+        async def aclose(self):
+            self.arguments.append("closed")
+
+    last = Closing("python")
+    ToolRunner({"search": Stubborn("search"), "python": last}).close()
+    assert last.arguments == ["closed"] and "the search tool could not be closed" in caplog.text
