@@ -25,6 +25,7 @@ from arpo.losses import (
 from arpo.model import Policy
 from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
+from arpo.nonfinite import NonFinite
 from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights
@@ -183,8 +184,9 @@ def update_policy(
 
     The host waits for a GPU a few times for the step, and never for a micro-batch, so that it is always ahead of it
     with the next kernels: no float, boolean index or copy without pinned memory in the loop, also not in a new loss.
+    Raises NonFinite, on all ranks alike.
     """
-    metrics = Metrics()
+    metrics, losses = Metrics(), []
     [count] = dist.all_reduce_sum(float(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros)))
     statistics = None
     if uses_entropy_statistics(cfg):  # of the current policy; before the first step that is the old one
@@ -208,13 +210,17 @@ def update_policy(
         loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
         (loss * dist.world_size).backward()
+        losses.append(loss.detach())
         metrics.merge(loss_metrics, prefix="loss/")
         if micro.num_loss_tokens:
             num_computed = micro.input_ids.numel()
             metrics.sum("tokens/trained", num_computed)
             metrics.mean("train/tree_token_ratio", micro.num_row_tokens / num_computed, num_computed)
 
-    metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+    try:
+        metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+    except FloatingPointError as error:
+        raise NonFinite(str(error), losses) from error
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return metrics

@@ -13,6 +13,9 @@
 #                           it is kept in runs/redis and read again by the next job
 #   ARPO_MAX_RESTARTS=3     how often the ranks are started again after a failure, from the newest checkpoint
 #   ARPO_SCRIPT=train_sft.py   another script with the same launch line
+#
+# Ten minutes before the time limit (--signal below; more, if a step takes longer) the ranks end their step, save it and
+# leave; the job is then put into the queue again, and goes on from there (not under sbatch --no-requeue).
 
 #SBATCH --job-name=arpo
 #SBATCH --nodes=2
@@ -23,6 +26,7 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@600
 #SBATCH --output=runs/slurm-%j.log
 
 set -euo pipefail
@@ -31,8 +35,7 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 [ ! -e .venv/bin/activate ] || source .venv/bin/activate
 
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-script=${ARPO_SCRIPT:-train_rl.py}
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+export script=${ARPO_SCRIPT:-train_rl.py} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from the job
 if [ -n "${ARPO_INTERFACE:-}" ]; then
   export GLOO_SOCKET_IFNAME=$ARPO_INTERFACE NCCL_SOCKET_IFNAME=$ARPO_INTERFACE
@@ -50,13 +53,37 @@ if [ "${ARPO_REDIS:-0}" = 1 ]; then
   cache=(--tools.search.cache "redis://$first_node:$redis_port/0")
 fi
 
+# Wait for a process to its end, and return its code. `wait` alone also returns when a trap has run.
+await() {
+  local code
+  while true; do
+    signalled=0 code=0
+    wait "$1" || code=$?
+    [ "$signalled" = 1 ] || return "$code"
+  done
+}
+
 # One torchrun per node. The first one keeps the store at which all meet: it is told so, because torchrun would find out
-# by comparing host names, which fails where the node's own name differs from Slurm's. A node whose torchrun gives up
-# ends the job step on all nodes.
-# shellcheck disable=SC2016 # SLURM_NODEID is each node's own
-exec srun --kill-on-bad-exit=1 bash -c '
-  exec torchrun --rdzv_conf "is_host=$((SLURM_NODEID == 0))" "$@"' node \
+# by comparing host names, which fails where the node's own name differs from Slurm's.
+# The wish to stop goes past torchrun, which would kill its ranks 30 s later and then fail; it is sent again until no rank
+# is left, because one that is still loading does not hear it. TERM is what Slurm sends for a preemption.
+node() {
+  (trap '' USR1 && exec torchrun --rdzv_conf "is_host=$((SLURM_NODEID == 0))" "$@") &
+  agent=$!
+  trap 'signalled=1; while pkill -USR1 -P "$agent" -f "$script"; do sleep 5; done' USR1 TERM
+  await "$agent"
+}
+
+# A node whose torchrun gives up ends the job step on all nodes.
+srun --kill-on-bad-exit=1 bash -c "$(declare -f await node); node \"\$@\"" node \
   --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-gpu}" \
   --rdzv_backend c10d --rdzv_endpoint "$first_node:$((20000 + SLURM_JOB_ID % 20000))" --rdzv_id "$SLURM_JOB_ID" \
   --max_restarts "${ARPO_MAX_RESTARTS:-3}" \
-  "$script" "$@" ${cache[@]+"${cache[@]}"}
+  "$script" "$@" ${cache[@]+"${cache[@]}"} &
+step=$!
+asked=0
+trap 'signalled=1 asked=1; kill -USR1 "$step"' USR1 # srun hands it to each node's task
+await "$step"
+if [ "$asked" = 1 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi

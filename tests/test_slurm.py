@@ -1,11 +1,21 @@
-"""The Slurm script: what it would start. Only srun, scontrol and torchrun are replaced: there is no cluster here."""
+"""The Slurm script: what it would start, and what it does when Slurm wants the node back.
+
+There is no cluster here: srun and scontrol are replaced, and torchrun where it only is to say how it was called.
+"""
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from helpers.ranks import PATIENCE_S, wait_for_step
+from helpers.sft_world import build_sft_world
+
+from arpo.checkpoint.checkpoints import verify
+from arpo.log import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "slurm_train_rl.sh"
@@ -60,6 +70,46 @@ def test_redis_interface_restarts_and_script_are_chosen_by_the_environment(tmp_p
     for line in (line for line in lines if line.startswith("torchrun")):
         assert "--max_restarts 7 evaluate.py a.yaml --tools.search.cache redis://node07:43456/0 [gloo on ib0]" in line
         assert "secret" not in line
+
+
+# srun as Slurm runs it on one node: a signal that it gets goes to the task. scontrol: it writes down what it should do.
+PROGRAMS = {
+    "srun": r"""
+while [[ $1 == -* ]]; do shift; done
+export SLURM_NODEID=0
+"$@" & task=$!
+trap 'again=1; kill -USR1 $task' USR1
+while again=0; wait $task; code=$?; [ $again = 1 ]; do :; done
+exit $code
+""",
+    "scontrol": r"""
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$*" >> asked; fi
+""",
+}
+
+
+@pytest.mark.slow
+def test_usr1_ends_the_job_with_a_saved_step_and_requeues_it(tmp_path):
+    """The script, torchrun and the training are real, srun and scontrol are not."""
+    world = build_sft_world(tmp_path, num_steps=1000)
+    for name, text in PROGRAMS.items():
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text("#!/usr/bin/env bash" + text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    programs = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | JOB | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "PATH": programs}
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "ARPO_SCRIPT": str(ROOT / "train_sft.py")}
+    env |= {"SLURM_JOB_ID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    script = subprocess.Popen(["bash", str(SCRIPT), str(world / "config.yaml")], env=env, **pipes)
+    run = world / "runs" / "sft"
+    wait_for_step(run, 2, lambda: script.poll() is None)
+    script.send_signal(signal.SIGUSR1)
+    output, _ = script.communicate(timeout=PATIENCE_S)
+    assert script.returncode == 0 and "asked to stop by a signal" in output, output[-3000:]
+    last = read_metrics(run)[-1]["step"]
+    assert 2 <= last < 1000 and verify(run / "checkpoints" / f"step_{last:06d}") is None
+    assert (tmp_path / "asked").read_text() == f"requeue {env['SLURM_JOB_ID']}\n"
 
 
 def test_outside_of_slurm_it_says_how_to_start_it():

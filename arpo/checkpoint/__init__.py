@@ -1,5 +1,6 @@
 """Save and resume, verified by checksum; export to and import from other formats."""
 
 from arpo.checkpoint.checkpoints import Checkpoints
+from arpo.checkpoint.saver import Saver
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Saver"]

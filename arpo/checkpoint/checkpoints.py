@@ -10,11 +10,14 @@ distributed checkpoint format (DCP) itself notices neither a half-written folder
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import arpo.checkpoint.manifest as manifest
+from arpo.checkpoint.safe_reader import SafeReader
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import Critic
@@ -34,6 +38,10 @@ logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
 PROGRESS = "progress.json"
 BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
+
+
+class NotWritten(UserError):
+    """The disk is full or cannot be written. Raised on all ranks alike; what was there before stays as it is."""
 
 
 class Checkpoints:
@@ -60,35 +68,61 @@ class Checkpoints:
 
         `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on.
 
-        Raises UserError where the disk is full or cannot be written; older checkpoints then stay as they are.
+        Raises NotWritten; older checkpoints then stay as they are, and nothing is left of this one.
         """
-        final = self.folder / f"step_{step:06d}"
+        final = self.folder_of(step)
         temporary = final.with_suffix(".tmp")
         models = [policy] if critic is None else [policy, critic]
         num_trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
         self._require_space(BYTES_PER_PARAMETER * num_trained)
         random_states = self.ranks.all_gather_objects(_random_state())
-        if self.ranks.is_main:
-            for stale in self.folder.glob("step_*.tmp"):
-                shutil.rmtree(stale)
-            temporary.mkdir(parents=True)
-            torch.save(random_states, temporary / RANDOM_STATES)
-            (temporary / PROGRESS).write_text(json.dumps(progress or {}))
-        self.ranks.barrier()
-        with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint"):
-            dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
-        names = self.ranks.from_rank_0(manifest.files_of(temporary))
-        measured = self.ranks.all_gather_objects(manifest.measure(temporary, names[self.my_files]))
-        if self.ranks.is_main:
-            manifest.write(temporary, step, {name: entry for part in measured for name, entry in part.items()})
-            temporary.rename(final)
-            manifest.sync(self.folder)
-            manifest.write_synced(self.folder / "latest.tmp", final.name + "\n")
-            (self.folder / "latest.tmp").rename(self.folder / "latest")
-            for old in [*self._all()[self.keep :], *self.folder.glob("step_*.broken")]:
-                shutil.rmtree(old)
-        self.ranks.barrier()
+        try:
+            self._together(temporary, self._begin, temporary, random_states, progress or {})
+            with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
+                dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
+            names = self.ranks.from_rank_0(manifest.files_of(temporary))
+            measured = self._together(temporary, manifest.measure, temporary, names[self.my_files])
+            files = {name: entry for part in measured for name, entry in part.items()}
+            self._together(temporary, self._publish, temporary, final, step, files)
+        except NotWritten:
+            if self.ranks.is_main:  # the space is for the next try
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         return final
+
+    def _begin(self, temporary: Path, random_states: list[dict], progress: dict) -> None:
+        if not self.ranks.is_main:
+            return
+        for stale in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(stale)
+        temporary.mkdir(parents=True)
+        states = io.BytesIO()  # torch.save to a full disk raises no OSError
+        torch.save(random_states, states)
+        (temporary / RANDOM_STATES).write_bytes(states.getbuffer())
+        (temporary / PROGRESS).write_text(json.dumps(progress))
+
+    def _publish(self, temporary: Path, final: Path, step: int, files: manifest.Files) -> None:
+        if not self.ranks.is_main:
+            return
+        manifest.write(temporary, step, files)
+        temporary.rename(final)
+        manifest.sync(self.folder)
+        manifest.write_synced(self.folder / "latest.tmp", final.name + "\n")
+        (self.folder / "latest.tmp").rename(self.folder / "latest")
+        for old in [*self._all()[self.keep :], *self.folder.glob("step_*.broken")]:
+            shutil.rmtree(old)
+
+    def _together(self, folder: Path, write: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `write` on each rank and return all values, by rank. Raises NotWritten where one of them cannot."""
+        value, problem = None, ""
+        try:
+            value = write(*args)
+        except OSError as error:
+            problem = f"{folder}: cannot write the checkpoint (rank {self.ranks.rank}: {error.strerror or error})"
+        parts = self.ranks.all_gather_objects((value, problem))
+        if problems := [problem for _, problem in parts if problem]:
+            raise NotWritten(problems[0])
+        return [value for value, _ in parts]
 
     def resume(
         self,
@@ -106,8 +140,11 @@ class Checkpoints:
         if folder is None:
             return 0
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
-            dcp.load(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=folder)  # in place
-        random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
+            dcp.load(_state(policy, optimizer, critic, critic_optimizer), storage_reader=SafeReader(folder))  # in place
+        try:
+            random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `save`
+            raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[self.ranks.rank])
         file = folder / PROGRESS
@@ -133,6 +170,9 @@ class Checkpoints:
             raise UserError(f"{folder}: {problem}, and no other checkpoint is intact; move {self.folder} away")
         return None
 
+    def folder_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
     def _all(self) -> list[Path]:
         """Return the folders of finished checkpoints, newest first."""
         return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=manifest.step_of, reverse=True)
@@ -141,10 +181,8 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         free = self.ranks.from_rank_0(shutil.disk_usage(self.folder).free)
         if free < num_bytes:
-            raise UserError(
-                f"{self.folder}: a checkpoint needs {num_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
-                "make space and start again, the run continues from its last checkpoint"
-            )
+            needed, free_now = (f"{count / 2**20:,.1f} MiB" for count in (num_bytes, free))
+            raise NotWritten(f"{self.folder}: a checkpoint needs {needed}, {free_now} are free")
 
 
 def verify(folder: Path) -> str | None:
@@ -195,11 +233,13 @@ def _restore_random_state(state: dict) -> None:
 
 
 @contextlib.contextmanager
-def errors_of_all_ranks(what: str) -> Iterator[None]:
-    """Turn DCP's error, which lists the failures of all ranks on all ranks, into a UserError with the first one."""
+def errors_of_all_ranks(what: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn DCP's error, which lists the failures of all ranks on all ranks, into one of `kind` with the first one."""
     try:
         yield
     except CheckpointException as error:
+        if not all(isinstance(reason, Exception) for reason, _ in error.failures.values()):
+            raise KeyboardInterrupt from error  # which torch takes for a failure like any other
         rank = min(error.failures)
         reason = error.failures[rank][0]
-        raise UserError(f"{what} (rank {rank}: {' '.join(str(reason).split())[:300]})") from error
+        raise kind(f"{what} (rank {rank}: {' '.join(str(reason).split())[:300]})") from error

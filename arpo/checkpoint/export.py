@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 
-from arpo.checkpoint.checkpoints import errors_of_all_ranks, verify
+from arpo.checkpoint.checkpoints import NotWritten, errors_of_all_ranks, verify
+from arpo.checkpoint.safe_reader import SafeReader
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import Policy, lora
@@ -30,21 +32,31 @@ def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = 
     """Write safetensors (adapters merged), configs and tokenizer. Collective; rank 0 holds one file at a time.
 
     All but the weights comes from the model folder `source`, and so does the dtype. `link` becomes a symbolic link to
-    the folder, so that a run's newest export has a stable name.
+    the folder, so that a run's newest export has a stable name. Raises NotWritten, on all ranks.
     """
     device = next(policy.parameters()).device
     tensors = full_tensors(policy.hf_parameters(), dtype=source_dtype(source), device=device)
+    problem = [""]
     if dist.get_rank() == 0:
-        write_hf(tensors, folder, source)
-        if link:
-            temporary = link.with_name(link.name + ".tmp")
-            temporary.unlink(missing_ok=True)
-            temporary.symlink_to(os.path.relpath(folder, link.parent))
-            temporary.rename(link)
-    else:
-        for _ in tensors:  # rank 0 needs this rank's shards
-            pass
-    dist.barrier()
+        try:
+            write_hf(tensors, folder, source)
+            if link:
+                point_to(folder, link)
+        except (OSError, SafetensorError) as error:
+            problem = [f"{folder}: cannot write the export ({' '.join(str(error).split())[:300]})"]
+    for _ in tensors:  # rank 0 needs the other ranks' shards, and they need rank 0's
+        pass
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        raise NotWritten(problem[0])
+
+
+def point_to(folder: Path, link: Path) -> None:
+    """Make `link` a symbolic link to the folder, in the place of one to another folder."""
+    temporary = link.with_name(link.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(folder, link.parent))
+    temporary.rename(link)
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:
@@ -54,7 +66,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapte
     format. Raises UserError.
     """
     if problem := verify(checkpoint):
-        raise UserError(f"{checkpoint}: {problem}; choose another checkpoint")
+        raise UserError(f"{checkpoint}: {problem}; choose another checkpoint (RUN/checkpoints/step_N)")
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another folder")
     cfg = model_of_run(checkpoint, model)
@@ -81,7 +93,7 @@ def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[
     what = f"{checkpoint}: cannot be loaded; is {cfg.path} the model that the run started with?"
     with errors_of_all_ranks(what), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
-        dcp.load({"model": trained}, checkpoint_id=checkpoint, no_dist=True)  # in place
+        dcp.load({"model": trained}, storage_reader=SafeReader(checkpoint), no_dist=True)  # in place
     return hf, trained
 
 

@@ -8,6 +8,7 @@ the mesh ("fsdp",) or ("ddp", "fsdp"), or a plain tensor. Config and tokenizer l
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def load_rank(file: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(SAFE_CLASSES):
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # whose words advise to load it as a program
+        raise UserError(f"{file}: cannot be read as weights; it is damaged, or holds more than tensors") from None
     except Exception as error:  # torch raises whatever its unpickler meets
         raise UserError(f"{file}: cannot be read as weights ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(state, dict):

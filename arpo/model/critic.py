@@ -15,7 +15,8 @@ from arpo.batch import MicroBatch
 from arpo.losses import aggregate
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import clip_grad_norm
-from arpo.model.policy import attention_implementation, check_model_folder, hidden_states, residence, shard
+from arpo.model.policy import attention_implementation, hidden_states, residence, shard
+from arpo.model_folder import check_model_folder
 from arpo.ranks import Ranks
 from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -198,7 +198,9 @@ def describe(signs: Mapping[int, dict]) -> str:
 def where(frame: FrameType | None) -> str:
     """Return the innermost line of our own code, from `frame` outwards: "rollout.py:120 step"."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    while frame is not None:
+    # Of another thread a frame may have ended meanwhile, and CPython 3.11 then shows what lies in its memory now: this
+    # happened, on a machine with ten times more work than cores, and ended the thread that gives the signs.
+    while frame is not None and isinstance(frame.f_code, CodeType):
         file = frame.f_code.co_filename
         if file == script or (file.startswith(PACKAGE) and file != __file__):
             return f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"

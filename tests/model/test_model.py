@@ -24,7 +24,7 @@ from arpo.batch import collate
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
 from arpo.model.head import token_logprobs
-from arpo.model.policy import check_model_folder
+from arpo.model_folder import check_model_folder
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")

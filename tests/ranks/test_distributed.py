@@ -30,7 +30,7 @@ from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_mom
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import OptimConfig
-from arpo.ranks.peers import nccl_backends
+from arpo.ranks.peers import nccl_backends, where
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics
@@ -210,6 +210,13 @@ def test_of_all_groups_those_that_run_on_the_gpu_are_asked_whether_they_have_fai
             monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, None)
         assert [backend.group for backend in nccl_backends()] == [on_gpu]
         monkeypatch.undo()
+
+
+def test_a_frame_that_ended_while_it_was_looked_at_is_no_error():
+    """CPython 3.11 may show another object in the place of its code, as it once did here."""
+    ended = SimpleNamespace(f_code=object(), f_back=None, f_lineno=1)
+    assert where(ended) == "no code of ours"
+    assert where(SimpleNamespace(f_code=form_team.__code__, f_back=ended, f_lineno=7)) == "team.py:7 form_team"
 
 
 def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():

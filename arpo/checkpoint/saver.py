@@ -1,0 +1,88 @@
+"""What a training script does with its state: continue from it, and save it with a Hugging Face folder beside it.
+
+A save that fails ends nothing while a later one can make up for it: the run says so, and goes on from memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
+from arpo.checkpoint.export import export_hf, point_to
+from arpo.model import Policy
+from arpo.model.critic import Critic
+from arpo.ranks import Ranks
+from arpo.run_options import RunConfig
+
+logger = logging.getLogger(__name__)
+MAX_FAILED_SAVES = 3
+"""Saves in a row that may fail; the next one that does ends the run."""
+
+
+class Saver:
+    """Checkpoints and exports of one run. All methods are collective."""
+
+    def __init__(self, run: RunConfig, ranks: Ranks, *, source: str):
+        """source: the model folder from which an export has all but its weights."""
+        self.run, self.ranks, self.source = run, ranks, source
+        folder = Path(run.dir) / run.name
+        self.link = folder / "hf"
+        self.checkpoints = Checkpoints(folder / "checkpoints", ranks, keep=run.keep_checkpoints)
+        self.saved_step = self.num_failed = 0
+
+    @property
+    def progress(self) -> dict:
+        """The `progress` that was saved with the checkpoint which `resume` has loaded; empty where there was none."""
+        return self.checkpoints.progress
+
+    def resume(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        critic: Critic | None = None,
+        critic_optimizer: torch.optim.Optimizer | None = None,
+    ) -> int:
+        """Load the newest intact checkpoint and return its step, 0 if there is none. `save` will save these objects.
+
+        If the run was killed in the export of that checkpoint, it is exported now: RUN/hf would stay on older weights,
+        for good if no step is left to run. Raises UserError.
+        """
+        self.models = policy, optimizer, critic, critic_optimizer
+        self.saved_step = self.checkpoints.resume(*self.models)
+        if self.saved_step and self.run.save_hf:
+            self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
+        return self.saved_step
+
+    def save(self, step: int, progress: dict | None = None, *, is_final: bool) -> None:
+        """Write the checkpoint and, under run.save_hf, the export.
+
+        Where that fails, rank 0 warns. Raises NotWritten where it fails too often, or `is_final`: no later save comes.
+        """
+        missing = "checkpoint"
+        try:
+            folder = self.checkpoints.save(step, *self.models, progress=progress)
+            self.saved_step, missing = step, "Hugging Face folder"
+            if self.run.save_hf:
+                export_hf(self.models[0], folder / "hf", source=self.source, link=self.link)
+            self.num_failed = 0
+        except NotWritten as error:
+            self.num_failed += 1
+            there = f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "there is none yet"
+            said = f"step {step} has no {missing}: {error}; {there}"
+            if is_final or self.num_failed > MAX_FAILED_SAVES:
+                raise NotWritten(f"{said}; make space, and the same command continues from there") from error
+            if self.ranks.is_main:
+                logger.warning("warning: %s; make space, the next save comes in run.save_every steps", said)
+
+    def _renew_export(self, folder: Path) -> None:
+        is_there, is_linked = self.ranks.from_rank_0((folder.exists(), self.link.resolve() == folder.resolve()))
+        if is_there and is_linked:
+            return
+        logger.info("%s is renewed: the run ended before its last checkpoint was exported", self.link)
+        if not is_there:
+            export_hf(self.models[0], folder, source=self.source, link=self.link)
+        elif self.ranks.is_main:
+            point_to(folder, self.link)

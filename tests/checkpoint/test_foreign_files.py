@@ -1,0 +1,193 @@
+"""Files of strangers run no code: every loader is handed one that would leave a mark."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.models import build_tiny_model
+from helpers.ranks import mesh_of_one, ranks_of
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from arpo.batch import Row, collate
+from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.checkpoints import RANDOM_STATES
+from arpo.checkpoint.export import export_checkpoint
+from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
+from arpo.checkpoint.verl_import import import_verl
+from arpo.errors import UserError
+from arpo.model import load_policy, load_tokenizer
+from arpo.model.optim import build_optimizer
+from arpo.options import OptimConfig
+from arpo.run_options import ModelConfig
+from arpo.sft.token_store import ConversationRows
+
+STEP = "step_000001"
+
+
+class Payload:
+    """Unpickling it makes the folder `mark`."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """What the payload would make. It works: a plain unpickler runs it."""
+    works = tmp_path / "works"
+    pickle.loads(pickle.dumps(Payload(works)))
+    assert works.is_dir()
+    return tmp_path / "mark"
+
+
+def make(mesh, model: Path):
+    policy = load_policy(ModelConfig(str(model), compute_dtype="float32"), mesh, device=torch.device("cpu"))
+    return policy, build_optimizer(policy, OptimConfig(lr=1e-2))
+
+
+@pytest.fixture
+def checkpoint(tiny_model_dir, tmp_path) -> Path:
+    with mesh_of_one() as mesh:
+        policy, optimizer = make(mesh, tiny_model_dir)
+        ids = np.arange(6)
+        policy(collate([Row(ids[:2], ids[2:], np.ones(4, int))]))[0].sum().backward()
+        optimizer.step()
+        return Checkpoints(tmp_path / "checkpoints", ranks_of(mesh)).save(1, policy, optimizer)
+
+
+def sign(folder: Path) -> None:
+    """Make the manifest fit the files, as whoever doctored them would."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"] = {name: size_and_checksum(folder / name) for name in manifest["files"]}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def doctor_metadata(folder: Path, change) -> None:
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.storage_meta = None
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def code_in_the_metadata(folder: Path, mark: Path) -> None:
+    doctor_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Payload(mark)))
+
+
+def a_metadata_that_is_none(folder: Path, mark: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps({"tensors": 0}))
+
+
+def a_tensor_declared_as_bytes(folder: Path, mark: Path) -> None:
+    def change(metadata):
+        name = next(iter(metadata.state_dict_metadata))
+        payload = io.BytesIO()
+        torch.save(Payload(mark), payload)
+        (folder / "__0_0.distcp").write_bytes(payload.getvalue())
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        for index, entry in metadata.storage_data.items():
+            if index.fqn == name:
+                entry.offset, entry.length = 0, len(payload.getvalue())
+
+    doctor_metadata(folder, change)
+
+
+def code_in_the_tensors(folder: Path, mark: Path) -> None:
+    payload = io.BytesIO()
+    torch.save(Payload(mark), payload)
+
+    def change(metadata):
+        for entry in metadata.storage_data.values():
+            entry.offset, entry.length = 0, len(payload.getvalue())
+
+    (folder / "__0_0.distcp").write_bytes(payload.getvalue())
+    doctor_metadata(folder, change)
+
+
+def tensors_of_another_folder(folder: Path, mark: Path) -> None:
+    def change(metadata):
+        for entry in metadata.storage_data.values():
+            entry.relative_path = "../../elsewhere.distcp"
+
+    doctor_metadata(folder, change)
+
+
+DOCTORED = {
+    code_in_the_metadata: r"more than tensors \(posix\.mkdir\)",
+    a_metadata_that_is_none: r"more than tensors \(dict\)",
+    a_tensor_declared_as_bytes: r"more than tensors \(torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata\)",
+    code_in_the_tensors: "cannot be loaded",
+    tensors_of_another_folder: r"points out of the folder: '\.\./\.\./elsewhere\.distcp'",
+}
+
+
+@pytest.mark.parametrize("doctor", DOCTORED, ids=lambda doctor: doctor.__name__)
+def test_a_doctored_checkpoint_runs_no_code_at_a_resume(checkpoint, tiny_model_dir, mark, doctor):
+    doctor(checkpoint, mark)
+    sign(checkpoint)
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=DOCTORED[doctor]) as error:
+        Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir))
+    assert not mark.exists() and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("doctor", DOCTORED, ids=lambda doctor: doctor.__name__)
+def test_a_doctored_checkpoint_runs_no_code_at_an_export(checkpoint, tiny_model_dir, mark, tmp_path, doctor):
+    doctor(checkpoint, mark)
+    sign(checkpoint)
+    with pytest.raises(UserError, match=DOCTORED[doctor]):
+        export_checkpoint(checkpoint, tmp_path / "hf", model=str(tiny_model_dir))
+    assert not mark.exists() and not (tmp_path / "hf").exists()
+
+
+def test_doctored_random_states_run_no_code(checkpoint, tiny_model_dir, mark):
+    torch.save([Payload(mark)], checkpoint / RANDOM_STATES)
+    sign(checkpoint)
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=f"{RANDOM_STATES}: cannot be read"):
+        Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir))
+    assert not mark.exists()
+
+
+def test_a_doctored_import_runs_no_code(tiny_model_dir, mark, tmp_path):
+    actor = tmp_path / "actor"
+    shutil.copytree(tiny_model_dir, actor / "huggingface")
+    torch.save({"model.norm.weight": Payload(mark)}, actor / "model_world_size_1_rank_0.pt")
+    with pytest.raises(UserError, match="more than tensors"):
+        import_verl(actor, tmp_path / "hf")
+    assert not mark.exists()
+
+
+def test_a_doctored_token_store_runs_no_code(mark, tmp_path):
+    np.save(tmp_path / "lengths.npy", np.array([Payload(mark)]), allow_pickle=True)
+    manifest = {"origin": {}, "rows_per_part": [1], "num_dropped": 0, "num_truncated": 0}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        ConversationRows(tmp_path)
+    assert not mark.exists()
+
+
+def test_a_models_own_code_is_not_run(mark, tmp_path):
+    """What the Hub calls remote code: a Python file in the model's folder that its config names."""
+    model = build_tiny_model(tmp_path / "model")
+    (model / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+    names = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    for file, change in (
+        ("tokenizer_config.json", {"tokenizer_class": "OwnTokenizer"}),
+        ("config.json", {"model_type": "own"}),
+    ):
+        tree = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps(tree | change | {"auto_map": names}))
+    with contextlib.suppress(UserError):  # it may come without its own code, as a tokenizer of the library
+        load_tokenizer(str(model))
+    with mesh_of_one() as mesh, pytest.raises((UserError, ValueError)):
+        make(mesh, model)
+    assert not mark.exists()

@@ -1,0 +1,215 @@
+"""When a save fails, and when a run was killed in an export: real ranks, real limits of the file system, real kills."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+from helpers.ranks import run_ranks, start_ranks
+from helpers.records import logged
+
+from arpo.checkpoint import Saver
+from arpo.checkpoint.checkpoints import verify
+from arpo.errors import UserError
+from arpo.model import load_policy
+from arpo.model.optim import build_optimizer
+from arpo.options import OptimConfig
+from arpo.run_options import ModelConfig, RunConfig
+
+
+def begin(ranks, model: str, folder: str) -> tuple[Saver, int]:
+    """A saver with a policy, and the step at which it goes on."""
+    policy = load_policy(ModelConfig(model, compute_dtype="float32"), ranks.mesh, device=torch.device("cpu"))
+    saver = Saver(RunConfig(dir=folder, name="run"), ranks, source=model)
+    return saver, saver.resume(policy, build_optimizer(policy, OptimConfig()))
+
+
+def change(saver: Saver) -> None:
+    """As a step would."""
+    with torch.no_grad():
+        for p in saver.models[0].parameters():
+            p.add_(1.0)
+
+
+def limit_files_to(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+# ---- a full disk
+
+
+def save_with_limits(ranks, model: str, folder: str) -> list[str]:
+    """Saves at steps 1 to 6; on rank 1 files of 10 kB at most from step 2 to 4. What was logged."""
+    saver, _ = begin(ranks, model, folder)
+    with logged() as lines:
+        for step in range(1, 7):
+            if ranks.rank == 1:
+                limit_files_to(10_000 if 2 <= step < 5 else resource.RLIM_INFINITY)
+            saver.save(step, is_final=False)
+    return lines
+
+
+def test_a_save_that_fails_is_one_warning_and_the_next_one_makes_up_for_it(tiny_model_dir, tmp_path):
+    first, second = run_ranks(2, save_with_limits, str(tiny_model_dir), str(tmp_path))
+    assert [line.split(":")[1] for line in first] == [f" step {step} has no checkpoint" for step in (2, 3, 4)]
+    assert all("(rank 1: " in line and "the newest checkpoint is of step 1" in line for line in first)
+    assert second == []
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000005", "step_000006"]
+    assert verify(folder / "step_000006") is None
+    assert (tmp_path / "run" / "hf").resolve() == folder / "step_000006" / "hf"
+
+
+def save_until_it_ends(ranks, model: str, folder: str, num_bytes: int, is_final: bool) -> tuple[int, str]:
+    """The step whose save ends the run, and its line; rank 0 may write files of `num_bytes` after step 1."""
+    saver, _ = begin(ranks, model, folder)
+    saver.save(1, is_final=False)
+    if ranks.rank == 0:
+        limit_files_to(num_bytes)
+    for step in range(2, 9):
+        try:
+            saver.save(step, is_final=is_final)
+        except UserError as error:
+            limit_files_to(resource.RLIM_INFINITY)  # for this value itself
+            return step, str(error)
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "is_final", "step", "missing"),
+    [
+        (0, True, 2, "checkpoint"),  # not even the random states
+        (10_000, True, 2, "checkpoint"),
+        (10_000, False, 5, "checkpoint"),  # the fourth in a row
+    ],
+)
+def test_a_last_save_that_fails_ends_the_run_on_all_ranks(tiny_model_dir, tmp_path, num_bytes, is_final, step, missing):
+    ends = run_ranks(2, save_until_it_ends, str(tiny_model_dir), str(tmp_path), num_bytes, is_final)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == step and f"step {step} has no {missing}: " in ends[0][1] and "\n" not in ends[0][1]
+    assert "the newest checkpoint is of step 1; make space" in ends[0][1]
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000001"]
+    assert verify(folder / "step_000001") is None
+
+
+def save_with_a_full_disk_in_the_export(ranks, model: str, folder: str) -> str:
+    """Rank 0's files are limited to less than a weights file from the first file of the export on."""
+    saver, _ = begin(ranks, model, folder)
+
+    def limit(name: str, args: tuple) -> None:
+        if name == "os.mkdir" and str(args[0]).endswith("hf.tmp") and ranks.rank == 0:
+            limit_files_to(10_000)
+
+    sys.addaudithook(limit)
+    try:
+        saver.save(1, is_final=True)
+    except UserError as error:
+        limit_files_to(resource.RLIM_INFINITY)
+        return str(error)
+    return ""
+
+
+def test_an_export_that_fails_is_named_on_all_ranks_and_done_at_the_next_start(tiny_model_dir, tmp_path):
+    errors = run_ranks(2, save_with_a_full_disk_in_the_export, str(tiny_model_dir), str(tmp_path))
+    assert errors[0] == errors[1] and "step 1 has no Hugging Face folder: " in errors[0], errors
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    assert verify(checkpoint) is None and not list(checkpoint.glob("hf*"))
+    assert run_ranks(2, step_after_start, str(tiny_model_dir), str(tmp_path)) == [1, 1]
+    assert (tmp_path / "run" / "hf").resolve() == checkpoint / "hf" and (checkpoint / "hf" / "config.json").exists()
+
+
+# ---- Ctrl-C
+
+
+def save_interrupted(ranks, model: str, folder: str) -> str:
+    """A save in which rank 1 gets a SIGINT as it opens its first file of tensors; how it ended."""
+    saver, _ = begin(ranks, model, folder)
+
+    def interrupt(name: str, args: tuple) -> None:
+        if name == "open" and str(args[0]).endswith(".distcp") and ranks.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    sys.addaudithook(interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        saver.save(1, is_final=False)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "saved, or warned"
+
+
+def test_ctrl_c_in_a_save_is_no_failed_save(tiny_model_dir, tmp_path):
+    """torch catches it among the failures of a save, after which a run would go on."""
+    ends = run_ranks(2, save_interrupted, str(tiny_model_dir), str(tmp_path))
+    assert ends == ["interrupted", "interrupted"]
+
+
+# ---- a kill in the export
+
+
+def step_after_start(ranks, model: str, folder: str) -> int:
+    return begin(ranks, model, folder)[1]
+
+
+def save_twice(ranks, model: str, folder: str, event: int) -> int:
+    """Saves at step 1 and, other weights, at 2; rank 0 is killed just before its event-th file operation of the second
+    export. Returns how many there were."""
+    saver, _ = begin(ranks, model, folder)
+    saver.save(1, is_final=False)
+    change(saver)
+    count = 0
+
+    def kill(name: str, args: tuple) -> None:
+        nonlocal count
+        if name in ("open", "os.mkdir", "os.rename", "os.symlink") and (
+            "000002/hf" in str(args) or "hf.tmp" in str(args)
+        ):
+            count += 1
+            if count == event and ranks.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    saver.save(2, is_final=True)
+    return count
+
+
+@pytest.mark.slow
+def test_a_kill_anywhere_in_the_last_export_is_made_good_by_the_next_start(tiny_model_dir, tmp_path):
+    model = str(tiny_model_dir)
+    num_events, _ = run_ranks(2, save_twice, model, str(tmp_path / "whole"), 0)
+    expected = (tmp_path / "whole" / "run" / "hf" / "model.safetensors").read_bytes()
+    assert num_events > 5
+    for event in (1, num_events // 2, num_events - 2, num_events - 1, num_events):
+        folder = tmp_path / str(event)
+        folder.mkdir()
+        context = start_ranks(2, save_twice, model, str(folder), event, folder=str(folder))
+        with pytest.raises(Exception, match="SIGKILL"):
+            while not context.join():
+                pass
+        link = folder / "run" / "hf"
+        assert link.resolve().parent.name == "step_000001", event  # what nobody may take for the newest
+        assert run_ranks(2, step_after_start, model, str(folder)) == [2, 2]
+        assert link.resolve().parent.name == "step_000002"
+        assert (link / "model.safetensors").read_bytes() == expected
+        assert {path.name for path in link.iterdir()} == {p.name for p in (tmp_path / "whole/run/hf").iterdir()}
+
+
+def renewals(ranks, model: str, folder: str) -> list[str]:
+    with logged() as lines:
+        begin(ranks, model, folder)
+    return lines
+
+
+def test_a_start_says_that_it_renews_and_is_silent_where_nothing_is_to_do(tiny_model_dir, tmp_path):
+    run_ranks(1, save_twice, str(tiny_model_dir), str(tmp_path), 0)
+    link = tmp_path / "run" / "hf"
+    assert run_ranks(1, renewals, str(tiny_model_dir), str(tmp_path)) == [[]]
+    shutil.rmtree(link.resolve())
+    link.unlink()
+    link.symlink_to("checkpoints/step_000001/hf")
+    [[line]] = run_ranks(1, renewals, str(tiny_model_dir), str(tmp_path))
+    assert f"{link} is renewed" in line and (link.resolve() / "config.json").exists()
