@@ -9,15 +9,17 @@ import contextlib
 import difflib
 import io
 import json
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from arpo.checks import ignored, out_of_range
 from arpo.errors import UserError, exit_with
+from arpo.hub.names import pin_config
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
@@ -96,7 +98,7 @@ def parse(root: type[C], flags: list[str]) -> C:
     captured = io.StringIO()
     wants_help = any(token in ("-h", "--help") for token in flags)
     try:
-        with contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(captured):
+        with until_closed() if wants_help else contextlib.redirect_stderr(captured):
             return tyro.cli(root, args=flags, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
     except SystemExit as stop:
         if wants_help or not stop.code:
@@ -104,9 +106,25 @@ def parse(root: type[C], flags: list[str]) -> C:
         raise ValueError(one_line(captured.getvalue())) from None
 
 
-def load_or_exit(root: type[C]) -> C:
-    """Return the command line's config; scripts call it before they import torch, so that mistakes show at once."""
-    return run_or_exit(load_config, root)
+@contextlib.contextmanager
+def until_closed() -> Iterator[None]:
+    """Print until nobody reads on: `--help | head` ends without a traceback."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        sys.exit(0)
+
+
+def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
+    """Return the command line's config after `check`; scripts call it before they import torch, so that mistakes show
+    at once. Data sets of the Hub are fetched here, and the config has their names with the commit."""
+    cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
+    run_or_exit(check, cfg)
+    return cfg
 
 
 def run_or_exit(function: Callable[[T], C], argument: T) -> C:
@@ -189,7 +207,10 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
     except UnicodeDecodeError:
         raise UserError(f"{path}: the config file is not UTF-8; save it as that") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        place = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        fix = "; indent with spaces, not tabs" if "\\t" in reason else ""
+        raise UserError(f"{path}{place}: not valid YAML ({reason}){fix}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
     own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}

@@ -137,9 +137,10 @@ def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:
 # ---- prompts
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
+def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
     r"""Read all usable rows of a question file, in file order; `prompt_id` is file stem and row number.
 
+    `source` is the data source of rows that name none; "" = the name of the file, or of the folder of a test.jsonl.
     The backspace defect of the published files (0x08 + "oxed") is repaired to "\boxed", counted and logged once.
     Raises UserError for unreadable files, and where more than 1 % of the rows (and more than 3) are bad.
 
@@ -148,7 +149,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     is_generic = path.stem in ("test", "train", "valid", "dev")
-    source = path.absolute().parent.name if is_generic else path.stem  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
+    source = source or (
+        path.absolute().parent.name if is_generic else path.stem
+    )  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
     prompts: list[Prompt] = []
     bad: list[str] = []
     num_repaired = num_rows = 0
@@ -274,10 +277,12 @@ def tokenize_prompts(
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     num_dropped = len(prompts) - len(kept)
+    median = sorted(len(prompt.token_ids) for prompt in prompts)[len(prompts) // 2] if prompts else 0
     if num_dropped and (overlong == "error" or not kept):
         raise UserError(
             f"{path}: {num_dropped} of {len(prompts)} prompts exceed max_prompt_tokens={max_prompt_tokens} "
-            f"({longest.prompt_id} has {len(longest.token_ids)}); raise max_prompt_tokens or shorten the prompts"
+            f"({longest.prompt_id} has {len(longest.token_ids)}, half of all at least {median}); raise it, or shorten "
+            "the prompts: data.system_prompt may be what is long"
         )
     if num_dropped:
         logger.warning(

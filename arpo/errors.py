@@ -11,6 +11,7 @@ import ast
 import difflib
 import json
 import os
+import signal
 import sys
 import time
 from functools import cache
@@ -69,6 +70,7 @@ def exit_with(error: UserError) -> NoReturn:
             info = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
             Path(file).write_text(json.dumps({"message": {"message": f"error: {error}", "extraInfo": info}}))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training rank has a handler, which would only note it
         time.sleep(10)
         print(f"error (rank {rank}): {error}", file=sys.stderr)
     sys.exit(2)

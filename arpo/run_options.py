@@ -94,9 +94,9 @@ class DataConfig:
     """Prompts for RL and validation."""
 
     train: str = ""
-    """Training prompts: parquet or jsonl."""
+    """Training prompts: a parquet or jsonl file, or OWNER/NAME[@REVISION][:FILE] of a data set on the Hub."""
     valid: str = ""
-    """Validation prompts; empty = no validation."""
+    """Validation prompts, a file or a name too; empty = no validation."""
     num_valid_prompts: int = 0
     """Use only the first N validation prompts; 0 = all."""
     num_prompts_per_step: int = 128
@@ -106,7 +106,8 @@ class DataConfig:
     overlong: Literal["drop", "error"] = "drop"
     """drop = leave overlong prompts out, and say how many; error = stop."""
     system_prompt: str = "keep"
-    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text."""
+    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text. Where there
+    is none, some chat templates (Qwen2.5's, SmolLM2's) write one of their own."""
 
 
 @dataclass(frozen=True)

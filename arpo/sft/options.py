@@ -12,9 +12,10 @@ class SFTDataConfig:
 
     train: str = ""
     """File of training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. Any size
-    will do: it is tokenised once, into DIR/NAME/tokens, and read from there step by step."""
+    will do: it is tokenised once, into DIR/NAME/tokens, and read from there step by step. Or a data set on the Hub,
+    OWNER/NAME[@REVISION][:FILE]."""
     valid: str = ""
-    """File of validation conversations; empty = no validation."""
+    """Validation conversations, a file or a name too; empty = no validation."""
     num_conversations_per_step: int = 16
     """Number of conversations per optimizer step, over all ranks."""
     max_tokens: int = 15000
@@ -34,4 +35,5 @@ class SFTDataConfig:
     tools: tuple[str, ...] = ("python", "search")
     """Tools of the later rollouts: the default system prompt offers them, and their tags are escaped in results."""
     system_prompt: str = "keep"
-    """System prompt. keep = as the file has it; none = without; default = the protocol's; anything else = that text."""
+    """System prompt. keep = as the file has it; none = without; default = the protocol's; anything else = that text.
+    Where there is none, some chat templates (Qwen2.5's, SmolLM2's) write one of their own."""

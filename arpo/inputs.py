@@ -1,0 +1,77 @@
+"""The files that a script's options name, looked at before torch is imported: a misspelt path is answered in a second.
+
+Of data only the first rows are read here. All of it is read, with the same checks, once the script runs.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from arpo.data import BadRow, parse_prompt, read_rows
+from arpo.errors import UserError
+from arpo.evals.benchmarks import questions, select
+from arpo.hub import check_hub_model, local_file
+from arpo.model_folder import check_model_folder
+from arpo.run_folder import check_run_folder
+from arpo.sft.conversations import read_conversations
+from arpo.tools import check_known, tool_class
+
+NUM_ROWS = 50
+
+
+def check_inputs(cfg: Any) -> None:
+    """Raise UserError for the first file of a script's config that is missing, or whose first rows cannot be used."""
+    {"train_sft": _check_sft, "train_rl": _check_rl, "evaluate": _check_evaluation}[cfg.SCRIPT](cfg)
+    if cfg.SCRIPT != "evaluate":
+        check_run_folder(cfg.run, cfg)
+    if cfg.SCRIPT != "evaluate" or not (cfg.eval.regrade or cfg.eval.compare):
+        check_hub_model("model.path", cfg.model.path)
+
+
+def _check_sft(cfg: Any) -> None:
+    check_model_folder(cfg.model.path)
+    for path in filter(None, (cfg.data.train, cfg.data.valid)):
+        for _ in islice(read_conversations(local_file(path)), NUM_ROWS):
+            pass
+
+
+def _check_rl(cfg: Any) -> None:
+    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
+    _check_tools(cfg)
+    for path in filter(None, (cfg.data.train, cfg.data.valid)):
+        _check_questions(path, cfg.tools.names)
+
+
+def _check_evaluation(cfg: Any) -> None:
+    if cfg.eval.regrade or cfg.eval.compare:
+        return
+    if not cfg.eval.server:
+        prompts = "eval.max_prompt_tokens"
+        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=prompts)
+    _check_tools(cfg)
+    for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
+        questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
+    for path in cfg.eval.files:
+        _check_questions(path, cfg.tools.names)
+
+
+def _check_tools(cfg: Any) -> None:
+    for name in cfg.tools.names:
+        tool_class(name)
+    if cfg.reward.file and not Path(cfg.reward.file).is_file():
+        raise UserError(f"reward.file={cfg.reward.file}: there is no such file; check the path")
+
+
+def _check_questions(path: str, tools: tuple[str, ...]) -> None:
+    """Raise UserError where none of the first rows is a question, or one offers a tool that is not loaded."""
+    prompts, bad = [], []
+    for place, row in islice(read_rows(local_file(path)), NUM_ROWS):
+        try:
+            prompts.append(parse_prompt(row, place.removeprefix(path).lstrip(": "), default_source="")[0])
+        except BadRow as error:
+            bad.append(f"{place}: {error}")
+    if bad and not prompts:
+        raise UserError(f"{bad[0]} (so it is with all of the first {len(bad)}); repair the file, or rename its columns")
+    check_known(prompts, tools, path)

@@ -1,0 +1,54 @@
+"""What a model folder must hold, checked without torch and before anything of it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from arpo.errors import UserError
+
+
+def check_model_folder(
+    path: str, *, max_model_len: int = 0, option: str = "model.path", prompt_option: str = "data.max_prompt_tokens"
+) -> None:
+    """Raise UserError for what a model folder lacks (config.json, a weight file, tokenizer, chat template, positions
+    for `max_model_len`), before anything is loaded; it begins with the `option` that set the path. `prompt_option`
+    sets a part of that length.
+
+    A path that is no folder, and does not look local (in a folder that exists, for one), is a hub name, which is not
+    checked.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        looks_local = folder.is_absolute() or path.startswith((".", "runs/")) or path.count("/") != 1
+        if looks_local or folder.parent.is_dir():
+            raise UserError(f"{option}={path}: no such folder; train or download the model first")
+        return
+    config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")
+    if not [*folder.glob("*.safetensors")]:
+        old = " but pytorch_model*.bin: load it with transformers and save_pretrained it again"
+        fix = old if [*folder.glob("pytorch_model*.bin")] else "; was the model saved completely?"
+        raise UserError(f"{option}={path}: no weights (*.safetensors){fix}")
+    if (folder / "model.safetensors.index.json").exists():
+        index = read_json(option, folder, "model.safetensors.index.json", "copy it again")
+        if absent := sorted({name for name in index.get("weight_map", {}).values() if not (folder / name).exists()}):
+            raise UserError(f"{option}={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
+    tokenizer = read_json(option, folder, "tokenizer_config.json", "save the tokenizer into the folder")
+    if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
+        raise UserError(f"{option}={path}: the tokenizer has no chat template; add chat_template.jinja")
+    positions = config.get("max_position_embeddings")
+    if positions and max_model_len > positions:
+        raise UserError(
+            f"{option}={path}: {prompt_option} + rollout.max_response_tokens = {max_model_len} exceeds the "
+            f"model's max_position_embeddings = {positions}; lower one of them"
+        )
+
+
+def read_json(option: str, folder: Path, name: str, fix: str) -> dict:
+    """Return a JSON object of the model folder. Raises UserError where it is absent or broken."""
+    try:
+        return json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{option}={folder}: no {name}; {fix}") from None
+    except ValueError as error:
+        raise UserError(f"{option}={folder}: {name} is not valid JSON ({error}); {fix}") from None
