@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from arpo.charts import running_mean
 from arpo.evals import mean
 from arpo.evals.tables import markdown_table, with_interval
 from arpo.log import read_metrics
@@ -37,8 +38,6 @@ REASONS = {
 }
 """Column of the table of reasons -> the metric whose mean over the steps that have it stands there."""
 VALID = "valid/accuracy"
-SMOOTHING_STEPS = 5
-"""Number of steps in the running mean of the training reward."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,6 @@ def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
         return None
     steps = [row for row in read_metrics(folder) if "reward/mean" in row]  # step 0 is a validation only
     return RunResult(algorithm, seed, json.loads(scores.read_text()), steps)
-
-
-def running_mean(values: Sequence[float]) -> np.ndarray:
-    """Return for each value the mean of it and those before it, at most SMOOTHING_STEPS in all.
-
-    >>> running_mean([1.0, 3.0]).tolist()
-    [1.0, 2.0]
-    """
-    return np.array([np.mean(values[max(0, i + 1 - SMOOTHING_STEPS) : i + 1]) for i in range(len(values))])
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
@@ -216,7 +206,7 @@ def draw_curves(results: list[RunResult], path: Path) -> None:
         for axis, (x, metric) in zip(axes, panels, strict=True):
             y = np.stack([running_mean(run.series(metric))[:num_steps] for run in runs])  # (seeds, steps)
             mean, spread = y.mean(0), y.std(0)
-            axis.plot(x, mean, color=f"C{number}", label=f"{algorithm} ({len(runs)} seeds)")
+            axis.plot(x, mean, color=f"C{number}", label=f"{algorithm} ({len(runs)} seed{'s' * (len(runs) > 1)})")
             axis.fill_between(x, mean - spread, mean + spread, color=f"C{number}", alpha=0.15, linewidth=0)
     for axis, x, y in zip(axes, ["step", "step", "tool calls executed"], ["reward", "accuracy", "reward"], strict=True):
         axis.set_xlabel(x)

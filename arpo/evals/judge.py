@@ -19,7 +19,8 @@ from typing import Literal
 
 from arpo.errors import UserError
 from arpo.evals.options import JudgeConfig
-from arpo.tools.cache.store import CacheFile, cache_key
+from arpo.tools.cache.rows import cache_key
+from arpo.tools.cache.store import CacheFile
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 

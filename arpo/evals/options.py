@@ -15,7 +15,8 @@ class EvalSection:
     data_dir: str = "data/eval"
     """Folder of the published test sets, each as NAME/test.jsonl."""
     files: tuple[str, ...] = ()
-    """Question files of your own (parquet or jsonl), each reported on its own and graded by the reward of training."""
+    """Question files of your own (parquet or jsonl), each reported on its own and graded by the reward of training; or
+    data sets on the Hub, OWNER/NAME[@REVISION][:FILE]."""
     max_questions: int = 0
     """Number of questions taken from the start of each benchmark and file; 0 = all."""
     num_samples: int = 1

@@ -36,26 +36,44 @@ def write_page(
     path: Path,
     *,
     title: str,
+    made: Sequence[str],
+    links: Sequence[tuple[str, str]],
     notes: Sequence[str],
     tables: Sequence[Table],
     scores: Mapping[str, Mapping[str, Any]],
     pairs: Sequence[Pair],
 ) -> None:
-    """Write the page, whole or not at all. `scores` are by benchmark; `pairs` are all trajectories of these."""
+    """Write the page, whole or not at all. `scores` are by benchmark; `pairs` are all trajectories of these.
+
+    made: how and when the run was made, in a few words each; links: (words, relative address) of other pages.
+    """
     order = {name: number for number, name in enumerate(scores)}
     pairs = sorted(pairs, key=lambda pair: (order[pair[0]], pair[1].question_id, pair[1].sample))
     data = {
         "title": title,
+        "made": list(made),
+        "links": list(links),
         "notes": list(notes),
         "tables": [asdict(table) for table in tables],
         "scores": scores,
         "index": [index_row(*pair) for pair in pairs],
         "block": BLOCK,
     }
-    template = resources.files("arpo.evals").joinpath("report.html").read_text(encoding="utf-8")
-    head, tail = template.split("@@BLOCKS@@")
+    head, tail = template().split("@@BLOCKS@@")
     packed = (f'<script type="text/plain" class="block">{block}</script>\n' for block in blocks(pairs))
     replace_file(path, chain([head.replace("@@DATA@@", script_json(data))], packed, [tail]))
+
+
+def template() -> str:
+    """Return the page without its data, in which @@DATA@@ and @@BLOCKS@@ stand."""
+    elements = resources.files("arpo").joinpath("elements.js").read_text(encoding="utf-8")
+    page, style, script, plots = (
+        resources.files("arpo.evals").joinpath(name).read_text(encoding="utf-8")
+        for name in ("report.html", "report.css", "report.js", "plots.js")
+    )
+    return page.replace("@@STYLE@@", style).replace(
+        "@@SCRIPT@@", script.replace("@@ELEMENTS@@\n", elements).replace("@@PLOTS@@\n", plots)
+    )
 
 
 def index_row(benchmark: str, record: Record, grade: Grade) -> list:

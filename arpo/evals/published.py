@@ -6,14 +6,31 @@ secondary sources: check with the paper before citing. Numbers known from memory
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from arpo.evals.scores import Scores
+from arpo.evals.tables import Table
 
 SOURCES = (
     "Claims of ARPO (arXiv 2507.19849; from secondary sources) and AEPO (arXiv 2510.14545; its abstract); users could "
     "not reproduce several of them. They compare with ours only where model, grader and questions are the same."
 )
+PAPERS = "The papers' numbers"
+"""Title of their table."""
+MARK = "\N{DAGGER}"
+"""Stands behind a number of ours that the papers' cannot be compared with."""
 F1, JUDGE = "token F1", "72B judge"
 """The papers' graders: F1 for knowledge questions; Qwen2.5-72B-Instruct for math and deep search."""
+NUM_QUESTIONS = {
+    "aime24": 30, "aime25": 30, "math500": 500, "gsm8k": 1319, "math": 5000,
+    "hotpotqa": 200, "2wiki": 200, "musique": 200, "bamboogle": 125, "webwalker": 200,
+    "gaia": 103, "gaia: level 1": 39, "gaia: level 2": 52, "gaia: level 3": 12, "hle": 500, "xbench": 100,
+}  # fmt: skip
+"""Questions in the released test files, splits included (of MATH, whose file is empty there: in MATH's test set).
+
+The released script asks at most 500 of a set unless told otherwise, so the papers' may be over fewer of GSM8K and MATH.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,62 @@ TEN_AVERAGES: tuple[tuple[str, str, float], ...] = (
     (_7B, "GRPO", 56.5),
 )
 """(model, method, percent): means over TEN."""
+
+
+def papers_table(scores: Mapping[str, Scores]) -> Table:
+    """A row per benchmark, split, score and grader: our number, those of the papers' models, and in what they differ.
+
+    `scores` are by benchmark; the name of a judge stands in them as "judge".
+    """
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, whole in scores.items():
+        for theirs in published_for(name):
+            split = theirs.benchmark.partition(": ")[2]
+            ours = whole.get("splits", {}).get(split, {}) if split else whole
+            # their F1 stands beside our F1 even where a judge has graded ours
+            by_f1 = theirs.metric == F1 and "f1" in ours
+            value = ours.get("f1" if by_f1 else "accuracy" if theirs.score == "pass@1" else theirs.score)
+            grader = "f1" if by_f1 else whole["metric"]
+            reasons = [] if value is None else differences(theirs, ours["questions"], grader, whole.get("judge", ""))
+            named = f"judge ({whole['judge']})" if grader == "judge" and whole.get("judge") else grader
+            why = "; ".join(reasons) if value is not None else f"ours has no {theirs.score}"
+            cells = (theirs.benchmark, theirs.score, _percent(value, reasons), why, named, theirs.metric)
+            rows.setdefault(cells, []).append(f"{theirs.model} {theirs.method} {theirs.percent:.1f}")
+    if set(TEN) <= set(scores):
+        unlike = [name for name in TEN if differences_in_ten(name, scores[name])]
+        reasons = [f"in {', '.join(unlike)}"] if unlike else []
+        ours = _percent(sum(scores[name]["accuracy"] for name in TEN) / len(TEN), reasons)
+        cells = ("mean of ten", "pass@1", ours, "".join(reasons), "as above", "as above")
+        rows[cells] = [f"{model} {method} {percent:.1f}" for model, method, percent in TEN_AVERAGES]
+    head = ["benchmark", "score", "ours", "not alike", "our grader", "their grader", "their models"]
+    models = [[*cells, "; ".join(found)] for cells, found in rows.items()]
+    note = f"In percent. {MARK} = cannot be compared with theirs, for the reason beside it. {SOURCES}"
+    return Table(PAPERS, head, models, note)
+
+
+def _percent(value: float | None, reasons: list[str]) -> str:
+    return "" if value is None else f"{100 * value:.1f}{f' {MARK}' if reasons else ''}"
+
+
+def differences(theirs: Published, num_questions: int, grader: str, judge: str) -> list[str]:
+    """Return in what a number of ours, over so many questions, differs from the paper's, besides the model."""
+    reasons, published = [], NUM_QUESTIONS[theirs.benchmark]
+    if num_questions < published:
+        reasons.append(f"{num_questions} of {published} questions")
+    elif num_questions > published:
+        reasons.append(f"{num_questions} questions, theirs {published}")
+    if grader == "judge" and theirs.metric == JUDGE:
+        if "72b" not in judge.lower():
+            reasons.append("another judge")
+    elif (grader, theirs.metric) != ("f1", F1):
+        reasons.append("another grader")
+    return reasons
+
+
+def differences_in_ten(name: str, s: Scores) -> list[str]:
+    """Return in what our accuracy differs from the number that the mean of ten was made of, ARPO's of the 7B model."""
+    theirs = next(row for row in PUBLISHED if (row.benchmark, row.model, row.method) == (name, _7B, "ARPO"))
+    return differences(theirs, s["questions"], s["metric"], s.get("judge", ""))
 
 
 def published_for(benchmark: str) -> list[Published]:

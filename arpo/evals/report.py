@@ -12,7 +12,7 @@ from pathlib import Path
 
 from arpo.evals.grading import Grade, write_grades
 from arpo.evals.page import write_page
-from arpo.evals.published import F1, SOURCES, TEN, TEN_AVERAGES, published_for
+from arpo.evals.published import MARK, PAPERS, papers_table
 from arpo.evals.records import Record
 from arpo.evals.scores import MEANS, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
@@ -37,7 +37,13 @@ class RunMeta:
     seed: int = 0
     """Seed of the bootstrap."""
     notes: tuple[str, ...] = ()
-    """Lines for the head of the report: tools muted, questions left out, ..."""
+    """Lines for the head of the report: tools muted, ..."""
+    overlong: dict[str, int] = field(default_factory=dict)
+    """Set -> number of its questions that were left out because their prompts are too long."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """(name, value) of what the run was made with, the most important first."""
+    links: tuple[tuple[str, str], ...] = ()
+    """(words, address) of other pages about the run or its model."""
 
 
 def write_report(
@@ -53,19 +59,23 @@ def write_report(
     names = [name for name, records in records_by_benchmark.items() if records]
     grades = {name: grades_by_benchmark[name] for name in names}
     scores = {name: benchmark_scores(records_by_benchmark[name], grades[name], seed=meta.seed) for name in names}
-    for s in scores.values():
+    for name, s in scores.items():
         if s["metric"] == "judge":
             s["judge"] = meta.judge
+        if meta.overlong.get(name):
+            s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
-    notes = [*meta.notes, *grader_notes(scores, meta.judge), *empty]
     tables = report_tables(scores, averages(grades, meta.families, seed=meta.seed))
+    notes = [*meta.notes, *left_out(scores), *grader_notes(scores, meta.judge), *empty, *warning_of_papers(tables)]
+    tables += [Table("Settings", ["setting", "value"], [list(row) for row in meta.settings])] if meta.settings else []
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         write_grades(folder / GRADES_FOLDER / f"{name}.jsonl", grades[name])
     replace_file(folder / "report.md", [markdown_report(meta.title, notes, tables)])
     pairs = [(name, *pair) for name in names for pair in zip(records_by_benchmark[name], grades[name], strict=True)]
-    write_page(folder / "report.html", title=meta.title, notes=notes, tables=tables, scores=scores, pairs=pairs)
+    head = {"title": meta.title, "made": made(meta.settings), "links": meta.links, "notes": notes}
+    write_page(folder / "report.html", **head, tables=tables, scores=scores, pairs=pairs)
     replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])  # last: what is there is whole
     return scores
 
@@ -73,6 +83,29 @@ def write_report(
 def summary(folder: Path) -> str:
     """Return what the console shows of a written report: its head and the first table, accuracy by benchmark."""
     return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
+
+
+def made(settings: Sequence[tuple[str, str]]) -> list[str]:
+    """Return how a run was made in a few words each, for the head of a page; the rest is in its last table."""
+    known = dict(settings)
+    return [f"{name} {known[name]}" for name in ("date", "code", "temperature", "top-p", "seed") if name in known]
+
+
+def left_out(scores: Mapping[str, Scores]) -> list[str]:
+    """Return a line about questions that were left out, as the numbers are then not of the whole set."""
+    parts = [
+        f"{name}: {s['overlong']} of {s['questions'] + s['overlong']}" for name, s in scores.items() if "overlong" in s
+    ]
+    words = "Left out, and in no number: questions with longer prompts than eval.max_prompt_tokens"
+    return [f"{words} ({', '.join(parts)})."] if parts else []
+
+
+def warning_of_papers(tables: Sequence[Table]) -> list[str]:
+    """Return a line where the papers' numbers stand beside ours of other questions, or by another grader."""
+    rows = [row for table in tables if table.title == PAPERS for row in table.rows if MARK in row[2]]
+    names = list(dict.fromkeys(row[0].partition(":")[0] for row in rows))
+    how = "over other questions, or by another grader"
+    return [f"{MARK} The papers' numbers cannot be compared with ours ({how}): {', '.join(names)}."] if names else []
 
 
 def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
@@ -95,12 +128,16 @@ def report_tables(scores: Mapping[str, Scores], averages: Mapping[str, Scores]) 
     """Return all tables that are not empty."""
     means = {f"mean of {s['benchmarks']} ({family})": s for family, s in averages.items()}
     tables = [_main_table(scores, means), _pass_table({**scores, **means})]
-    tables += [make(scores) for make in (_splits_table, _metrics_table, _papers_table, _tools_table, _failures_table)]
+    tables += [make(scores) for make in (_splits_table, _metrics_table, papers_table, _tools_table, _failures_table)]
     return [table for table in tables if table.rows]
 
 
 def _accuracy(s: Scores) -> str:
     return with_interval(s["accuracy"], s["accuracy_low"], s["accuracy_high"])
+
+
+def _questions(s: Scores) -> str:
+    return f"{s['questions']} ({s['overlong']} left out)" if "overlong" in s else str(s["questions"])
 
 
 def _pass_n(s: Scores) -> str:
@@ -115,7 +152,7 @@ def _main_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Ta
     head = ["benchmark", "questions", "n", "accuracy [95 %]", "pass@n", "grader", "well-formed", "calls", "tokens"]
     rows = [
         [
-            name, str(s["questions"]), str(s["samples"]), _accuracy(s), _pass_n(s), s["metric"],
+            name, _questions(s), str(s["samples"]), _accuracy(s), _pass_n(s), s["metric"],
             f"{s['well_formed']:.3f}", f"{s['tool_calls']:.2f}", f"{s['response_tokens']:.0f}",
             f"{s['seconds']:.1f}", f"{s['truncated']:.3f}",
         ]
@@ -147,28 +184,6 @@ def _metrics_table(scores: Mapping[str, Scores]) -> Table:
     rows = [[name, *_numbers(s, columns)] for name, s in scores.items()]
     note = "Means over trajectories, whatever the grader of the accuracy is."
     return Table("Rule-based metrics", ["benchmark", *columns], rows if columns else [], note)
-
-
-def _papers_table(scores: Mapping[str, Scores]) -> Table:
-    """A row per benchmark, split, score and grader: our number, and those of the papers' models."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, whole in scores.items():
-        for theirs in published_for(name):
-            split = theirs.benchmark.partition(": ")[2]
-            ours = whole.get("splits", {}).get(split, {}) if split else whole
-            # their F1 stands beside our F1 even where a judge has graded ours
-            by_f1 = theirs.metric == F1 and "f1" in ours
-            value = ours.get("f1" if by_f1 else "accuracy" if theirs.score == "pass@1" else theirs.score)
-            ours_percent = "" if value is None else f"{100 * value:.1f}"
-            cells = (theirs.benchmark, theirs.score, ours_percent, "f1" if by_f1 else whole["metric"])
-            rows.setdefault((*cells, theirs.metric), []).append(f"{theirs.model} {theirs.method} {theirs.percent:.1f}")
-    if set(TEN) <= set(scores):
-        ours = sum(scores[name]["accuracy"] for name in TEN) / len(TEN)
-        cells = ("mean of ten", "pass@1", f"{100 * ours:.1f}", "as above", "as above")
-        rows[cells] = [f"{model} {method} {percent:.1f}" for model, method, percent in TEN_AVERAGES]
-    head = ["benchmark", "score", "ours", "our grader", "their grader", "their models"]
-    models = [[*cells, "; ".join(found)] for cells, found in rows.items()]
-    return Table("The papers' numbers", head, models, f"In percent. {SOURCES}")
 
 
 def _tools_table(scores: Mapping[str, Scores]) -> Table:

@@ -11,7 +11,8 @@ import numpy as np
 from arpo.evals import bootstrap_interval, bootstrap_means, interval_of, mean, pass_at_k
 from arpo.evals.grading import Grade, well_formed
 from arpo.evals.records import Record
-from arpo.trajectory import Group, StopReason, Trajectory
+from arpo.metrics import source_names
+from arpo.trajectory import Group, StopReason
 
 Scores = dict[str, Any]
 """Name -> number, or a table of numbers (splits, tools, failures, stop_reasons, grade_reasons, tool_errors)."""
@@ -161,11 +162,18 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
 
     `accuracy` is avg@n, the mean over questions and samples of the reward's accuracy part, with a 95 % bootstrap
     interval over questions; `pass@k` is unbiased, a sample being solved where its accuracy is 1 (an exact answer).
+    Where there are several data sources, `accuracy/SOURCE` is that of each.
     """
-    scores = sample_scores([[accuracy(t) for t in group.trajectories] for group in groups], seed=seed)
+    scores = sample_scores([[t.accuracy for t in group.trajectories] for group in groups], seed=seed)
     if scores["samples"] != 5:
         scores.pop("pass@5", None)  # it is for the comparison with the papers
     trajectories = [t for group in groups for t in group.trajectories]
+    sources = source_names([group.prompt for group in groups])
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        if source := sources.get(group.prompt.data_source):
+            by_source[source] += [t.accuracy for t in group.trajectories]
+    scores |= {f"accuracy/{source}": mean(values) for source, values in by_source.items()}
     return scores | {
         "well_formed": mean(t.reward is not None and t.reward >= 0 for t in trajectories),
         "reward": mean(t.reward or 0.0 for t in trajectories),
@@ -174,8 +182,3 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
         "response_tokens": mean(len(t.token_ids) for t in trajectories),
         "truncated": mean(t.stop_reason == StopReason.LENGTH for t in trajectories),
     }
-
-
-def accuracy(trajectory: Trajectory) -> float:
-    """The reward's accuracy part, or the whole reward of a custom function without such a part; 0 if not scored."""
-    return trajectory.reward_parts.get("accuracy", trajectory.reward or 0.0)

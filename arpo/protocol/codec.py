@@ -16,6 +16,7 @@ from arpo.protocol.tags import (
     render_result,
     reserved_tags,
 )
+from arpo.protocol.token_texts import TokenTexts
 
 _RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
 # Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
@@ -64,6 +65,7 @@ class Codec:
         self._control = _pattern(special.keys() - tags)
         self._control_ids = frozenset(special[text] for text in special.keys() - tags)
         self._after_eos, self._trims, self._opened = self._probe_template()
+        self._texts = TokenTexts(tokenizer, self.decode, self._encode_data("a"))
         self.vocab_size = len(tokenizer)
         self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
 
@@ -170,6 +172,22 @@ class Codec:
         runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
         segments = [(self.decode([token for token, _ in run]), by_model) for by_model, run in runs]
         return [(self._opened + text, by_model) for text, by_model in segments[:1]] + segments[1:]
+
+    def token_chars(self, token_ids: list[int], loss_mask: list[int], segments: list[tuple[str, bool]]) -> list[int]:
+        """Return how many characters of its segment's text each token adds. `segments` are those of `segments`.
+
+        A character of several tokens belongs to the last of them. Returns [] where the tokens' own texts, one after the
+        other, are not the text (a decoder that looks further than one token).
+        """
+        counts: list[int] = []
+        runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
+        for (_, run), (text, _) in zip(runs, segments, strict=True):
+            pieces = self._texts.pieces([token for token, _ in run])
+            own_text = "".join(pieces)
+            if own_text != text and self._opened + own_text != text:
+                return []
+            counts += map(len, pieces)
+        return counts
 
     def render_conversation(
         self,

@@ -1,160 +1,236 @@
-"""Branch trees of a run as one web page: `python -m arpo.viewer RUN [--step N | --file PATH] [--out FILE.html]`.
+"""Branch trees of a run as web pages: `python -m arpo.viewer RUN [--step N | --file PATH] [--out FILE.html]`.
 
-Reads one trajectory dump (written by arpo/log.py) and embeds it in viewer.html. The page is self-contained: it
-opens with file://, loads nothing, and shows what the model wrote as text only.
+    RUN/viewer.html                      the newest dump, or the one that was asked for
+    RUN/viewer/step_000100.html ...      one page per dump, which the pages' step picker leads to
+
+Each page is self-contained: it opens with file://, loads nothing, and shows what the model wrote as text only. The data
+of a dump is packed (gzip) into its page, so that a page is about as large as the dump. A page is written again only
+when its dump, the options or this code have changed; its list of steps and its trend are renewed each time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import base64
+import gzip
+import hashlib
+import os
 import re
-import zlib
-from dataclasses import asdict
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from arpo.config import run_or_exit
-from arpo.dumps import open_dump
 from arpo.errors import UserError
 from arpo.log import script_json
-from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
+from arpo.viewer.groups import read_groups
+from arpo.viewer.trend import read_trend
 
-SHOWN = (
-    "trajectory_id", "parent_id", "fork_at", "stop_reason",
-    "reward", "reward_parts", "reward_reason", "kl_penalty", "advantage",
-)  # fmt: skip
-"""Fields of a trajectory that the page shows as they are."""
+SCRIPTS = ("base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
+REPORTS = ("report.html", "eval/report.html")
+"""Places in a run folder where evaluate.py's report may be."""
+DUMP_NAME = re.compile(r"(.+)_(\d+)\.jsonl(\.gz)?")
+PAGE_NAME = re.compile(r"(.+)_(\d+)\.html")
+RUN_DATA = re.compile(rb'(<script type="application/json" id="run">)(.*?)(</script>)', re.DOTALL)
+STAMP_WITHIN = 1000
+"""Bytes at the start of a page in which its stamp stands."""
 
 
-def find_dump(run: Path, *, step: int | None = None) -> Path:
-    """Return the dump of training step `step`, by default the newest, or else the newest validation or test dump.
+@dataclass(frozen=True)
+class Dump:
+    """A dump of a run by its name: training step 100 is step_000100.jsonl.gz."""
 
-    Raises UserError where there is no such run, or no such dump in it.
-    """
+    path: Path
+    kind: str
+    """ "step" (training), "valid", "test", "nonfinite". """
+    step: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name.partition(".")[0]
+
+
+def dumps_of(run: Path) -> list[Dump]:
+    """Return a run's dumps, oldest first within each kind. Raises UserError where there is no such run."""
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder; pass runs/NAME")
-    files = (run / "trajectories").glob("*")
-    matches = [(re.fullmatch(r"(.+)_(\d+)\.jsonl(\.gz)?", path.name), path) for path in files]
-    dumps = [(match[1] == "step", int(match[2]), path) for match, path in matches if match]
-    steps = {number: path for of_training, number, path in dumps if of_training}
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, sorted(steps))) or "of no training step"
+    matches = [(DUMP_NAME.fullmatch(path.name), path) for path in (run / "trajectories").glob("*")]
+    dumps = [Dump(path, match[1], int(match[2])) for match, path in matches if match]
+    return sorted(dumps, key=lambda dump: (dump.kind, dump.step, dump.path))
+
+
+def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dump:
+    """Return the dump of training step `step`, by default the newest, or else the newest validation or test dump.
+
+    Raises UserError where there is none.
+    """
+    training = {dump.step: dump for dump in dumps if dump.kind == "step"}
+    if step is not None and step not in training:
+        known = ", ".join(map(str, training)) or "of no training step"
         raise UserError(f"{run}: --step {step} was not dumped; there are dumps {known}; or name one with --file")
     if not dumps:
         raise UserError(f"{run}: no trajectory dumps in {run / 'trajectories'}; train with run.dump_every above 0")
-    return max(dumps)[2] if step is None else steps[step]
+    return training[step] if step is not None else max(dumps, key=lambda dump: (dump.kind == "step", dump.step))
 
 
-def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
-    """Return the first `max_groups` groups as the page shows them, and the number of groups in the dump.
+# ---- one page
 
-    The dump has one trajectory a line, group after group. Raises UserError with the line's number where a line is not
-    a whole, consistent trajectory.
+
+def template() -> str:
+    """Return the page with its style and scripts in it, without data."""
+    folder, shared = resources.files("arpo.viewer"), resources.files("arpo").joinpath("elements.js")
+    parts = (*(folder.joinpath(name) for name in ("viewer.html", "viewer.css")), shared, *map(folder.joinpath, SCRIPTS))
+    page, style, *scripts = (part.read_text(encoding="utf-8") for part in parts)
+    return page.replace("@@STYLE@@", style).replace("@@SCRIPT@@", "\n".join(scripts))
+
+
+def title_of(run: Path, dump: Path) -> str:
+    return f"{run.resolve().name} · {dump.name.partition('.')[0]}"
+
+
+def stamp_of(run: Path, dump: Path, max_groups: int) -> str:
+    """Return what a page's head says of its origin: it changes with the dump, the options and the viewer's code.
+
+    Raises UserError for a dump that is not there.
     """
-    groups: list[dict] = []
-    num_groups, prompt_id, seen = 0, None, set()  # `seen`: trajectory ids of the current group
     try:
-        with open_dump(dump) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    row = json.loads(line)
-                    head = {"question": row.pop("question"), "answers": row.pop("answers")}
-                    head |= {name: row.pop(name, "") for name in ("messages", "data_source")}  # older dumps have none
-                    trajectory = parse_trajectory(row)
-                except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    place = f"{dump}:{number}"
-                    raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
-                # One prompt may come twice in a step: a path that comes again starts the next group.
-                if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
-                    prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
-                    if num_groups <= max_groups:
-                        groups.append({"prompt_id": prompt_id, **head, "trajectories": []})
-                seen.add(trajectory.trajectory_id)
-                if num_groups <= max_groups:
-                    groups[-1]["trajectories"].append(trajectory_view(trajectory))
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{dump}: cannot read the dump ({reason}); check the path") from None
-    if not groups:
-        raise UserError(f"{dump}: the dump is empty; choose another with --step or --file")
-    for group in groups:
-        group |= group_summary([t["reward"] for t in group["trajectories"]])
-    return groups, num_groups
+        stat = dump.stat()
+    except OSError as error:
+        raise UserError(f"{dump}: cannot read the dump ({error.strerror}); check the path") from None
+    origin = [template(), max_groups, title_of(run, dump), stat.st_size, stat.st_mtime_ns]
+    return f"arpo.viewer {hashlib.sha256(repr(origin).encode()).hexdigest()[:32]}"
 
 
-def parse_trajectory(row: dict) -> Trajectory:
-    """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
-    trajectory = Trajectory(**row)
-    trajectory.turns = [Turn(**turn) for turn in trajectory.turns]
-    for turn in trajectory.turns:
-        turn.tool_call = ToolCall(**turn.tool_call) if turn.tool_call else None
-        turn.decision = BranchDecision(**turn.decision) if turn.decision else None
-    if not isinstance(trajectory.reward, int | float | None):
-        raise TypeError(f"reward {trajectory.reward!r} is not a number")
-    num_spans = sum((t.end > t.start) + (t.result_end > t.end) for t in trajectory.turns)
-    if num_spans != len(trajectory.segments):
-        raise ValueError(f"{num_spans} spans of turns and results, but {len(trajectory.segments)} segments of text")
-    trajectory.check()
-    return trajectory
+def page_path(run: Path, dump: Path) -> Path:
+    """Return where the page of a run's dump is kept."""
+    return run / "viewer" / f"{dump.name.partition('.')[0]}.html"
 
 
-def trajectory_view(t: Trajectory) -> dict:
-    """Return what the page shows of a trajectory: each turn with its text and its result's text, but no tokens."""
-    num_sampled = t.num_sampled_tokens
-    view = {name: getattr(t, name) for name in SHOWN} | {"num_tokens": len(t.token_ids), "num_sampled": num_sampled}
-    view["mean_logprob"] = sum(t.rollout_logprobs) / num_sampled if num_sampled else None
-    texts = iter([text for text, _ in t.segments])
-    view["turns"] = []
-    for turn in t.turns:  # segments are the runs of the loss mask: a turn's sampled tokens, then those of its result
-        shown = asdict(turn)
-        shown["text"] = next(texts) if turn.end > turn.start else ""
-        shown["result_text"] = next(texts) if turn.result_end > turn.end else ""
-        if shown["result_text"]:  # the same text, as the model read it
-            del shown["tool_call"]["result"]
-        view["turns"].append(shown)
-    return view
+def pages_of(run: Path) -> list[Path]:
+    """Return the pages that are there, of all dumps of the run."""
+    return sorted(path for path in (run / "viewer").glob("*.html") if PAGE_NAME.fullmatch(path.name))
 
 
-def group_summary(rewards: list[float | None]) -> dict:
-    """Return mean reward and `kind`: "mixed" = rewards differ, "dead" = all alike, "single" = one trajectory."""
-    known = [reward for reward in rewards if reward is not None]
-    kind = "single" if len(rewards) == 1 else "mixed" if len(set(known)) > 1 else "dead"
-    return {"mean_reward": sum(known) / len(known) if known else None, "kind": kind}
+def is_current(run: Path, dump: Path, max_groups: int) -> bool:
+    """Return True where the dump's page is there and was made of the dump as it is now. Raises UserError without it."""
+    page, stamp = page_path(run, dump), stamp_of(run, dump, max_groups).encode()
+    if not page.exists():
+        return False
+    with page.open("rb") as file:
+        return stamp in file.read(STAMP_WITHIN)
 
 
-def render(title: str, dump: Path, groups: list[dict], num_groups: int) -> str:
-    """Return the page's HTML with the data in it."""
-    data = {"title": title, "dump": str(dump), "num_groups": num_groups, "groups": groups}
-    template = resources.files("arpo.viewer").joinpath("viewer.html").read_text(encoding="utf-8")
-    return template.replace("@@DATA@@", script_json(data))
+def render(run: Path, dump: Path, max_groups: int) -> bytes:
+    """Return the page of a dump, still without what concerns the whole run (with_run_data)."""
+    groups, num_groups = read_groups(dump, max_groups)
+    data = {"title": title_of(run, dump), "num_groups": num_groups, "groups": groups}
+    # mtime 0: the same dump makes the same page, byte for byte
+    packed = base64.b64encode(gzip.compress(script_json(data).encode(), 6, mtime=0)).decode()
+    return template().replace("@@STAMP@@", stamp_of(run, dump, max_groups)).replace("@@DATA@@", packed).encode()
+
+
+def with_run_data(page: bytes, data: dict) -> bytes:
+    """Return a page with this list of steps, trend and links in place of what it had."""
+    packed = script_json(data).encode()
+    return RUN_DATA.sub(lambda match: match[1] + packed + match[3], page, count=1)
+
+
+def run_data(run: Path, dumps: list[Dump], trend: list[dict], *, page: Path, shown: str | None) -> dict:
+    """Return what `page` says of the whole run: steps, links to their pages, trend. `shown`: name of its own dump."""
+
+    def link(target: Path) -> str | None:
+        return Path(os.path.relpath(target, page.parent)).as_posix() if target.exists() else None
+
+    steps = {(dump.kind, dump.step): dump.name for dump in dumps}
+    for path in pages_of(run):  # a page stays when its dump is pruned
+        kind, step = PAGE_NAME.fullmatch(path.name).groups()
+        steps[kind, int(step)] = path.stem
+    return {
+        "trend": trend,
+        "reports": [found for report in REPORTS if (found := link(run / report))],
+        "steps": [
+            {"kind": kind, "step": step, "shown": name == shown, "page": link(run / "viewer" / f"{name}.html")}
+            for (kind, step), name in sorted(steps.items())
+        ],
+    }
+
+
+# ---- the command
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m arpo.viewer", description="Branch trees of a run as one web page.")
+    parser = argparse.ArgumentParser(prog="python -m arpo.viewer", description="Branch trees of a run as web pages.")
     parser.add_argument("run", type=Path, help="runs/NAME")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="training step of the dump; default: the newest")
+    which.add_argument("--step", type=int, help="training step that RUN/viewer.html shows; default: the newest")
     which.add_argument(
         "--file", type=Path, help="a dump by its path, e.g. runs/NAME/trajectories/valid_000100.jsonl.gz"
     )
-    parser.add_argument("--out", type=Path, help="page to write; default: RUN/viewer.html")
+    parser.add_argument("--out", type=Path, help="write this page only; default: RUN/viewer.html and RUN/viewer/")
     parser.add_argument("--max_groups", type=int, default=200, help="show only the first N prompts (default 200)")
-    run_or_exit(make_page, parser.parse_args(argv))
+    parser.add_argument(
+        "--pages", type=int, default=20, help="newest dumps of each kind that get a page in RUN/viewer/ (default 20)"
+    )
+    run_or_exit(make_pages, parser.parse_args(argv))
 
 
-def make_page(args: argparse.Namespace) -> None:
-    """Write the page that the command line asks for, and print its path."""
+def make_pages(args: argparse.Namespace) -> None:
+    """Write the pages that the command line asks for, and print the path of each; the last is the one to open."""
     if args.max_groups < 1:
         raise UserError(f"--max_groups {args.max_groups}: must be at least 1")
-    dump = args.file or find_dump(args.run, step=args.step)
-    groups, num_groups = read_groups(dump, args.max_groups)
-    out = args.out or args.run / "viewer.html"
-    try:
-        out.write_text(
-            render(f"{args.run.resolve().name} · {dump.name.partition('.')[0]}", dump, groups, num_groups), "utf-8"
-        )
-    except OSError as error:
-        raise UserError(f"{out}: cannot write the page ({error.strerror}); choose another --out") from None
+    if args.pages < 0:
+        raise UserError(f"--pages {args.pages}: must be at least 0")
+    run, dumps = args.run, dumps_of(args.run)
+    shown = args.file or choose_dump(run, dumps, step=args.step).path
+    trend = read_trend(run)
+    is_there = is_current(run, shown, args.max_groups)
+    page = page_path(run, shown).read_bytes() if is_there else render(run, shown, args.max_groups)
+    damaged = [] if args.out else write_folder(run, newest(dumps, args.pages), args.max_groups, (shown, page))
+    out = args.out or run / "viewer.html"
+    name = next((dump.name for dump in dumps if dump.path.resolve() == shown.resolve()), None)
+    write(out, with_run_data(page, run_data(run, dumps, trend, page=out, shown=name)))
+    for path in [] if args.out else pages_of(run):
+        old = path.read_bytes()
+        new = with_run_data(old, run_data(run, dumps, trend, page=path, shown=path.stem))
+        if new != old:
+            write(path, new)
+    for message in damaged:
+        print(f"warning: left out: {message}")
     print(out)
+
+
+def newest(dumps: list[Dump], count: int) -> list[Dump]:
+    """Return the newest `count` dumps of each kind."""
+    kinds = {dump.kind: [other for other in dumps if other.kind == dump.kind] for dump in dumps}
+    return [dump for of_kind in kinds.values() for dump in of_kind[max(len(of_kind) - count, 0) :]]
+
+
+def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Path, bytes]) -> list[str]:
+    """Write the pages in RUN/viewer/ that are not up to date; return what is wrong with dumps that cannot be shown.
+
+    `known`: a dump and its page, which is not made a second time.
+    """
+    problems = []
+    for dump in dumps:
+        if is_current(run, dump.path, max_groups):
+            continue
+        try:
+            page = known[1] if dump.path == known[0] else render(run, dump.path, max_groups)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        write(page_path(run, dump.path), page, make_folder=True)
+        print(page_path(run, dump.path), flush=True)
+    return problems
+
+
+def write(path: Path, page: bytes, *, make_folder: bool = False) -> None:
+    """Write a page, whole or not at all. Raises UserError where that is not possible."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        if make_folder:
+            path.parent.mkdir(exist_ok=True)
+        temporary.write_bytes(page)
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another --out") from None

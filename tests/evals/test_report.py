@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import html
 import itertools
 import json
 import random
@@ -10,13 +9,15 @@ import re
 
 import numpy as np
 import pytest
-from helpers.browser import dom, needs_browser, section, words
+from helpers.browser import needs_browser
+from helpers.devtools import Browser
 from helpers.eval_records import CALL, boxed, record
 from helpers.sample_groups import HOSTILE
 
+from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grading import Grade, grade_records, read_grades
 from arpo.evals.page import BLOCK
-from arpo.evals.published import PUBLISHED, TEN
+from arpo.evals.published import NUM_QUESTIONS, PUBLISHED, TEN
 from arpo.evals.records import Record
 from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
@@ -166,11 +167,13 @@ def test_the_report_says_that_there_was_no_judge_and_puts_the_papers_beside_ours
     text = (folder / "report.md").read_text()
     assert "- No judge: gaia, bamboogle graded by rule (token F1; solved = an F1 of 1)." in text
     ours = f"{100 * scores['gaia']['accuracy']:.1f}"
-    assert re.search(
-        rf"\| gaia \| pass@1 \| {ours} \| f1 \| 72B judge \| .*Qwen3-14B ARPO 43\.7; Qwen3-14B AEPO 47\.6", text
-    )
+    unlike = r"12 of 103 questions; another grader"
+    models = r".*Qwen3-14B ARPO 43\.7; Qwen3-14B AEPO 47\.6"
+    assert re.search(rf"\| gaia \| pass@1 \| {ours} † \| {unlike} \| f1 \| 72B judge \| {models}", text)
     level = f"{100 * scores['gaia']['splits']['level 1']['accuracy']:.1f}"
-    assert f"| gaia: level 1 | pass@1 | {level} |" in text
+    assert f"| gaia: level 1 | pass@1 | {level} † | 4 of 39 questions; another grader |" in text
+    how = "over other questions, or by another grader"
+    assert f"- † The papers' numbers cannot be compared with ours ({how}): gaia, bamboogle." in text
     assert "| gaia | search |" in text and "| gaia | tool error | search: timeout |" in text
     assert "| gaia | not right | stop_length |" in text
     assert "| mean of 2 (all) |" in text and "mean of ten" not in text
@@ -181,7 +184,13 @@ def test_the_mean_of_ten_stands_beside_the_papers_when_all_ten_are_there(tmp_pat
     grades = {name: [Grade("q", 0, {}, float(i < 4), "f1", "")] for i, name in enumerate(TEN)}
     records = {name: [boxed("1")] for name in TEN}
     write_report(tmp_path, records, grades, RunMeta("m"))
-    assert "| mean of ten | pass@1 | 40.0 |" in (tmp_path / "report.md").read_text()
+    assert f"| mean of ten | pass@1 | 40.0 † | in {', '.join(TEN)} |" in (tmp_path / "report.md").read_text()
+    for name in ("hotpotqa", "webwalker"):  # all of their questions, by the papers' grader of the ten: token F1
+        grades[name] = [Grade(f"q{i}", 0, {}, 0.0, "f1", "") for i in range(NUM_QUESTIONS[name])]
+        records[name] = [boxed("1", question_id=f"q{i}") for i in range(NUM_QUESTIONS[name])]
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    others = [name for name in TEN if name not in ("hotpotqa", "webwalker")]
+    assert f"† | in {', '.join(others)} | as above |" in (tmp_path / "report.md").read_text()
     del records["math"]
     write_report(tmp_path, records, grades, RunMeta("m"))
     assert "mean of ten" not in (tmp_path / "report.md").read_text()
@@ -191,8 +200,35 @@ def test_their_f1_stands_beside_our_f1_even_where_a_judge_graded_ours(tmp_path):
     grades = [Grade("q", 0, {"em": 0.0, "f1": 0.25}, 1.0, "judge", "")]
     write_report(tmp_path, {"webwalker": [boxed("1")]}, {"webwalker": grades}, RunMeta("m", judge="J"))
     text = (tmp_path / "report.md").read_text()
-    assert "| webwalker | pass@1 | 25.0 | f1 | token F1 | Qwen2.5-3B ARPO 24.5;" in text
-    assert "| webwalker | pass@1 | 100.0 | judge | 72B judge | Qwen3-8B GRPO 29.0;" in text
+    one = "1 of 200 questions"
+    assert f"| webwalker | pass@1 | 25.0 † | {one} | f1 | token F1 | Qwen2.5-3B ARPO 24.5;" in text
+    judges = "judge (J) | 72B judge"
+    assert f"| webwalker | pass@1 | 100.0 † | {one}; another judge | {judges} | Qwen3-8B GRPO 29.0;" in text
+    assert f"| webwalker | pass@5 |  | ours has no pass@5 | {judges} | Qwen3-14B AEPO 70.0 |" in text
+
+
+def test_only_the_papers_own_questions_and_grader_stand_without_a_mark(tmp_path):
+    def papers_row(num_questions: int, judge: str) -> tuple[list[str], str]:
+        grades = [Grade(f"q{i}", 0, {"f1": 0.5}, 1.0, "judge", "") for i in range(num_questions)]
+        records = [boxed("1", question_id=f"q{i}") for i in range(num_questions)]
+        write_report(tmp_path, {"xbench": records}, {"xbench": grades}, RunMeta("m", judge=judge))
+        text = (tmp_path / "report.md").read_text()
+        return re.search(r"\| xbench \| pass@1 \| (.*?) \| (.*?) \|", text).groups(), text
+
+    row, text = papers_row(100, "Qwen2.5-72B-Instruct-AWQ")
+    assert row == ("100.0", "") and "cannot be compared with ours" not in text
+    assert papers_row(100, "Qwen3-8B")[0] == ("100.0 †", "another judge")
+    assert papers_row(99, "Qwen2.5-72B-Instruct")[0] == ("100.0 †", "99 of 100 questions")
+    assert papers_row(101, "Qwen2.5-72B-Instruct")[0] == ("100.0 †", "101 questions, theirs 100")
+
+
+def test_questions_that_were_left_out_are_counted_beside_those_that_were_asked(report, tmp_path):
+    _, _, records, grades = report
+    scores = write_report(tmp_path, records, grades, RunMeta("m", overlong={"gaia": 3, "bamboogle": 0, "hle": 9}))
+    text = (tmp_path / "report.md").read_text()
+    words = "Left out, and in no number: questions with longer prompts than eval.max_prompt_tokens (gaia: 3 of 15)."
+    assert f"- {words}" in text and "| gaia | 12 (3 left out) |" in text and "| bamboogle | 30 |" in text
+    assert scores["gaia"]["overlong"] == 3 and "overlong" not in scores["bamboogle"]
 
 
 def test_judges_failures_are_told(tmp_path):
@@ -215,6 +251,9 @@ def test_the_papers_numbers_are_percentages_of_known_benchmarks():
 
     assert {row.benchmark.split(":")[0] for row in PUBLISHED} <= set(BENCHMARKS)
     assert all(0 <= row.percent <= 100 and row.score in ("pass@1", "pass@5") for row in PUBLISHED)
+    assert {row.benchmark for row in PUBLISHED} == set(NUM_QUESTIONS)
+    levels = [NUM_QUESTIONS[f"gaia: level {level}"] for level in (1, 2, 3)]
+    assert sum(levels) == NUM_QUESTIONS["gaia"]
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -235,7 +274,7 @@ def test_the_page_holds_every_transcript_and_loads_nothing(report):
     without_data = re.sub(r"<script type.*?</script>", "", page, flags=re.DOTALL).replace(
         "http://www.w3.org/2000/svg", ""
     )
-    assert not re.search(r"https?:|\bsrc=|\bhref=|@import|url\(", without_data)
+    assert not re.search(r"https?:|\bsrc=|\bhref=(?!\"#)|@import|url\(", without_data)
     assert "default-src 'none'" in without_data and "innerHTML" not in without_data
     assert HOSTILE not in page
 
@@ -252,31 +291,104 @@ def data_of(page: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def acted(folder, tmp_path, script: str, address: str = "") -> str:
-    """The document after `script` has run in the page and what it began has ended."""
-    page = tmp_path / "acted.html"
-    page.write_text((folder / "report.html").read_text().replace("</body>", f"<script>{script}</script></body>"))
-    return dom(page, tmp_path / "profile", address)
+# -- the page in a real browser, which is clicked and typed into
 
 
-def items(document: str) -> list[str]:
-    return [words(item) for item in re.findall(r'<div class="item.*?</div></div>', document, re.DOTALL)]
+@pytest.fixture(scope="module")
+def browser():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+SEEN = "document.querySelectorAll('.item').length"
+SIZES = [(1400, 900, False), (1400, 900, True), (400, 860, False), (400, 860, True)]
+
+
+def show(browser: Browser, folder, address: str = "", size=(1400, 900, False)) -> None:
+    browser.errors.clear()
+    browser.size(*size[:2], dark=size[2])
+    browser.open(folder / "report.html", address, ready=SEEN)
+
+
+def items(browser: Browser) -> list[str]:
+    return browser.js("[...document.querySelectorAll('.item')].map(item => item.innerText.replace(/\\s+/g, ' '))")
 
 
 @needs_browser
-def test_the_browser_shows_tables_plots_and_the_list(report, tmp_path):
+def test_the_browser_shows_tables_plots_and_the_list(report, browser):
     folder, scores, _, _ = report
-    document = dom(folder / "report.html", tmp_path / "profile")
-    text = words(document)
-    assert f"{scores['gaia']['accuracy']:.3f} [{scores['gaia']['accuracy_low']:.3f}" in text
-    drawn = re.findall(r'class="bar" data-value="(.*?)"', document)
-    assert [float(value) for value in drawn] == [scores["gaia"]["accuracy"], scores["bamboogle"]["accuracy"]]
-    assert document.count('class="curve"') == 2 and "210 of 210 transcripts" in text
-    assert 5 <= len(items(document)) < 40  # only what is in sight is drawn
+    show(browser, folder)
+    assert f"{scores['gaia']['accuracy']:.3f} [{scores['gaia']['accuracy_low']:.3f}" in browser.text("main")
+    drawn = browser.js("[...document.querySelectorAll('.bar')].map(bar => Number(bar.dataset.value))")
+    assert drawn == [scores["gaia"]["accuracy"], scores["bamboogle"]["accuracy"]]
+    assert browser.js("document.querySelectorAll('.curve').length") == 2
+    assert "210 of 210 transcripts" in browser.text("#count")
+    assert 5 <= len(items(browser)) < 40  # only what is in sight is drawn
+    assert browser.errors == []
 
 
 @needs_browser
-def test_a_transcript_shows_turns_calls_grade_and_reason_and_runs_nothing(tmp_path):
+def test_plots_name_their_axes_and_their_colours(report, browser):
+    folder, _, _, grades = report
+    show(browser, folder)
+    names = browser.js("[...document.querySelectorAll('svg .name')].map(name => name.textContent)")
+    for name in ("share of questions solved", "tokens, tool results included", "transcripts", "calls of a transcript"):
+        assert name in names
+    right = sum(g.correct == 1 for of in grades.values() for g in of)
+    legends = browser.js("[...document.querySelectorAll('.legend')].map(l => l.innerText.trim())")
+    assert len(legends) == 3 and all(f"right ({right})" in legend and "wrong (" in legend for legend in legends)
+
+
+@needs_browser
+def test_the_names_of_thirteen_pass_at_k_curves_stand_apart(browser, tmp_path):
+    names = list(BENCHMARKS)[:13]
+    grades = {name: [Grade("q", i, {}, 1.0, "f1", "") for i in range(4)] for name in names}  # all end at 1
+    records = {name: [boxed("1", sample=i) for i in range(4)] for name in names}
+    write_report(tmp_path, records, grades, RunMeta("m"))
+    show(browser, tmp_path)
+    boxes = browser.js(
+        "[...document.querySelectorAll('.ending')].map(e => [e.textContent, e.getBoundingClientRect().top, "
+        "e.getBoundingClientRect().bottom])"
+    )
+    assert sorted(words.split()[0] for words, _, _ in boxes) == sorted(names)
+    ordered = sorted(boxes, key=lambda box: box[1])
+    assert all(above[2] <= below[1] + 2 for above, below in itertools.pairwise(ordered)), ordered
+
+
+@needs_browser
+@pytest.mark.parametrize("size", SIZES, ids=["wide", "wide dark", "phone", "phone dark"])
+def test_every_part_has_room_and_contrast_on_a_wide_page_and_on_a_phone(report, browser, size):
+    folder, *_ = report
+    show(browser, folder, "#0", size)
+    browser.wait("document.getElementById('samples')")
+    width = size[0]
+    assert browser.js("document.documentElement.scrollWidth") == width  # nothing makes the page itself scroll sideways
+    widths = {
+        part: browser.js(f"document.querySelector('{part}').getBoundingClientRect().width") for part in ("nav", "main")
+    }
+    assert widths == {"nav": 400, "main": 400} if width < 700 else {"nav": 360, "main": width - 360}
+    for selector in ("#title", "#notes", "#question", "main h2", ".item b", "#overview"):
+        assert contrast(browser, selector) >= 4.5, selector
+    assert browser.errors == []
+
+
+def contrast(browser: Browser, selector: str) -> float:
+    """WCAG's contrast of an element's text with what is behind it."""
+    colours = browser.js(
+        f"(() => {{ let e = document.querySelector('{selector}'); const ink = getComputedStyle(e).color, see = c => "
+        "[...c.matchAll(/[\\d.]+/g)].map(Number); let back; do { back = see(getComputedStyle(e).backgroundColor); "
+        "e = e.parentElement; } while (e && back[3] === 0); return [see(ink), back]; })()"
+    )
+    light = []
+    for red, green, blue, *_ in colours:
+        linear = [c / 12.92 if (c := v / 255) <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for v in (red, green, blue)]
+        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
+    return max(light) / min(light)
+
+
+@needs_browser
+def test_a_transcript_shows_turns_calls_grade_and_reason_and_runs_nothing(browser, tmp_path):
     segments = [
         [f"<think>{HOSTILE}</think><search>q</search>", True],
         [f" <result>\nfound {HOSTILE}\n</result>", False],
@@ -284,24 +396,129 @@ def test_a_transcript_shows_turns_calls_grade_and_reason_and_runs_nothing(tmp_pa
     failed = {**CALL, "ok": False, "error_kind": "timeout", "seconds": 2.5}
     made = record("", question=f"why {HOSTILE}", segments=segments, tool_calls=[failed], question_id="q7")
     grade = Grade("q7", 0, {"f1": 0.25, "em": 0.0}, 0.0, "judge", "judge_unparsable", "maybe", f"Hm. {HOSTILE}")
-    write_report(tmp_path, {"gaia": [made]}, {"gaia": [grade]}, RunMeta(HOSTILE, judge="J"))
-    document = acted(tmp_path, tmp_path, "", "#0")
-    assert "<img" not in document and f"<title>{html.escape(HOSTILE, quote=False)}</title>" in document
-    shown = words(section(document, "main"))
-    for part in ("gaia q7 #0", "correct 0", "grader judge", "reason judge_unparsable", "answer maybe", "f1 0.25"):
+    settings = (("date", HOSTILE), ("tools", HOSTILE))
+    write_report(tmp_path, {"gaia": [made]}, {"gaia": [grade]}, RunMeta(HOSTILE, judge="J", settings=settings))
+    show(browser, tmp_path, "#0")
+    browser.wait("document.getElementById('transcript')")
+    assert browser.js("document.querySelectorAll('img').length") == 0 and browser.js("document.title") == HOSTILE
+    shown = browser.text("main")
+    for part in (
+        "wrong: gaia q7 #0",
+        "correct 0",
+        "grader judge",
+        "reason judge_unparsable",
+        "answer maybe",
+        "f1 0.25",
+    ):
         assert part in shown
     assert "search timeout 2.5 s" in shown and "found </script><img src=x" in shown and "Hm. </script>" in shown
 
 
 @needs_browser
-def test_the_list_can_be_filtered_by_benchmark_grade_and_text(report, tmp_path):
+def test_the_list_can_be_filtered_by_benchmark_grade_and_text(report, browser):
     folder, _, records, grades = report
-    choose = "$('benchmark').value = 'gaia'; $('verdict').value = 'wrong'; $('find').value = 'QUESTION 11?'; filter();"
-    document = acted(folder, tmp_path, choose)
+    show(browser, folder)
+    browser.choose("#benchmark", "gaia")
+    browser.choose("#verdict", "wrong")
+    browser.choose("#find", "QUESTION 11?")
     wrong = [
         r.sample
         for r, g in zip(records["gaia"], grades["gaia"], strict=True)
         if g.correct == 0 and r.question == "question 11?"
     ]
-    assert wrong and f"{len(wrong)} of 210 transcripts, 0 right" in words(document)
-    assert [int(re.search(r"gaia q11 #(\d)", item)[1]) for item in items(document)] == wrong
+    browser.wait(f"document.getElementById('count').textContent.startsWith('{len(wrong)} of 210')")
+    assert wrong and f"{len(wrong)} of 210 transcripts, 0 right" in browser.text("#count")
+    assert [int(re.search(r"gaia q11 #(\d)", item)[1]) for item in items(browser)] == wrong
+
+
+@needs_browser
+def test_a_click_leads_from_a_sample_to_the_others_of_its_question_and_back_to_the_list(report, browser):
+    folder, _, _, grades = report
+    show(browser, folder)
+    browser.click(".item:nth-child(3)")  # the first is the one that gives the list its height
+    browser.wait("document.getElementById('samples')")
+    assert "question 0?" in browser.text("#question") and "gaia q00 #1" in browser.text("main h2")
+    of_question = [g for g in grades["gaia"] if g.question_id == "q00"]
+    expected = [
+        f"#{g.sample} {'right' if g.correct == 1 else 'wrong'}: {g.prediction or 'no answer'}" for g in of_question
+    ]
+    assert browser.js("[...document.querySelectorAll('#samples button')].map(b => b.textContent)") == expected
+    browser.click("#samples button:nth-child(4)")
+    browser.wait("document.querySelector('main h2').textContent.includes('#3')")
+    assert browser.js("location.hash") == "#3" and browser.text("#samples [aria-current]") == expected[3]
+    browser.click("main .buttons button:nth-child(2)")  # next
+    browser.wait("document.querySelector('main h2').textContent.includes('#4')")
+    browser.click("#overview")
+    assert browser.js("document.querySelectorAll('#plots svg').length") > 4 and browser.js("location.hash") == ""
+
+
+@needs_browser
+def test_a_screen_reader_is_told_of_parts_headers_options_and_what_plots_show(report, browser):
+    folder, scores, _, _ = report
+    show(browser, folder)
+    nodes = browser.accessible()
+    roles = {(node["role"], node["name"]) for node in nodes}
+    assert {("banner", ""), ("main", ""), ("navigation", "transcripts"), ("heading", "models/Qwen")} <= roles
+    assert {
+        ("table", "Accuracy"),
+        ("columnheader", "questions"),
+        ("rowheader", "gaia"),
+        ("button", "Overview"),
+    } <= roles
+    [plot] = [name for role, name in roles if role == "image" and name.startswith("Accuracy")]
+    assert f"gaia {scores['gaia']['accuracy']:.3f}".rstrip("0") in plot
+    unnamed = [
+        node
+        for node in nodes
+        if node["role"] in ("combobox", "searchbox", "button", "link", "image") and not node["name"]
+    ]
+    assert unnamed == []
+    options = [node["name"] for node in nodes if node["role"] == "option" and "gaia q00 #0" in node["name"]]
+    assert len(options) == 1 and ("wrong" in options[0] or "right" in options[0])  # not by its colour alone
+
+
+@needs_browser
+def test_the_page_is_used_with_the_keyboard_alone(report, browser):
+    folder, *_ = report
+    show(browser, folder)
+    focus = "document.activeElement.id || document.activeElement.className"
+    browser.press("Tab")
+    assert browser.js(focus) == "skip"
+    browser.press("Enter")
+    assert browser.js(focus) == "main"
+    browser.press("/")
+    assert browser.js(focus) == "find"
+    browser.press("Tab")
+    assert browser.js(focus) == "list"
+    browser.press("ArrowDown", "ArrowDown")
+    browser.wait("document.querySelector('main h2').textContent.includes('#1')")
+    assert browser.js("document.getElementById('list').getAttribute('aria-activedescendant')") == "item1"
+    assert browser.js("document.getElementById('item1').ariaSelected") == "true"
+    browser.press("End")
+    browser.wait("document.querySelector('main h2').textContent.includes('bamboogle q29 #4')")
+    assert browser.js("document.querySelector('.item.selected').getBoundingClientRect().bottom <= innerHeight + 1")
+    browser.press("Enter")
+    assert browser.js(focus) == "main"
+    browser.press("Tab")
+    assert browser.text("main button") == "previous" and browser.js("document.activeElement.textContent") == "previous"
+
+
+@needs_browser
+def test_the_head_links_to_the_viewer_and_says_how_the_run_was_made(report, browser, tmp_path):
+    _, _, records, grades = report
+    settings = (
+        ("model", "models/Qwen sha256:1"),
+        ("date", "2026-01-02 03:04 UTC"),
+        ("code", "commit 12ab"),
+        ("temperature", "0.6"),
+    )
+    (tmp_path / "viewer.html").write_text("<title>the viewer</title>")
+    meta = RunMeta("models/Qwen", settings=settings, links=(("branch trees of this run", "viewer.html"),))
+    write_report(tmp_path, records, grades, meta)
+    show(browser, tmp_path)
+    assert browser.text("#made") == (
+        "date 2026-01-02 03:04 UTC code commit 12ab temperature 0.6 branch trees of this run"
+    )
+    assert "model models/Qwen sha256:1" in browser.text("main section:last-child")
+    browser.click("#made a")
+    browser.wait("document.title === 'the viewer'")

@@ -9,6 +9,11 @@ from arpo.errors import UserError
 from arpo.protocol import Codec
 from arpo.protocol.tags import merge_tool_messages
 
+DEFAULT_SYSTEM = {
+    "qwen2_5": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+}
+
 
 def rendered(family: str, system: str, *turns: str) -> str:
     """By hand, what the family's template makes of a dialogue; turns are "u:text" and "a:text" in order."""
@@ -17,8 +22,7 @@ def rendered(family: str, system: str, *turns: str) -> str:
         text += f"Today Date: 26 Jul 2024\n\n{system}<|eot_id|>"
         around = ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>")
     else:
-        default = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant." if family == "qwen2_5" else ""
-        system = system or default
+        system = system or DEFAULT_SYSTEM.get(family, "")
         text = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
         around = ("<|im_start|>{}\n", "<|im_end|>\n")
     for turn in turns:

@@ -1,0 +1,136 @@
+// Choosing, the list of prompts, the keyboard, and the start.
+
+function draw() {
+  const group = DATA.groups[state.group];
+  drawAbout(group);
+  drawTree(group);
+  redraw();
+}
+
+function redraw() {  // the text only
+  drawText(DATA.groups[state.group], state.trajectory);
+  keepAddress();
+}
+
+function show(index, id) {  // a group by its index, a trajectory by its id (default: the first that the filters want)
+  const {trajectories} = DATA.groups[index], options = $("prompts").children;
+  const old = $("prompts").querySelector(".selected"), found = trajectories.find(t => t.trajectory_id === id);
+  old?.classList.remove("selected");
+  old?.setAttribute("aria-selected", "false");
+  options[index].classList.add("selected");
+  options[index].setAttribute("aria-selected", "true");
+  reveal($("prompts"), options[index]);
+  $("prompts").setAttribute("aria-activedescendant", options[index].id);
+  Object.assign(state, {group: index, trajectory: found ?? trajectories.find(fitsTrajectory) ?? trajectories[0]});
+  draw();
+  $("text").scrollTop = 0;
+}
+
+function showAddress() {
+  const [index, id] = readAddress();
+  filter();
+  const shown = [...$("prompts").children].map((option, k) => option.hidden ? -1 : k).filter(k => k >= 0);
+  const first = shown.find(k => DATA.groups[k].kind === "mixed") ?? shown[0] ?? 0;  // there is most to see
+  show(DATA.groups[index] ? Number(index) : first, id);
+}
+
+function applyFilters() {  // stays at the prompt, where it fits
+  filter();
+  const fits = i => !$("prompts").children[i].hidden;
+  const index = fits(state.group) ? state.group : [...DATA.groups.keys()].find(fits);
+  if (index === undefined) return keepAddress();
+  show(index, index === state.group && fitsTrajectory(state.trajectory) ? state.trajectory.trajectory_id : undefined);
+}
+
+function fillPrompts() {
+  $("prompts").append(...DATA.groups.map((group, i) => el("div", {class: "prompt", role: "option", id: `prompt-${i}`,
+    "aria-selected": "false", onclick: () => { show(i); if (isPhone()) $("about").scrollIntoView(); }},
+    prose("div", {class: "question"}, group.question),
+    el("div", {class: "facts small"},
+      el("b", {}, span("hidden-words", "mean reward "), fixed(group.mean_reward)), span(`kind ${group.kind}`, group.kind),
+      el("span", {class: "strip", "aria-hidden": "true"}, ...group.trajectories.map(t => el("i", {class: sign(t.reward)})))))));
+}
+
+function writeTotals() {
+  const num = test => count(DATA.groups, test), numTrajectories = DATA.groups.flatMap(g => g.trajectories).length;
+  document.title = $("title").textContent = DATA.title;
+  $("totals").textContent = `${DATA.groups.length} prompts, ${numTrajectories} trajectories; prompts: `
+    + `${num(g => g.kind === "mixed")} mixed, ${num(g => g.kind === "dead")} dead, ${num(isBranched)} with branches`;
+  if (DATA.num_groups > DATA.groups.length) {
+    $("cut").textContent = `only the first ${DATA.groups.length} of ${DATA.num_groups} prompts: raise --max_groups`;
+  }
+}
+
+// ---- the keyboard
+
+function neighbour(items, current, by) {  // stays at the ends
+  const at = items.indexOf(current);
+  return at < 0 ? items[0] : items[Math.min(Math.max(at + by, 0), items.length - 1)];
+}
+
+function nextPrompt(by) {
+  const index = neighbour([...DATA.groups.keys()].filter(i => !$("prompts").children[i].hidden), state.group, by);
+  if (index !== undefined) show(index);
+}
+
+function nextTrajectory(by) {
+  const rows = treeOrder(DATA.groups[state.group]).map(([t]) => t.trajectory_id);
+  show(state.group, neighbour(rows, state.trajectory.trajectory_id, by));
+}
+
+function nextColour() {
+  const names = COLOURS.map(([name]) => name);
+  state.colour = names[(names.indexOf(state.colour) + 1) % names.length];
+  redraw();
+}
+
+const PANELS = ["prompts", "rows", "text"];  // Enter goes along them, Escape back
+
+function goPanel(by) {
+  const at = PANELS.findIndex(id => $(id).contains(document.activeElement));
+  $(PANELS[Math.min(Math.max((at < 0 ? 0 : at) + (at < 0 ? 0 : by), 0), PANELS.length - 1)]).focus();
+}
+
+const press = id => () => $(id).disabled || $(id).click();
+const COMMANDS = {
+  ArrowDown: () => nextPrompt(1), ArrowUp: () => nextPrompt(-1), ArrowRight: () => nextTrajectory(1),
+  ArrowLeft: () => nextTrajectory(-1), "/": () => $("find").focus(), p: press("previous"), n: press("next"),
+  c: nextColour, t: () => { $("trend").open = !$("trend").open; }, "?": () => $("help").showModal(),
+  Enter: () => goPanel(1), Escape: () => goPanel(-1),
+};
+
+document.addEventListener("keydown", event => {
+  const {key, target} = event, isTyping = target.type === "search";
+  if (!DATA || $("help").open || event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(COMMANDS, key)) return;
+  if (["number", "select-one"].includes(target.type) && key !== "Escape") return;
+  if (isTyping && !["ArrowDown", "ArrowUp", "Escape"].includes(key)) return;
+  if (key === "Enter" && !PANELS.some(id => target === $(id))) return;  // of buttons and links
+  const vertical = {ArrowDown: 1, ArrowUp: -1}[key];
+  if (vertical && $("text").contains(target)) return;  // there it scrolls
+  if (vertical && $("rows").contains(target)) nextTrajectory(vertical);
+  else COMMANDS[key]();
+  event.preventDefault();
+});
+
+async function start() {
+  if (!window.DecompressionStream) {
+    $("title").textContent = "this browser is too old to unpack the page (it has no DecompressionStream)";
+    return;
+  }
+  DATA = await unpack();
+  const turns = DATA.groups.flatMap(g => g.trajectories).flatMap(t => t.turns);
+  hottest.turn = highest(turns.map(turn => turn.entropy), 1);
+  hottest.entropy = highest(turns.flatMap(turn => turn.entropies ?? []), 1);
+  writeTotals();
+  drawSteps();
+  drawTrend();
+  fillFilters();
+  fillPrompts();
+  FILTERS.forEach(id => $(id).addEventListener("input", applyFilters));
+  $("clear").addEventListener("click", () => { FILTERS.forEach(id => { $(id).value = ""; }); applyFilters(); });
+  $("keys").addEventListener("click", () => $("help").showModal());
+  window.addEventListener("resize", draw);
+  window.addEventListener("hashchange", showAddress);
+  showAddress();
+}
+start();

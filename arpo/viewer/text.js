@@ -1,0 +1,170 @@
+// The panels of a prompt and of a trajectory: facts, plot of the decisions, texts with coloured tokens.
+
+function drawSignal(group) {  // P(branch) over H - H_root of all decisions of the dump; those of this group stand out
+  const decisions = g => g.trajectories.flatMap(t => t.turns).map(turn => turn.decision)
+    .filter(d => d && isNumber(d.probability) && isNumber(d.entropy) && isNumber(d.root_entropy));
+  const own = new Set(decisions(group)), all = DATA.groups.flatMap(decisions);
+  if (!all.length) return null;
+  const delta = d => d.entropy - d.root_entropy, low = Math.min(0, ...all.map(delta));
+  const high = Math.max(0, ...all.map(delta)), x = value => 30 + 200 * (value - low) / (high - low || 1);
+  const y = probability => 64 - 56 * probability;
+  const text = (left, top, words) => svg("text", {x: left, y: top, class: "small soft"}, words);
+  const label = `P(branch) over the change of entropy of ${all.length} decisions, ${own.size} of them of this prompt`;
+  return svg("svg", {id: "signal", width: 300, height: 80, role: "img", "aria-label": label},
+    svg("path", {class: "link", d: `M30 8 V64 H230 M${x(0)} 8 V64`}), text(4, 14, "P 1"), text(13, 66, "0"),
+    text(30, 77, short(low, 2)), text(x(0) - 3, 77, low < 0 && high > 0 ? "0" : ""), text(214, 77, short(high, 2)),
+    text(240, 66, "ΔH, nats"),
+    ...[...all].sort((a, b) => own.has(a) - own.has(b)).map(d => svg("circle", {cx: x(delta(d)), cy: y(d.probability),
+      r: own.has(d) ? 3.5 : 2, class: own.has(d) ? OUTCOMES[d.outcome]?.[1] : "other"},
+      svg("title", {}, decisionRecord(d)))));
+}
+
+function choice(id, label, options, value, onchange) {  // a labelled select; options: [[value, words]]
+  const select = el("select", {id, onchange: event => { onchange(event.target.value); $(id).focus(); }},
+    ...options.map(([name, words]) => el("option", {value: name}, words)));
+  select.value = value;
+  return el("label", {}, span("soft", label + " "), select);
+}
+
+function drawAbout(group) {
+  const all = group.trajectories, turns = all.flatMap(t => t.turns.filter(turn => !turn.inherited));
+  const calls = turns.map(turn => turn.tool_call).filter(Boolean);
+  const decided = name => count(turns, turn => turn.decision?.outcome === name);
+  const branches = count(all, t => t.parent_id !== null);
+  const scales = [["turns", "turns"], ["tokens", "tokens"]];
+  $("about").replaceChildren(prose("h2", {}, group.question),
+    el("div", {class: "facts"}, span("soft", "answers "),
+      ...group.answers.flatMap((answer, i) => [i ? "|" : "", el("bdi", {}, plain(answer))]).filter(Boolean),
+      span("soft", group.prompt_id), span("soft", group.data_source)),
+    el("details", {class: "small"}, el("summary", {}, "what the model was asked"),
+      ...[...group.messages].map(m => el("pre", {dir: "auto"}, `${m.role}: ${plain(m.content)}`))),
+    el("div", {class: "facts soft", id: "facts"}, ...[
+      `mean reward ${short(group.mean_reward)}`, group.kind, `${all.length - branches} roots + ${branches} branches`,
+      "decisions: " + Object.keys(OUTCOMES).map(name => `${decided(name)} ${name}`).join(", "),
+      `${calls.length} tool calls, ${count(calls, c => !c.ok)} failed, ${count(calls, c => c.cached)} cached`,
+    ].map(words => span("", words))),
+    el("div", {class: "facts small"},
+      choice("scale", "x axis", scales, state.scale, value => { state.scale = value; draw(); }),
+      span("", "turn entropy H: 0 ", span("scale"), ` ${short(hottest.turn)} nats and above`),
+      span("soft", "P(branch), or score:"),
+      ...Object.entries(OUTCOMES).map(([name, [symbol, colour]]) => span(colour, `${symbol} ${name}`))),
+    ...[drawSignal(group)].filter(Boolean));
+}
+
+// ---- tokens
+
+const COLOURS = [["none", "not at all"], ["logprob", "by logprob"], ["entropy", "by entropy"]];
+
+function ownerOf(group, t, index) {  // the trajectory that sampled a turn: a branch took it over from an ancestor
+  while (t.turns[index].inherited && parentOf(group, t)) t = parentOf(group, t);
+  return t;
+}
+
+// How unlikely or uncertain a token was, as a word for the underline: colour alone would not do for everybody.
+const degree = share => share >= 0.6 ? "much" : share >= 0.2 ? "some" : "";
+
+function tokenNodes(group, t, index) {  // the text of a turn, a span for each token; null where it has no tokens' texts
+  const turn = ownerOf(group, t, index).turns[index], nodes = [];
+  if (state.colour === "none" || !turn.chars?.length) return null;
+  let at = turn.text.length - turn.chars.reduce((sum, size) => sum + size, 0);
+  if (at > 0) nodes.push(plain(turn.text.slice(0, at)));  // what the prompt opened
+  turn.chars.forEach((size, i) => {
+    const logprob = turn.logprobs[i], entropy = turn.entropies[i], piece = turn.text.slice(at, at += size);
+    if (!size) return;
+    const value = state.colour === "entropy" ? entropy : isNumber(logprob) ? -logprob : null, end = hottest[state.colour];
+    const title = `token ${turn.start + i}: logprob ${fixed(logprob, 3)}`
+      + (isNumber(logprob) ? ` (P ${fixed(Math.exp(logprob))})` : "")
+      + (isNumber(entropy) ? `, entropy ${fixed(entropy, 3)} nats` : "");
+    nodes.push(isNumber(value)
+      ? el("span", {class: `token ${degree(value / end)}`, style: `background: ${heatOf(value, end)}`, title}, plain(piece))
+      : el("span", {class: "token", title}, plain(piece)));
+  });
+  return nodes;
+}
+
+function legend(t) {
+  if (state.colour === "none") return null;
+  if (!t.turns.some((turn, i) => ownerOf(DATA.groups[state.group], t, i).turns[i].chars?.length)) {
+    return span("warn", "this dump does not say which characters a token has");
+  }
+  const end = hottest[state.colour], [low, high] = state.colour === "logprob" ? ["0", `−${short(end)}`] : ["0", short(end)];
+  const beyond = state.colour === "logprob" ? "nats and below" : "nats and above";
+  const some = short(end * 0.2, 2), much = short(end * 0.6, 2), minus = state.colour === "logprob" ? "−" : "";
+  return span("", `${state.colour} of the token: ${low} `, span("scale"), ` ${high} ${beyond}; `,
+    span("token some", `${minus}${some}`), " ", span("token much", `${minus}${much}`), " and beyond are underlined",
+    state.colour === "entropy" ? span("soft", "; recorded for the first tokens of each turn only") : null);
+}
+
+// ---- two trajectories side by side
+
+function divergence(t, other) {  // [turn, "text" or "result_text", character] from which on they differ; null: nowhere
+  for (let i = 0; i < Math.max(t.turns.length, other.turns.length); i++) {
+    for (const part of ["text", "result_text"]) {
+      const a = t.turns[i]?.[part] ?? "", b = other.turns[i]?.[part] ?? "";
+      if (a === b) continue;
+      let at = 0;
+      while (at < a.length && a[at] === b[at]) at++;
+      return [i, part, at];
+    }
+  }
+  return null;
+}
+
+const AROUND = 60, SHOWN = 600;  // characters before the difference, and after it
+
+function difference(t, other) {  // [turn of t after which it is shown, element]
+  const found = divergence(t, other), name = `trajectory ${other.trajectory_id}`;
+  if (!found) return [t.turns.length - 1, el("div", {class: "other small"}, `${name} has the same text`)];
+  const [index, part, at] = found, where = part === "text" ? `turn ${index}` : `the result of turn ${index}`;
+  const line = who => {
+    const text = who.turns[index]?.[part] ?? "", from = Math.max(at - AROUND, 0);
+    return el("pre", {dir: "auto"}, el("b", {}, `${who.trajectory_id} `), span("soft", (from ? "…" : "") + plain(text.slice(from, at))),
+      el("mark", {}, plain(text.slice(at, at + SHOWN)) || "(ends here)"), at + SHOWN < text.length ? "…" : "");
+  };
+  return [Math.min(index, t.turns.length - 1), el("div", {class: "other", id: "difference"},
+    el("div", {class: "small"}, `${name} differs from character ${at} of ${where} on`), line(t), line(other))];
+}
+
+// ---- the trajectory
+
+function drawTurn(group, t, turn, index) {
+  const d = turn.decision, call = turn.tool_call;
+  const text = el("pre", {dir: "auto"}, ...(tokenNodes(group, t, index) ?? [plain(turn.text)]));
+  const body = el("div", {class: "body"}, text);
+  const chip = el("span", {class: "chip", style: `background: ${heat(turn.entropy)}`}, `H ${short(turn.entropy, 4)}`);
+  const side = el("div", {class: "small"}, el("h3", {}, `turn ${index} `), chip,
+    el("div", {class: "soft"}, `tokens ${turn.start}–${turn.end}` + (turn.inherited ? `, from ${t.parent_id}` : "")),
+    d ? el("div", {class: `record ${OUTCOMES[d.outcome]?.[1]}`}, decisionRecord(d)) : null);
+  if (call) {
+    const [words, colour] = callStatus(call), size = turn.result_end - turn.end;
+    const note = size ? `${size} tokens, no loss` : "the model read no result";
+    body.append(el("div", {class: "masked small"},
+      el("b", {}, call.tag), " ", span(colour, words), ` ${seconds(call.seconds)} `, span("soft", note)));
+    if (turn.result_text || call.result) body.append(prose("pre", {class: "masked"}, turn.result_text || call.result));
+  }
+  return el("div", {class: "turn" + (turn.inherited ? " inherited" : ""), id: "turn-" + index}, side, body);
+}
+
+function drawText(group, t) {
+  const parts = Object.entries(t.reward_parts).map(([name, value]) => `${name} ${short(value)}`).join(", ") || "-";
+  const facts = {reward: `${short(t.reward)} (${parts})`, reason: t.reward_reason || "ok",
+    advantage: short(t.advantage), "KL penalty": short(t.kl_penalty), stop: t.stop_reason,
+    tokens: `${t.num_tokens}, ${t.num_sampled} sampled`, "mean logprob": short(t.mean_logprob)};
+  const turns = t.turns.map((turn, index) => [drawTurn(group, t, turn, index)]);
+  const fork = el("div", {class: "fork small"}, `leaves trajectory ${t.parent_id} at token ${t.fork_at}`);
+  const others = group.trajectories.filter(other => other !== t).map(other => other.trajectory_id);
+  const other = group.trajectories.find(one => one !== t && one.trajectory_id === state.compare);
+  if (other) {
+    const [after, shown] = difference(t, other);
+    turns[after].push(shown);
+  }
+  if (t.parent_id !== null && forkTurn(t) < turns.length) turns[forkTurn(t)].unshift(fork);
+  $("text").replaceChildren(el("div", {class: "facts", id: "trajectory"}, el("h2", {}, `trajectory ${t.trajectory_id}`),
+    ...Object.entries(facts).map(([name, value]) => span("", span("soft", name + " "), String(value)))),
+    el("div", {class: "facts small", id: "view"},
+      choice("colour", "colour tokens", COLOURS, state.colour, value => { state.colour = value; redraw(); }),
+      others.length ? choice("compare", "compare with", [["", "none"], ...others.map(id => [id, id])], other ? state.compare : "",
+        value => { state.compare = value; redraw(); }) : null,
+      legend(t)),
+    ...turns.flat());
+}

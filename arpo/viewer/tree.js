@@ -1,0 +1,111 @@
+// The tree of a group: one lane per trajectory, which begins where it leaves its parent.
+const ROW = 42, HEAD = 22;  // pixels; the rows beside the tree and the lanes in it must agree
+
+const pen = document.createElement("canvas").getContext("2d");
+function widthOf(words, isSmall) {  // pixels, in the style's sizes
+  pen.font = `${isSmall ? 10.5 : 11.5}px ${getComputedStyle(document.body).fontFamily}`;
+  return pen.measureText(words).width;
+}
+
+const forkTurn = t => t.turns.filter(turn => turn.inherited).length;  // the first turn of its own
+const parentOf = (group, t) => group.trajectories.find(other => other.trajectory_id === t.parent_id);
+
+function treeOrder(group) {  // [[trajectory, depth]], parents first; late forks first: so no link crosses a lane
+  const ids = new Set(group.trajectories.map(t => t.trajectory_id)), order = [];
+  function visit(parent, depth) {
+    const children = group.trajectories.filter(t => (ids.has(t.parent_id) ? t.parent_id : null) === parent);
+    if (parent !== null) children.sort((a, b) => b.fork_at - a.fork_at);
+    children.forEach(t => { order.push([t, depth]); visit(t.trajectory_id, depth + 1); });
+  }
+  visit(null, 0);
+  return order;
+}
+
+function pathOf(group, trajectory) {  // Map: id of it or an ancestor -> how many of that one's turns it consists of
+  const path = new Map();
+  for (let t = trajectory, upto = Infinity; t && !path.has(t.trajectory_id);) {
+    path.set(t.trajectory_id, upto);
+    upto = forkTurn(t);
+    t = parentOf(group, t);
+  }
+  return path;
+}
+
+function layout(group, width) {  // x(turn, index, part) in pixels; part 0 = start, 1 = end, 2 = end of the result
+  if (state.scale === "turns") {
+    const column = Math.min(Math.max(width / Math.max(...group.trajectories.map(t => t.turns.length)), 232), 270);
+    return (turn, index, part) => 14 + index * column + [0, 0.52 * column, column - 14][part];
+  }
+  const perToken = width / Math.max(...group.trajectories.map(t => t.num_tokens));
+  return (turn, index, part) => 14 + perToken * [turn.start, turn.end, turn.result_end][part];
+}
+
+function turnCells(t, turn, index, x, y, onPath) {
+  const [left, middle, right] = [0, 1, 2].map(part => x(turn, index, part)), cells = [];
+  const select = () => { show(state.group, t.trajectory_id); reveal($("text"), $("turn-" + index)); };
+  const cell = (from, to, kind, style, title) => cells.push(svg("rect", {style, onclick: select,
+    class: `cell ${kind} ${onPath ? "on-path" : ""}`, rx: 4, x: from, y: y + 4, width: Math.max(to - from, 1.5),
+    height: ROW - 8}, svg("title", {}, plain(title))));
+  const write = (from, to, line, kind, ...words) => {  // the first of the words that fit; none rather than a part
+    const fitting = words.find(word => widthOf(word, kind.includes("small")) <= to - from - 8);
+    if (fitting) cells.push(svg("text", {x: from + 6, y: y + 18 + 15 * line, class: kind}, fitting));
+  };
+  const d = turn.decision, call = turn.tool_call;
+  cell(left, middle, "", `fill: ${heat(turn.entropy)}`,
+    `turn ${index}: H ${short(turn.entropy, 4)}, ${turn.end - turn.start} tokens\n` + (d ? decisionRecord(d) : ""));
+  write(left, middle, 0, "", `H ${fixed(turn.entropy, 3)}`, fixed(turn.entropy), fixed(turn.entropy, 1));
+  if (d) {
+    const chance = `${mark(d)} ${fixed(isForward(d) ? d.probability : d.score)}`;
+    write(left, middle, 1, `small ${d.outcome}`, `${chance} ${d.outcome}`, chance, mark(d));
+  }
+  if (call) {
+    const [words, colour] = callStatus(call), took = call.executed ? seconds(call.seconds) : "";
+    cell(middle + 2, right, "tool", "", `${call.tag}: ${words} ${took}\n${call.argument.slice(0, 400)}`);
+    write(middle + 2, right, 0, "", `${call.tag} ${took}`, call.tag, call.tag.slice(0, 3) + "…");
+    write(middle + 2, right, 1, `small ${colour}`, words, call.ok ? "ok" : "failed", call.ok ? "✓" : "✗");
+  }
+  if (index === t.turns.length - 1) write(call ? right : middle, Infinity, 0, "small soft", String(t.stop_reason));
+  return cells;
+}
+
+function treeRow(group, t, depth) {
+  const chosen = t === state.trajectory, rest = fitsTrajectory(t) ? "" : "dim";
+  const hasChildren = group.trajectories.some(other => other.parent_id === t.trajectory_id);
+  return el("div", {class: `row ${chosen ? "selected" : ""} ${rest}`, style: `height: ${ROW}px`, role: "treeitem",
+    id: `row-${t.trajectory_id}`, "aria-level": depth + 1, "aria-selected": chosen,
+    "aria-expanded": hasChildren ? "true" : null, onclick: () => show(state.group, t.trajectory_id),
+    "aria-label": `trajectory ${t.trajectory_id}, reward ${fixed(t.reward)}, advantage ${signed(t.advantage)}, `
+      + `${t.num_tokens} tokens, stop ${t.stop_reason}`},
+    el("b", {style: `padding-left: ${10 * depth}px`}, t.trajectory_id), span(sign(t.reward), fixed(t.reward)),
+    span(sign(t.advantage), signed(t.advantage)), span("soft", String(t.num_tokens)));
+}
+
+function drawTree(group) {
+  const order = treeOrder(group), path = pathOf(group, state.trajectory), hadFocus = $("tree").contains(document.activeElement);
+  const room = Math.max($("tree").clientWidth - 385, 300), x = layout(group, room), y = i => HEAD + ROW * i;
+  const lanes = new Map(order.map(([t], i) => [t.trajectory_id, y(i)]));
+  const end = Math.max(...group.trajectories.flatMap(t => t.turns.map((turn, i) => x(turn, i, 2)))) + 60;
+  const head = el("div", {class: "row soft small", style: `height: ${HEAD}px`, "aria-hidden": "true"},
+    ...["trajectory", "reward", "adv.", "tokens"].map(name => span("", name)));
+  const bands = [], links = [], cells = [];
+  order.forEach(([t], i) => {
+    const chosen = t === state.trajectory ? "selected" : "", onclick = () => show(state.group, t.trajectory_id);
+    bands.push(svg("rect", {x: 0, y: y(i), width: end, height: ROW, class: `band ${chosen}`, onclick}));
+    const fork = forkTurn(t), onPath = path.get(t.trajectory_id) ?? 0;
+    if (lanes.has(t.parent_id) && fork < t.turns.length) {
+      const at = x(t.turns[fork], fork, 0) - 12, from = lanes.get(t.parent_id) + ROW / 2;
+      links.push(svg("path", {class: `link ${onPath ? "on-path" : ""}`, d: `M${at} ${from} h5 V${y(i) + ROW / 2} h7`,
+        "data-link": `${t.parent_id} > ${t.trajectory_id}`}));
+    }
+    const own = t.turns.flatMap((turn, k) => turn.inherited ? [] : turnCells(t, turn, k, x, y(i), k < onPath));
+    cells.push(svg("g", fitsTrajectory(t) ? {} : {class: "dim"}, ...own));
+  });
+  const rows = el("div", {id: "rows", role: "tree", tabindex: "0", "aria-label": "trajectories of the prompt",
+    "aria-activedescendant": `row-${state.trajectory.trajectory_id}`},
+    ...order.map(([t, depth]) => treeRow(group, t, depth)));
+  // What the drawing says of each turn, the text says in words.
+  $("tree").replaceChildren(el("div", {id: "lanes"}, head, rows),
+    svg("svg", {width: end, height: y(order.length), "aria-hidden": "true"}, ...bands, ...links, ...cells));
+  if (hadFocus) rows.focus({preventScroll: true});
+  reveal($("tree"), document.querySelector(".row.selected"));
+}

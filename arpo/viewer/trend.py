@@ -1,0 +1,52 @@
+"""What the viewer draws over the steps: a few of the numbers in metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from arpo.errors import UserError
+
+CHARTS: list[tuple[str, dict[str, str]]] = [
+    ("reward", {"reward/mean": "training", "valid/reward": "validation"}),
+    ("right answers, share", {"reward/accuracy": "training", "valid/accuracy": "validation"}),
+    ("tool calls per trajectory", {"tools/calls_per_trajectory": "training", "valid/tool_calls": "validation"}),
+    ("failed tool calls", {"tools/all/failed": "training"}),
+    ("response, tokens", {"response/tokens": "training", "valid/response_tokens": "validation"}),
+    ("token entropy, nats", {"loss/entropy": "training"}),
+    ("mixed groups, share", {"group/mixed_share": "training"}),
+    ("branches per prompt", {"branching/branches_per_prompt": "training"}),
+]
+"""Titles with units, and the metrics of docs/metrics.md in each chart with the words of the legend."""
+MAX_POINTS = 500
+"""Most points of a line; of more steps, every second (third, ...) is drawn, and the newest."""
+
+
+def read_trend(run: Path) -> list[dict]:
+    """Return the charts of a run: title and lines, which are a label, a metric and (step, value) points.
+
+    Charts without a number are left out. Raises UserError where a line of metrics.jsonl is not JSON.
+    """
+    path = run / "metrics.jsonl"
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith("\n"):  # a run that is going on may be writing the last one
+            try:
+                rows.append(json.loads(line))
+                assert isinstance(rows[-1]["step"], int)
+            except (ValueError, TypeError, KeyError, AssertionError):
+                raise UserError(f"{path}:{number}: not a line of metrics; drop the line") from None
+    charts = []
+    for title, names in CHARTS:
+        found = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
+        lines = [{"name": name, "label": names[name], "points": thinned(found[name])} for name in names if found[name]]
+        if lines:
+            charts.append({"title": title, "lines": lines})
+    return charts
+
+
+def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return at most MAX_POINTS of them, evenly, the newest among them."""
+    every = -(-len(points) // MAX_POINTS)
+    return points[::-every][::-1] if points else []
