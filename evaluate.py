@@ -5,8 +5,8 @@
     python evaluate.py RUN/config.yaml --eval.regrade RUN            # records -> grades and report, no model
     python evaluate.py --eval.compare RUN_A RUN_B                    # paired differences
 
-Writes runs/NAME/{records/, grades/, scores.json, report.md, report.html, config.yaml}; the same command continues what
-was killed. A run folder's report is about all of its records.
+Writes runs/NAME/{records/, grades/, scores.json, report.md, report.html, config.yaml, sessions.jsonl}; the same command
+continues what was killed. A run folder's report is about all of its records.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arpo.checks import check_result_room
-from arpo.config import load_or_exit, run_or_exit
+from arpo.config import load_or_exit, run_or_exit, save_config
 from arpo.errors import UserError, require
 from arpo.evals.options import EvalSection, JudgeConfig
+from arpo.inputs import check_inputs
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.run_options import EngineConfig, ModelConfig, RunConfig
 from arpo.tools.options import ToolsConfig
@@ -58,7 +59,7 @@ class EvalConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(EvalConfig) if __name__ == "__main__" else None
+CONFIG = load_or_exit(EvalConfig, check_inputs) if __name__ == "__main__" else None
 
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,7 @@ from arpo.data import load_prompts, tokenize_prompts
 from arpo.engine import Engine
 from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
+from arpo.evals.about import read_about, record_session
 from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
 from arpo.evals.compare import compare_runs
 from arpo.evals.grading import grade_records
@@ -78,10 +80,11 @@ from arpo.evals.records import Record, append_records, group_records, read_recor
 from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides
 from arpo.evals.scores import MUTED
-from arpo.log import RunLog
+from arpo.hub import local_file, source_of
+from arpo.log import Console
 from arpo.memory import check_memory, read_job
 from arpo.model import load_tokenizer
-from arpo.model.policy import check_model_folder
+from arpo.model_folder import check_model_folder
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.sampler import Sampler
@@ -103,12 +106,13 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:
-        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
+        asked = "eval.max_prompt_tokens"
+        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=asked)
         check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     codec.check_result_room(cfg.rollout.max_result_tokens)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
-    sets = load_questions(cfg.eval, chosen, codec)
+    sets, overlong = load_questions(cfg.eval, chosen, codec)
     muted = {name + MUTED: prompts[: cfg.eval.num_muted] for name, prompts in sets.items() if cfg.eval.num_muted}
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function).try_on(next(iter(sets.values()))[0])
@@ -124,12 +128,15 @@ def main(cfg: EvalConfig) -> None:
         served = served_model(cfg) if cfg.eval.server else ""
         settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served)
         claim_run(folder, settings, resume=cfg.run.resume)
+        save_config(cfg, folder / "config.yaml")
         judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
     records = read_records(folder / "records")
     todo = {name: unfinished(name, prompts, cfg.eval.num_samples, records) for name, prompts in (sets | muted).items()}
     dist.barrier()  # nobody writes before all have read
-    log = RunLog(folder, cfg, is_main=dist.is_main)
+    if dist.is_main and any(todo.values()):
+        record_session(folder, overlong)
+    log = Console(is_main=dist.is_main)
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
     for name, prompts in sets.items():
@@ -154,7 +161,6 @@ def main(cfg: EvalConfig) -> None:
             on_group=partial(save_group, path, name, metric, cfg.tools.names) if team.is_first else None,
             max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
         )
-    log.close()
     runner.close()
     refusing.close()
     if engine is not None:
@@ -165,19 +171,27 @@ def main(cfg: EvalConfig) -> None:
         grade_and_report(cfg, folder, judge)
 
 
-def load_questions(cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec) -> dict[str, list[Prompt]]:
-    """Return the tokenized questions of the chosen benchmarks, by name, and of the question files, by file stem."""
+def load_questions(
+    cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec
+) -> tuple[dict[str, list[Prompt]], dict[str, int]]:
+    """Return the tokenized questions of the chosen benchmarks, by name, and of the question files, by file stem.
+
+    Also the number of questions of each that were left out as too long.
+    """
     sets = {name: questions(name, b, cfg.data_dir, max_questions=cfg.max_questions) for name, b in chosen.items()}
     for file in cfg.files:
-        if Path(file).stem in sets or file.endswith(f"{MUTED}{Path(file).suffix}"):
+        path = local_file(file)
+        if path.stem in sets or file.endswith(f"{MUTED}{path.suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
-        sets[Path(file).stem] = load_prompts(file)[: cfg.max_questions or None]
-        check_offered(sets[Path(file).stem], codec.tools, file)
+        sets[path.stem] = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
+        check_offered(sets[path.stem], codec.tools, file)
     system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
+    overlong = {}
     for name, prompts in sets.items():
         asked = [asked_as(prompt, system_prompt) for prompt in prompts]
         sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
-    return sets
+        overlong[name] = len(prompts) - len(sets[name])
+    return sets, overlong
 
 
 def save_group(path: Path, name: str, metric: str, tools: tuple[str, ...], group: Group, wall_s: list[float]) -> None:
@@ -219,12 +233,16 @@ def grade_and_report(cfg: EvalConfig, folder: Path, judge: Judge | None) -> None
         name: grade_records(records, metric=records[0].metric, judge=judge, reward=cfg.reward, custom=custom)
         for name, records in by_name.items()
     }
+    about = read_about(folder, settings, cfg.judge.model)
     meta = RunMeta(
-        title=settings["model"],
+        title=about.title,
         judge=cfg.judge.model,
         families={name: benchmark.family for name, benchmark in BENCHMARKS.items()},
         seed=settings["seed"],
         notes=(f"SET{MUTED}: all tool calls were refused.",) if any(name.endswith(MUTED) for name in found) else (),
+        overlong=about.overlong,
+        settings=about.settings,
+        links=about.links,
     )
     write_report(folder, by_name, grades, meta)
     if judge is not None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 from arpo import checks
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
+from arpo.inputs import check_inputs
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -86,26 +87,29 @@ class RLConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(RLConfig) if __name__ == "__main__" else None
+CONFIG = load_or_exit(RLConfig, check_inputs) if __name__ == "__main__" else None
 
 from pathlib import Path
 
 from arpo import ranks
 from arpo.branching_signal import BranchingSignal
-from arpo.checkpoint import Checkpoints
-from arpo.checkpoint.export import export_hf
+from arpo.charts import rl_charts
+from arpo.checkpoint import Saver
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.scores import summarize
+from arpo.hub import local_file, source_of
 from arpo.log import RunLog
 from arpo.memory import Job, check_memory, read_job
-from arpo.metrics import ToolHealth, console_text, rollout_metrics
+from arpo.metrics import ToolHealth, console_text, distributions, memory_metrics, rollout_metrics, source_names, speeds
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer, set_learning_rate
-from arpo.model.policy import check_companion, check_model_folder
+from arpo.model.policy import check_companion
+from arpo.model_folder import check_model_folder
+from arpo.nonfinite import report
 from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
 from arpo.retrospective import NEED_REWARDS
@@ -163,7 +167,7 @@ def main(cfg: RLConfig) -> None:
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
     tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
-    checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)
+    saver = Saver(cfg.run, dist, source=cfg.model.path)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
     ranks.seed_everything(cfg.run.seed + dist.rank)
@@ -177,13 +181,14 @@ def main(cfg: RLConfig) -> None:
         reference = load_policy(
             cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference
         ).requires_grad_(False)
-    done_steps = checkpoints.resume(policy, optimizer, critic, critic_optimizer)
-    num_drawn = checkpoints.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
+    done_steps = saver.resume(policy, optimizer, critic, critic_optimizer)
+    num_drawn = saver.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
     engine = Engine(
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
     )
     engine.sync_weights(policy.hf_parameters())
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, keep_dumps=cfg.run.keep_dumps)
+    charts, keep_dumps = rl_charts(cfg.rollout.temperature), cfg.run.keep_dumps
+    log = RunLog(run_dir, cfg, is_main=dist.is_main, charts=charts, resume_step=done_steps, keep_dumps=keep_dumps)
     log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
@@ -191,15 +196,16 @@ def main(cfg: RLConfig) -> None:
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
-        values = validate(sampler, valid_prompts, cfg, step=0)
+        values = validate(sampler, log, valid_prompts, cfg, step=0)
         log.scalars(0, values)
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
-    health = ToolHealth()
-    signal = BranchingSignal(cfg.branching, checkpoints.progress.get("signal", ()))
+    health, sources = ToolHealth(), source_names(train_prompts)
+    signal = BranchingSignal(cfg.branching, saver.progress.get("signal", ()))
     progress = log.progress(num_steps, "step", done=done_steps)
+    stop = ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics = ranks.Timers(), Metrics()
+        timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn
 
         # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach
         sampled: list[Group] = []
@@ -212,20 +218,20 @@ def main(cfg: RLConfig) -> None:
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
-        metrics.merge(rollout_metrics(sampled[dist.rank :: dist.world_size]))  # each rank counts its share once
+        share = sampled[dist.rank :: dist.world_size]  # each rank counts its share once
+        metrics.merge(rollout_metrics(share, sources))
         if cfg.advantage.dead_groups == "resample":
             metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
             if len(groups) < num_prompts:
                 log.line(f"step {step}: only {len(groups)} groups to train on, after {len(sampled)} prompts")
         signal_values = signal.add(sampled)
-        if signal.warning:
-            log.line(f"step {step}  {signal.warning}")
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
         # (none where a tool failed so often that the batch would teach to do without it)
-        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if health.may_train(sampled) else []
-        if health.warning:
-            log.line(f"step {step}: {health.warning}")
+        may_train = health.may_train(sampled, num_drawn_before)
+        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if may_train else []
+        for warning in filter(None, (signal.warning, health.warning)):
+            log.line(f"step {step}: {warning}")
         with timers("old_logprobs"):
             for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
                 metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
@@ -257,9 +263,9 @@ def main(cfg: RLConfig) -> None:
                                 is_first=number == 0,
                             )
                         )  # fmt: skip
-            except FloatingPointError:
+            except FloatingPointError as error:
                 log.trajectories(step, sampled, kind="nonfinite")
-                raise
+                raise report(error, f"step {step}, mini-batch {number + 1}", minibatch.micros, run_dir, dist) from error
 
         # ---- the engine samples from the new policy
         with timers("sync"):
@@ -271,24 +277,23 @@ def main(cfg: RLConfig) -> None:
         values = {}
         if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
-                values = validate(sampler, valid_prompts, cfg, step=step)
+                values = validate(sampler, log, valid_prompts, cfg, step=step)
+        metrics.merge(memory_metrics(dist.device))
         values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values()
-        log.scalars(step, values)
+        log.scalars(step, values | speeds(values, dist.world_size), distributions(sampled))
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, sampled)
-            log.transcripts(step, sampled, tag="train")
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
-        if is_last or health.must_stop or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            state = {"signal": signal.state, "num_drawn": num_drawn}
-            folder = checkpoints.save(step, policy, optimizer, critic, critic_optimizer, progress=state)
-            if cfg.run.save_hf:
-                export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
+        is_final = is_last or health.must_stop or stop.agreed(dist)
+        if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
+            saver.save(step, {"signal": signal.state, "num_drawn": health.go_on_from(num_drawn)}, is_final=is_final)
         if health.must_stop:
             raise UserError(str(health))
+        if is_final:
+            break
 
     progress.close()
-    log.line(f"curve: {log.curve(['reward/mean', 'valid/accuracy'])}\ntensorboard --logdir {run_dir / 'tb'}")
-    log.close()
+    log.finish()
     tools.close()
     engine.close()
     dist.close()
@@ -305,15 +310,12 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
 def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
     if not file:
         return []
-    prompts = load_prompts(file)
+    prompts = load_prompts(local_file(file), source=source_of(file))
     check_offered(prompts, codec.tools, file)
     system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
+    limits = cfg.max_prompt_tokens, cfg.overlong, file
     return tokenize_prompts(
-        prompts,
-        lambda messages: codec.render_prompt(with_system_prompt(messages, system_prompt)),
-        cfg.max_prompt_tokens,
-        cfg.overlong,
-        file,
+        prompts, lambda messages: codec.render_prompt(with_system_prompt(messages, system_prompt)), *limits
     )
 
 
@@ -333,15 +335,14 @@ def sample(
         return sampler.team.exchange(share, len(prompts))
 
 
-def validate(sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:
+def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:
     """Scores on the validation prompts: greedy, one trajectory each, no branching. Also dumps the trajectories."""
     greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
     none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
     share = sampler(prompts, greedy, none, step=step, description="validation")
     sampler.score(share if sampler.team.is_first else [])
     groups = sampler.team.exchange(share, len(prompts))
-    sampler.log.trajectories(step, groups, kind="valid")
-    sampler.log.transcripts(step, groups, tag="valid")
+    log.trajectories(step, groups, kind="valid")
     return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import require
+from arpo.inputs import check_inputs
 from arpo.options import OptimConfig
 from arpo.run_options import ModelConfig, RunConfig
 from arpo.sft.options import SFTDataConfig
@@ -43,7 +44,7 @@ class SFTConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(SFTConfig) if __name__ == "__main__" else None
+CONFIG = load_or_exit(SFTConfig, check_inputs) if __name__ == "__main__" else None
 
 from pathlib import Path
 
@@ -51,16 +52,19 @@ import torch
 
 from arpo import ranks
 from arpo.batch import MicroBatch, Row, microbatches
-from arpo.checkpoint import Checkpoints
-from arpo.checkpoint.export import export_hf
+from arpo.charts import SFT_CHARTS
+from arpo.checkpoint import Saver
 from arpo.data import PromptOrder
+from arpo.hub import local_file
 from arpo.log import RunLog
 from arpo.memory import check_memory, read_job
+from arpo.metrics import memory_metrics, speeds
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
-from arpo.model.policy import check_model_folder
+from arpo.model_folder import check_model_folder
+from arpo.nonfinite import NonFinite, report
 from arpo.protocol import Codec
 from arpo.ranks import Ranks
 from arpo.run_folder import check_run_folder
@@ -83,11 +87,11 @@ def main(cfg: SFTConfig) -> None:
     check_model_folder(cfg.model.path)
     check_memory(read_job(cfg.model, dist.mesh.shape[-1], cfg.data.max_tokens_per_microbatch), dist.device)
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
-    checkpoints = Checkpoints(run_dir / "checkpoints", dist, keep=cfg.run.keep_checkpoints)
-    train_rows = tokenise(cfg.data.train, cfg.data, codec, run_dir / "tokens" / "train", dist)
+    saver = Saver(cfg.run, dist, source=cfg.model.path)
+    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run_dir / "tokens" / "train", dist)
     valid_rows = []
     if cfg.data.valid:
-        valid_rows = list(tokenise(cfg.data.valid, cfg.data, codec, run_dir / "tokens" / "valid", dist))
+        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, run_dir / "tokens" / "valid", dist))
     order = PromptOrder(
         len(train_rows), cfg.data.num_conversations_per_step, cfg.run.seed, option="data.num_conversations_per_step"
     )
@@ -97,8 +101,8 @@ def main(cfg: SFTConfig) -> None:
     ranks.seed_everything(cfg.run.seed + dist.rank)
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
-    done_steps = checkpoints.resume(policy, optimizer)
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps)
+    done_steps = saver.resume(policy, optimizer)
+    log = RunLog(run_dir, cfg, is_main=dist.is_main, charts=SFT_CHARTS, resume_step=done_steps)
     log.line(
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{dist.world_size} ranks, from step {done_steps}"
@@ -117,6 +121,7 @@ def main(cfg: SFTConfig) -> None:
         log.scalars(0, start)
 
     progress = log.progress(num_steps, "step", done=done_steps)
+    stop = ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
 
@@ -128,28 +133,31 @@ def main(cfg: SFTConfig) -> None:
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
             metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
-            metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, dist))
+            try:
+                metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, dist))
+            except FloatingPointError as error:
+                raise report(error, f"step {step}", micros, run_dir, dist) from error
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         is_last = step == num_steps
+        metrics.merge(memory_metrics(dist.device))
         values = dist.reduce_metrics(metrics).values()
-        num_tokens = sum(row.num_tokens for row in rows)
-        values |= {"tokens/trained": num_tokens, "tokens/loss": num_loss_tokens}
-        values["tokens/per_second"] = num_tokens / timers.seconds()["step"]
+        values |= {"tokens/trained": sum(row.num_tokens for row in rows), "tokens/loss": num_loss_tokens}
         if validates and (is_last or step % cfg.run.validate_every == 0):
             with timers("validate"):
                 values["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
         values |= timers.seconds(prefix="time/")
+        values |= speeds(values, dist.world_size)
         log.scalars(step, values)
         progress.at(step, console_text(values), keep="valid/nll" in values)
-        if is_last or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            folder = checkpoints.save(step, policy, optimizer)
-            if cfg.run.save_hf:
-                export_hf(policy, folder / "hf", source=cfg.model.path, link=run_dir / "hf")
+        is_final = is_last or stop.agreed(dist)
+        if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
+            saver.save(step, is_final=is_final)
+        if is_final:
+            break
 
     progress.close()
-    log.line(f"curve: {log.curve(['loss/nll', 'valid/nll'])}\ntensorboard --logdir {run_dir / 'tb'}")
-    log.close()
+    log.finish()
     dist.close()
 
 
@@ -169,15 +177,19 @@ def update_policy(
     dist: Ranks,
 ) -> Metrics:
     """One optimizer step on the mean over the `num_loss_tokens` of all ranks, of which `micros` are this rank's."""
-    metrics = Metrics()
+    metrics, losses = Metrics(), []
     for micro in micros:
         logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
         nll = -logprobs.sum()
         # FSDP2 averages gradients over ranks; times world_size makes that the sum.
         (nll * dist.world_size / num_loss_tokens).backward()
+        losses.append(nll.detach())
         metrics.sum("loss/nll", nll.detach().double() / num_loss_tokens)
         metrics.sum("loss/entropy", entropies.detach().sum().double() / num_loss_tokens)
-    metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+    try:
+        metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+    except FloatingPointError as error:
+        raise NonFinite(str(error), losses) from error
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return metrics
@@ -201,7 +213,7 @@ def console_text(values: dict[str, float]) -> str:
         f"entropy {values['loss/entropy']:.3f}",
         f"grad {values['optim/grad_norm']:.2f}",
         f"lr {values['optim/lr']:.1e}",
-        f"{values['tokens/per_second']:,.0f} tokens/s",
+        f"{values['tokens/trained_per_second']:,.0f} tokens/s per rank",
     ]
     return "  ".join(parts)
 

@@ -287,8 +287,8 @@ class Live:
 
     def measured(self, entropy: float) -> None:
         """Note the current turn's entropy, and with its first tokens renew the evidence."""
-        self.trajectory.turns[-1].entropy = entropy
-        entropies = tuple(self.entropies)
+        turn, entropies = self.trajectory.turns[-1], tuple(self.entropies)
+        turn.entropy, turn.token_entropies = entropy, list(entropies)
         known = self.evidence or Evidence(entropies, entropies, entropy, entropy)  # the first turn is its own root
         self.evidence = replace(known, entropies=entropies, entropy=entropy, turn=self.turn_index)
 

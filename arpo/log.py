@@ -2,59 +2,38 @@
 
     runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz  curve.png
 
-Only rank 0 writes; on other ranks every method does nothing.
+An evaluation has only a `Console`. Only rank 0 writes; on other ranks every method does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
+from arpo.charts import NO_CHARTS, Charts, draw_curve
 from arpo.checks import leaves
 from arpo.dumps import DumpWriter
 from arpo.run_folder import record_settings
 from arpo.trajectory import Group
 
+NUM_TRANSCRIPTS = 2
+"""Number of prompts whose first trajectory TensorBoard shows."""
 LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
-class RunLog:
-    """Writer of a run's folder. `resume_step` steps are done; an interrupted run's later lines are dropped."""
+class Console:
+    """The console of a script. Rank 0 prints lines and the progress of the run there, and the other ranks nothing."""
 
-    def __init__(self, folder: Path, config: object, *, is_main: bool, resume_step: int = 0, keep_dumps: int = 0):
-        self.folder, self.is_main = folder, is_main
-        if not is_main:
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder.mkdir(parents=True, exist_ok=True)
-        record_settings(folder, config, resume_step)
-        self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps)
-        self.metrics_path = folder / "metrics.jsonl"
-        self._drop_lines_after(resume_step)
-        self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
-        rows = [f"| {key} | {value} |" for key, value in leaves(config).items()]
-        self.board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
-
-    def _drop_lines_after(self, step: int) -> None:
-        lines = self.metrics_path.read_text().splitlines(keepends=True) if self.metrics_path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # a killed run may leave half a line
-        self.metrics_path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write a line of metrics.jsonl, and a TensorBoard point per value. `step` counts from 1."""
-        if not self.is_main:
-            return
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps({"step": step} | {k: round(v, 8) for k, v in values.items()}) + "\n")
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
-        self.board.flush()
+    def __init__(self, *, is_main: bool):
+        self.is_main = is_main
 
     def line(self, text: str) -> None:
         """Print one line without tearing a progress bar."""
@@ -68,40 +47,81 @@ class RunLog:
         """
         return Progress(total, what, done=done, is_part=is_part, is_main=self.is_main)
 
+
+class RunLog(Console):
+    """Writer of a training's folder. `resume_step` steps are done; an interrupted run's later lines are dropped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: object,
+        *,
+        is_main: bool,
+        charts: Charts = NO_CHARTS,
+        resume_step: int = 0,
+        keep_dumps: int = 0,
+    ):
+        super().__init__(is_main=is_main)
+        self.folder, self.charts = folder, charts
+        if not is_main:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        record_settings(folder, config, resume_step)
+        self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps)
+        self.metrics_path = folder / "metrics.jsonl"
+        self._drop_lines_after(resume_step)
+        self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
+        rows = [f"| {key} | {value} |" for key, value in leaves(config).items()]
+        self.board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
+        if charts.first:
+            self.board.add_custom_scalars(charts.layout())
+
+    def _drop_lines_after(self, step: int) -> None:
+        lines = self.metrics_path.read_text().splitlines(keepends=True) if self.metrics_path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # a killed run may leave half a line
+        self.metrics_path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+
+    def scalars(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        """Write a line of metrics.jsonl, and to TensorBoard a point per value and the histograms' values.
+
+        `step` counts from 1.
+        """
+        if not self.is_main:
+            return
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps({"step": step} | {k: round(v, 8) for k, v in values.items()}) + "\n")
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+        for name, numbers in (histograms or {}).items():
+            if finite := [number for number in numbers if math.isfinite(number)]:
+                self.board.add_histogram(name, np.array(finite), step)
+        self.board.flush()
+
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py)."""
+        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py).
+
+        The first trajectories of the first prompts are also written as TensorBoard text.
+        """
         if not self.is_main:
             return
         self.dumps.write(step, groups, kind)
-
-    def transcripts(self, step: int, groups: list[Group], *, tag: str, num: int = 2) -> None:
-        """Write the first trajectories of the first prompts as TensorBoard text."""
-        if not self.is_main:
-            return
-        for i, group in enumerate(groups[:num]):
+        for i, group in enumerate(groups[:NUM_TRANSCRIPTS]):
             t = group.trajectories[0]
             head = f"reward {t.reward} {t.reward_parts} stop {t.stop_reason} answers {group.prompt.answers}"
             text = f"{group.prompt.messages[-1]['content']}\n\n{t.text}"
-            self.board.add_text(f"{tag}/{i}", f"{head}\n\n```\n{text}\n```", step)
+            self.board.add_text(f"{kind}/{i}", f"{head}\n\n```\n{text}\n```", step)
 
-    def curve(self, names: list[str], path: str = "curve.png") -> Path | None:
-        """Draw metrics over the steps, and return the file; None on other ranks than 0."""
-        if not self.is_main:
-            return None
-        from matplotlib.figure import Figure
-
-        rows = read_metrics(self.folder)
-        figure = Figure(figsize=(7, 4), layout="tight")
-        axis = figure.subplots()
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        axis.legend()
-        figure.savefig(self.folder / path, dpi=120)
-        return self.folder / path
+    def finish(self) -> None:
+        """Draw the curve, close all files, and say where the run can be looked at."""
+        if self.is_main and self.charts.lines:
+            draw_curve(read_metrics(self.folder), self.charts, self.folder.name, self.folder / "curve.png")
+            self.line(f"curve: {self.folder / 'curve.png'}")
+        self.line(f"tensorboard --logdir {self.folder / 'tb'}")
+        self.close()
 
     def close(self) -> None:
         if self.is_main:

@@ -5,9 +5,19 @@ Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import pstdev
+from typing import TYPE_CHECKING
 
-from arpo.trajectory import Group, Metrics, StopReason, Trajectory
+from arpo.branching_signal import turns_after_results
+from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_FAILED_SHARE = 0.05
 """A batch with a larger share of failed trajectories is not trained on."""
@@ -15,19 +25,29 @@ MAX_MISSED_SHARE = 0.2
 """A batch with a larger share of searches that found no recorded result is not trained on."""
 MAX_BAD_BATCHES = 3
 """Number of such batches in a row that ends the run."""
+MAX_SOURCES = 16
+"""Number of data sources whose accuracy is logged under their own name."""
+GIB = 2**30
 
 
-def rollout_metrics(groups: list[Group]) -> Metrics:
-    """Rewards, lengths, entropies, branching and tool calls of all trajectories."""
+def rollout_metrics(groups: list[Group], sources: Mapping[str, str] | None = None) -> Metrics:
+    """Rewards, lengths, entropies, branching and tool calls of all trajectories.
+
+    sources: data source -> the name that its accuracy is logged under (`source_names`); none = no such metrics.
+    """
     m = Metrics()
     m.sum("tools/all/calls", 0)  # a number also in a step without calls
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.is_judged]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
+        if rewards:
+            m.mean("group/reward_std", pstdev(rewards))
         m.mean("group/effective_size", sum(t.stop_reason != StopReason.ERROR for t in group.trajectories))
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
         for trajectory in group.trajectories:
             _trajectory(m, trajectory)
+            if trajectory.is_judged and (source := (sources or {}).get(group.prompt.data_source)):
+                m.mean(f"accuracy/{source}", trajectory.accuracy)
             _tools(m, trajectory)
     return m
 
@@ -35,6 +55,7 @@ def rollout_metrics(groups: list[Group]) -> Metrics:
 def _trajectory(m: Metrics, t: Trajectory) -> None:
     if t.is_judged:
         m.mean("reward/mean", t.reward)
+        m.std("reward/std", t.reward)
         m.mean("reward/solved_share", float(t.reward > 0))
         m.sum("response/solved", t.reward > 0)
         for part, value in t.reward_parts.items():
@@ -82,6 +103,54 @@ def _tools(m: Metrics, t: Trajectory) -> None:
             m.percentiles(f"{tool}/seconds", call.seconds)
 
 
+def source_names(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Data source -> the last part of its metric's name, for the MAX_SOURCES most frequent; the rest are "other".
+
+    Empty where all prompts have one source, whose accuracy is that of all. "NQ (open)" -> "NQ_open_"
+    """
+    counts = Counter(prompt.data_source for prompt in prompts)
+    if len(counts) < 2:
+        return {}
+    ordered = sorted(counts, key=lambda source: (-counts[source], source))
+    plain = {source: re.sub(r"[^\w.-]+", "_", source) or "unnamed" for source in ordered}
+    return {source: plain[source] if n < MAX_SOURCES else "other" for n, source in enumerate(ordered)}
+
+
+def distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """Return the values of a step's histograms: reward, response length, and H - H_root of the turns after a result."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    return {
+        "histogram/reward": [t.reward for t in trajectories if t.is_judged],
+        "histogram/response_tokens": [float(len(t.token_ids)) for t in trajectories],
+        "histogram/delta_entropy": [entropy - root for entropy, root, _ in turns_after_results(groups)],
+    }
+
+
+def speeds(values: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+    """Return tokens per second of a rank, which is a GPU where there are any, from a step's tokens and seconds."""
+    phases = {"sampled": "rollout", "trained": "update"}
+    return {
+        f"tokens/{tokens}_per_second": values[f"tokens/{tokens}"] / values[f"time/{phase}"] / num_ranks
+        for tokens, phase in phases.items()
+        if f"tokens/{tokens}" in values and values.get(f"time/{phase}")
+    }
+
+
+def memory_metrics(device: torch.device) -> Metrics:
+    """Return this rank's memory, of which the fullest rank's is reported. A peak is that since the last call."""
+    import torch
+
+    m = Metrics()
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    m.max("memory/host_gib", num_pages * os.sysconf("SC_PAGE_SIZE") / GIB)
+    if device.type == "cuda":
+        m.max("memory/gpu_peak_gib", torch.cuda.max_memory_allocated(device) / GIB)
+        torch.cuda.reset_peak_memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        m.max("memory/gpu_used_gib", (total - free) / GIB)
+    return m
+
+
 def console_text(values: dict[str, float]) -> str:
     """Return the text that the console shows for a training step, from the metrics of all ranks."""
     parts = [
@@ -91,9 +160,9 @@ def console_text(values: dict[str, float]) -> str:
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
         f"tokens {values['response/tokens']:.0f}",
-        f"entropy {values['loss/entropy']:.2f}  kl {values['mismatch/kl']:.1e}"
+        f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
         if "loss/entropy" in values
-        else "no policy update",
+        else "no policy update" + (" (the critic warms up)" if "critic/loss" in values else ""),
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
     return "  ".join(parts)
@@ -118,15 +187,21 @@ class ToolHealth:
         self.warning = ""
         """What the console should say of the last batch; empty for nothing. Few misses are said once in a run."""
         self._told_of_misses = False
+        self._first_bad = 0
 
-    def may_train(self, groups: list[Group]) -> bool:
-        """Return False where too many trajectories failed through us, or too many searches found nothing recorded."""
+    def may_train(self, groups: list[Group], first: int = 0) -> bool:
+        """Return False where too many trajectories failed through us, or too many searches found nothing recorded.
+
+        first: number of prompts that the run had drawn before these (see `go_on_from`).
+        """
         trajectories = [t for group in groups for t in group.trajectories]
         searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
         self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
         self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
         is_bad = self.failed_share > MAX_FAILED_SHARE or self.missed_share > MAX_MISSED_SHARE
         self.num_bad_batches = self.num_bad_batches + 1 if is_bad else 0
+        if self.num_bad_batches <= 1:
+            self._first_bad = first
         self.warning = f"warning: this batch is not trained on: {self._reason}" if is_bad else ""
         if self.missed_share and not is_bad and not self._told_of_misses:
             self.warning = f"warning: {self._misses}; the model reads an error in their place, and is trained on it"
@@ -136,6 +211,11 @@ class ToolHealth:
     @property
     def must_stop(self) -> bool:
         return self.num_bad_batches >= MAX_BAD_BATCHES
+
+    def go_on_from(self, num_drawn: int) -> int:
+        """Return where in the data the next step begins: after all that was drawn or, where the run must stop, at the
+        prompts of the first of the bad batches. Nothing was learnt of those, and they come again once the tools do."""
+        return self._first_bad if self.must_stop else num_drawn
 
     @property
     def _misses(self) -> str:

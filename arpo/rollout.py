@@ -296,6 +296,7 @@ class _Loop:
         trajectory.stop_reason = reason
         trajectory.segments = self.codec.segments(trajectory.token_ids, trajectory.loss_mask)
         trajectory.text = "".join(text for text, _ in trajectory.segments)
+        trajectory.token_chars = self.codec.token_chars(trajectory.token_ids, trajectory.loss_mask, trajectory.segments)
         self.num_unfinished -= 1
         group.budget.close(live.path)
         if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now

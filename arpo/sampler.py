@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from arpo.engine import Engine
 from arpo.engine.team import Team
-from arpo.log import RunLog
+from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.retrospective import NEED_REWARDS
@@ -26,7 +26,7 @@ class Sampler:
     codec: Codec
     team: Team
     """The ranks that share this rank's engine."""
-    log: RunLog
+    log: Console
     seed: int
     score: Callable[[list[Group]], None] | None = None
     """Fills the reward of all trajectories of groups that have none; only selectors of NEED_REWARDS need it here."""

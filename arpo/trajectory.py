@@ -115,6 +115,8 @@ class Turn:
     inherited: bool = False
     """True where a branch took the turn over from its parent: its tool call was not executed again."""
     decision: BranchDecision | None = None
+    token_entropies: list[float] = field(default_factory=list)
+    """Next-token entropy (nats) of each of the first k sampled tokens, as far as the engine measured them."""
 
 
 @dataclass
@@ -138,6 +140,9 @@ class Trajectory:
     """The decoded response, tool results included."""
     segments: list[tuple[str, bool]] = field(default_factory=list)
     """`text` cut into (text, written by the model) runs; the format reward reads only the model's."""
+    token_chars: list[int] = field(default_factory=list)
+    """Number of characters of `text` that each token adds; empty where they cannot be told apart (Codec.token_chars).
+    Characters at the start that no token adds are the prompt's: a <think> that the chat template opens."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
@@ -150,6 +155,7 @@ class Trajectory:
         """Assert the invariants that everything downstream relies on."""
         n = len(self.token_ids)
         assert n == len(self.loss_mask) == len(self.rollout_logprobs), self.trajectory_id
+        assert len(self.token_chars) in (0, n), self.trajectory_id
         assert all(lp == 0.0 for lp, m in zip(self.rollout_logprobs, self.loss_mask, strict=True) if not m)
         assert not self.turns or self.turns[-1].result_end == n, (self.trajectory_id, self.turns[-1], n)
 
@@ -157,6 +163,11 @@ class Trajectory:
     def is_judged(self) -> bool:
         """True where the reward says something of the policy: not where an error of ours cut the response off."""
         return self.reward is not None and self.stop_reason != StopReason.ERROR
+
+    @property
+    def accuracy(self) -> float:
+        """The reward's accuracy part, or the whole reward of a custom function without that part; 0 if not scored."""
+        return self.reward_parts.get("accuracy", self.reward or 0.0)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -199,6 +210,7 @@ class Metrics:
         self._entries: dict[str, tuple[str, float | Tensor, float | Tensor]] = {}  # name -> (op, value, weight)
         self._samples: dict[str, list[float]] = {}
         self._ratios: dict[str, tuple[str, str]] = {}
+        self._moments: dict[str, tuple[float, float, float]] = {}  # name -> (count, sum, sum of squares)
 
     def mean(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add to a weighted mean; weight 0 adds nothing."""
@@ -219,6 +231,11 @@ class Metrics:
     def percentiles(self, name: str, value: float) -> None:
         """Add to the values of which `name`_p50, _p95 and _max are reported exactly."""
         self._samples.setdefault(name, []).append(float(value))
+
+    def std(self, name: str, value: float) -> None:
+        """Add to the values whose standard deviation is reported, over those of all ranks."""
+        count, total, squares = self._moments.get(name, (0.0, 0.0, 0.0))
+        self._moments[name] = (count + 1.0, total + value, squares + value * value)
 
     def _add(self, name: str, op: str, value: float | Tensor, weight: float | Tensor) -> None:
         old_op, old, old_weight = self._entries.get(name, (op, float("-inf") if op == "max" else 0.0, 0.0))
@@ -245,6 +262,9 @@ class Metrics:
             self._add(prefix + name, op, value, weight)
         for name, samples in other._samples.items():
             self._samples.setdefault(prefix + name, []).extend(samples)
+        for name, moments in other._moments.items():
+            own = self._moments.get(prefix + name, (0.0, 0.0, 0.0))
+            self._moments[prefix + name] = tuple(a + b for a, b in zip(own, moments, strict=True))
         for name, (numerator, denominator) in other._ratios.items():
             self._ratios[prefix + name] = (prefix + numerator, prefix + denominator)
 
@@ -264,6 +284,8 @@ class Metrics:
             ordered = sorted(samples)
             for label, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
                 values[f"{name}_{label}"] = ordered[math.ceil(share * len(ordered)) - 1]
+        for name, (count, total, squares) in self._moments.items():
+            values[name] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
         for name, (numerator, denominator) in self._ratios.items():
             if values.get(denominator):
                 values[name] = values[numerator] / values[denominator]

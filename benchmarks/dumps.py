@@ -32,12 +32,14 @@ def make_groups(num_groups: int, group_size: int, num_tokens: int) -> list[Group
         prompt = Prompt(f"q-{g}", [{"role": "user", "content": "Who?"}], ["a"])
         trajectories = []
         for i in range(group_size):
-            text = " ".join(rng.choice(WORDS) for _ in range(num_tokens))
+            pieces = [" " + rng.choice(WORDS) for _ in range(num_tokens)]
+            text = "".join(pieces)
             ids, logprobs = (
                 [rng.randrange(150_000) for _ in range(num_tokens)],
                 [-rng.random() for _ in range(num_tokens)],
             )
             whole = {"token_ids": ids, "loss_mask": [1] * num_tokens, "rollout_logprobs": logprobs, "text": text}
+            whole |= {"token_chars": list(map(len, pieces))}
             turns, segments = [Turn(0, num_tokens, num_tokens)], [(text, True)]
             trajectories.append(
                 Trajectory(prompt.prompt_id, str(i), turns=turns, segments=segments, reward=1.0, **whole)

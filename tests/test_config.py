@@ -1,5 +1,6 @@
 """YAML and flags into a frozen config; every mistake is one line that names the place and the fix."""
 
+import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -230,3 +231,14 @@ def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):
     (tmp_path / "c.yaml").write_text("rollout: {group_size: 4}")
     with pytest.raises(UserError, match=rf"^{tmp_path}/c.yaml and command line: invalid choice 'serpr'"):
         load_config(RLConfig, [str(tmp_path / "c.yaml"), "--data.train", "x", "--tools.search.backend", "serpr"])
+
+
+@pytest.mark.parametrize("script", ["train_rl.py", "ablate.py"])
+def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
+    """`train_rl.py --help | head`, where head has closed its end before the first word."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")

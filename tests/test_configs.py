@@ -53,13 +53,13 @@ MODELS = {  # config.json as published, and the number of parameters
     "qwen3_8b": (QWEN3 | shape(4096, 12288, 36, 32, 8), 8_190_735_360),
     "qwen3_14b": (QWEN3 | shape(5120, 17408, 40, 40, 8), 14_768_307_200),
 }  # fmt: skip
-REASONING = (128, 16, 16, 8, 1536, 4096, 2, "data/train_10k.parquet")
+REASONING = (128, 16, 16, 8, 1536, 4096, 2, "dongguanting/ARPO-RL-Reasoning-10K")
 SETTINGS = {  # prompts per step and mini-batch, group, initial rollouts, prompt, response, epochs, file: ALGORITHMS 2
     "qwen2.5_3b": REASONING,
     "qwen2.5_7b": REASONING,
     "llama3.1_8b": REASONING,
-    "qwen3_8b": (128, 16, 16, 8, 2000, 10000, 5, "data/hard_search_1k.parquet"),
-    "qwen3_14b": (64, 8, 12, 6, 2000, 6192, 5, "data/hard_search_1k.parquet"),
+    "qwen3_8b": (128, 16, 16, 8, 2000, 10000, 5, "dongguanting/ARPO-RL-DeepSearch-1K"),
+    "qwen3_14b": (64, 8, 12, 6, 2000, 6192, 5, "dongguanting/ARPO-RL-DeepSearch-1K"),
 }
 NUM_GPUS, GPU_BYTES = 8, 80e9
 
@@ -119,6 +119,8 @@ RUNS_THAT_BRANCH = [
     ["smoke.yaml", "aepo.yaml"],
     ["demo_arpo.yaml"],
     ["demo_arpo.yaml", "aepo.yaml"],
+    ["llm_arpo.yaml"],
+    ["llm_arpo.yaml", "aepo.yaml"],
     ["demo_arpo.yaml", "demo_hard.yaml"],
 ]
 

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,8 +15,11 @@ import pytest
 from helpers.files import read_jsonl
 from helpers.models import build_tiny_model
 from helpers.ranks import PATIENCE_S, ROOT, run_script, try_script
+from helpers.torchrun import torchrun
 from helpers.toy_run import build_toy_world
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from arpo.charts import rl_charts
 from arpo.log import read_metrics
 
 EVALUATION = {
@@ -72,6 +73,24 @@ def test_every_logged_metric_is_defined_in_the_docs(trained):
     assert [name for name in sorted(logged) if not any(fnmatch(name, pattern) for pattern in defined)] == []
 
 
+def test_tensorboard_begins_with_charts_of_what_the_run_logged_and_has_histograms(trained):
+    board = EventAccumulator(str(trained / "tb"), size_guidance={"histograms": 0})  # 0: all of them
+    board.Reload()
+    logged = board.Tags()["scalars"]
+    empty = [title for title, tags in rl_charts(1.0).first if not any(re.fullmatch(t, n) for t in tags for n in logged)]
+    assert empty == []
+    histograms = {name: board.Histograms(name) for name in board.Tags()["histograms"]}
+    assert list(histograms) == ["histogram/reward", "histogram/response_tokens", "histogram/delta_entropy"]
+    assert [event.histogram_value.num for event in histograms["histogram/reward"]] == [4 * 8] * 12
+    for row, event in zip(steps_of(trained), histograms["histogram/reward"], strict=True):
+        assert row["reward/mean"] == pytest.approx(event.histogram_value.sum / 32)
+        variance = event.histogram_value.sum_squares / 32 - (event.histogram_value.sum / 32) ** 2
+        assert row["reward/std"] == pytest.approx(variance**0.5, abs=1e-6) and row["group/reward_std"] > 0
+        assert 0.1 < row["memory/host_gib"] < 64
+        speed = row["tokens/sampled"] / row["time/rollout"] / 2  # ranks
+        assert row["tokens/sampled_per_second"] == pytest.approx(speed, rel=1e-4)
+
+
 def test_a_run_leaves_what_the_docs_say(trained):
     names = {p.name for p in trained.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "tb", "trajectories", "checkpoints", "curve.png", "hf"} <= names
@@ -85,6 +104,7 @@ def test_a_run_leaves_what_the_docs_say(trained):
 def test_the_export_is_evaluated_by_the_same_rollout(trained, world):
     run = evaluate(world, "eval", trained / "hf", "--eval.num_samples", "2")
     scores = json.loads((run / "scores.json").read_text())
+    assert not (run / "metrics.jsonl").exists() and not (run / "tb").exists()  # which would be empty
     assert scores["valid"]["questions"] == 4 and scores["valid"]["accuracy"] > 0.3
     assert "| valid | 4 | 2 |" in (run / "report.md").read_text()
 
@@ -185,10 +205,3 @@ def test_under_torchrun_too_the_ranks_end_with_code_2_after_one_line(world):
     [line] = [line for line in output.splitlines() if line.startswith("error")]
     assert line.startswith("error: ") and "nowhere.parquet" in line, output
     assert "exitcode  : 2" in output  # torchrun's report of the ranks; its own code is 1
-
-
-def torchrun(script: str, *args: str) -> subprocess.Popen:
-    """The real launcher, on two ranks, in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *args]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)

@@ -222,6 +222,30 @@ def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_
     assert "own" in (world / "replayed" / "compare.md").read_text()
 
 
+def test_the_report_says_what_was_asked_of_which_model_and_what_was_left_out(world, server, evaluate_here, tmp_path):
+    questions = [{"question": "q?" * length, "answer": "42", "data_source": "gsm8k"} for length in (1, 2, 2000)]
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    changes = {"eval__benchmarks": "gsm8k", "eval__files": str(tmp_path / "lengths.jsonl"), "eval__overlong": "drop"}
+    flags = server_flags(world, server, "about", **changes, rollout__temperature="0.5")
+    evaluate_here(*flags)
+    folder = world / "about"
+    text = (folder / "report.md").read_text()
+    assert text.startswith("# tiny\n") and "| lengths | 2 (1 left out) | 2 |" in text
+    assert "(lengths: 1 of 3)" in text and "2 of 1319 questions" in text
+    for row in (
+        "| temperature | 0.5 |",
+        "| samples per question | 2 |",
+        "| tools | python, search |",
+        "| judge | none |",
+    ):
+        assert row in text
+    assert "not recorded" not in text
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.yaml", "grades", "records", "report.html", "report.md", "scores.json", "sessions.jsonl"}
+    evaluate_here(*flags)  # nothing is left to ask: no session, and the same report to the letter
+    assert len((folder / "sessions.jsonl").read_text().splitlines()) == 1 and (folder / "report.md").read_text() == text
+
+
 def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_average(world, server, evaluate_here):
     flags = {"eval__benchmarks": "gsm8k math500", "eval__files": str(world / "own.jsonl")}
     evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="1"))

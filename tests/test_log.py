@@ -1,17 +1,26 @@
+import math
 import os
 import pty
+import re
+import statistics
 import subprocess
 import sys
 import termios
 from dataclasses import dataclass
 
 import pytest
+import torch
 from helpers.files import read_jsonl
 from helpers.sample_groups import group
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from arpo.charts import SFT_CHARTS, Charts, draw_curve, rl_charts
 from arpo.errors import UserError
+from arpo.evals.scores import summarize
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
-from arpo.metrics import rollout_metrics
+from arpo.metrics import MAX_SOURCES, memory_metrics, rollout_metrics, source_names, speeds
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
 
@@ -44,7 +53,8 @@ def test_other_ranks_write_nothing(tmp_path):
     log.scalars(1, {"x": 1.0})
     log.line("nothing")
     log.trajectories(1, [])
-    assert log.curve(["x"]) is None and not (tmp_path / "run").exists()
+    log.finish()
+    assert not (tmp_path / "run").exists()
 
 
 def steps(folder, num_steps: int, *, done: int = 0, validates: tuple[int, ...] = (), is_main: bool = True) -> None:
@@ -105,11 +115,115 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     assert "100/100" in last_look and "loss 1.00" in last_look, text
 
 
-def test_curve_is_a_png(tmp_path):
-    log = RunLog(tmp_path, Config(), is_main=True)
+def drawn(monkeypatch, rows: list[dict], charts: Charts, path) -> tuple[Figure, dict[str, list]]:
+    """The figure that is saved, and the points of each line by its legend."""
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    draw_curve(rows, charts, "my_run", path)
+    [figure] = saved
+    lines = {line.get_label(): line.get_xydata().tolist() for axis in figure.axes for line in axis.lines}
+    return figure, lines
+
+
+def test_the_curve_has_a_title_two_named_axes_and_tells_sampled_training_from_greedy_validation(tmp_path, monkeypatch):
+    rows = [{"step": 0, "valid/accuracy": 0.2}, *({"step": n, "reward/mean": n / 10} for n in range(1, 8))]
+    rows += [{"step": 8, "reward/mean": math.nan}, {"step": 9}, {"step": 10, "reward/mean": 1.0, "valid/accuracy": 0.9}]
+    figure, lines = drawn(monkeypatch, rows, rl_charts(0.8), tmp_path / "curve.png")
+    left, right = figure.axes
+    assert (left.get_title(), left.get_xlabel(), left.get_ylabel()) == ("my_run", "step", "reward")
+    assert right.get_ylabel() == "accuracy" and right.get_ylim() == pytest.approx((-0.02, 1.02))
+    smooth = "training reward, sampled at temperature 0.8 (mean of the last 5 steps)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [smooth, "validation accuracy, greedy"]
+    assert lines["validation accuracy, greedy"] == [[0, 0.2], [10, 0.9]]
+    assert lines[smooth][-1] == [10, pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 1.0) / 5)]
+    raw = next(line for line in left.lines if line.get_label() != smooth)
+    assert raw.get_xydata().tolist()[-1] == [10, 1.0] and raw.get_alpha() < 0.5
+
+
+def test_a_curve_of_sft_has_one_axis_in_nats(tmp_path, monkeypatch):
+    rows = [{"step": n, "loss/nll": 2.0} for n in range(3)]
+    figure, lines = drawn(monkeypatch, rows, SFT_CHARTS, tmp_path / "curve.png")
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss: nats per loss token"]
+    assert list(lines) == ["training, of each step's conversations"]  # too few steps to smooth, nothing validated
+
+
+def test_a_finished_run_leaves_its_curve_and_says_where_to_look(tmp_path, capsys):
+    log = RunLog(tmp_path, Config(), is_main=True, charts=rl_charts(1.0))
     log.scalars(1, {"reward/mean": 0.1})
     log.scalars(2, {"reward/mean": 0.3})
-    assert log.curve(["reward/mean", "absent"]).read_bytes().startswith(b"\x89PNG")
+    log.finish()
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines() == [
+        f"curve: {tmp_path}/curve.png",
+        f"tensorboard --logdir {tmp_path}/tb",
+    ]
+
+
+def test_tensorboard_gets_the_reward_first_and_the_histograms(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True, charts=rl_charts(1.0))
+    log.scalars(3, {"reward/mean": 0.5}, {"histogram/reward": [0.0, 1.0, 1.0, math.nan], "histogram/empty": []})
+    log.close()
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    [packed] = board.Tensors("custom_scalars__config__")
+    [overview] = Layout.FromString(packed.tensor_proto.string_val[0]).category
+    first, second, *_ = overview.chart
+    assert (first.title, second.title) == ("reward", "accuracy, also by data source")
+    assert any(re.match(tag, "reward/mean") for tag in first.multiline.tag)
+    assert not any(re.match(tag, "reward/mean_of_others") for tag in first.multiline.tag)
+    [histogram] = board.Histograms("histogram/reward")
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.sum) == (3, 3, 2.0)
+    assert board.Tags()["histograms"] == ["histogram/reward"]
+
+
+def test_the_spread_of_the_reward_is_that_of_all_ranks_together_and_of_each_group():
+    def ended(reward: float, stop: StopReason = StopReason.EOS) -> Trajectory:
+        return Trajectory("p", "0", stop_reason=stop, reward=reward, reward_parts={"accuracy": reward})
+
+    groups = [
+        Group(Prompt("p", [], []), [ended(1.0), ended(0.0)]),
+        Group(Prompt("q", [], []), [ended(-1.0), ended(-1.0), ended(9.0, StopReason.ERROR)]),
+    ]
+    of_all, merged = rollout_metrics(groups).values(), Metrics()
+    for group_of_rank in groups:
+        merged.merge(rollout_metrics([group_of_rank]))
+    for values in (of_all, merged.values()):
+        assert values["reward/std"] == pytest.approx(statistics.pstdev([1.0, 0.0, -1.0, -1.0]))
+        assert values["group/reward_std"] == pytest.approx((0.5 + 0.0) / 2)
+
+
+def test_each_data_source_has_its_accuracy_and_rare_ones_share_one():
+    prompts = [Prompt(f"{n}", [], [], data_source=f"set {n:02}") for n in range(20)]
+    names = source_names([*prompts, *prompts[19:]])  # the last is the most frequent
+    assert names["set 19"] == "set_19" and names["set 00"] == "set_00" and len(set(names.values())) == MAX_SOURCES + 1
+    assert [source for source, name in names.items() if name == "other"] == [f"set {n}" for n in range(15, 19)]
+    right, wrong = (
+        [Trajectory("p", "0", stop_reason=StopReason.EOS, reward=r, reward_parts={"accuracy": r})] for r in (1.0, 0.0)
+    )
+    groups = [Group(prompts[0], right), Group(prompts[17], right), Group(prompts[18], wrong)]
+    values = rollout_metrics(groups, names).values()
+    assert {n: v for n, v in values.items() if n.startswith("accuracy/")} == {
+        "accuracy/set_00": 1,
+        "accuracy/other": 0.5,
+    }
+    assert source_names(prompts[:1] * 5) == {}  # all of one source: reward/accuracy says it
+    assert summarize(groups)["accuracy/set_17"] == 1.0 and "accuracy/set_00" not in summarize(groups[:1])
+
+
+def test_the_speed_is_that_of_one_rank_and_absent_where_nothing_was_trained():
+    values = {"tokens/sampled": 1200, "time/rollout": 3.0, "tokens/trained": 800, "time/update": 2.0}
+    assert speeds(values, 4) == {"tokens/sampled_per_second": 100.0, "tokens/trained_per_second": 100.0}
+    assert speeds({"tokens/sampled": 10, "time/rollout": 1.0, "time/update": 0.1}, 1) == {
+        "tokens/sampled_per_second": 10.0
+    }
+
+
+def test_a_ranks_memory_is_what_the_system_says_of_its_process():
+    before = memory_metrics(torch.device("cpu")).values()
+    held = b"x" * 2**28
+    after = memory_metrics(torch.device("cpu")).values()
+    assert after.keys() == {"memory/host_gib"}
+    assert after["memory/host_gib"] - before["memory/host_gib"] == pytest.approx(len(held) / 2**30, abs=0.05)
 
 
 def test_rollout_metrics_count_inherited_calls_apart_from_executed_ones():

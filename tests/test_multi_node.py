@@ -117,6 +117,7 @@ def lines_of(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error")]
 
 
+@pytest.mark.slow
 def test_a_killed_peer_is_named_in_one_line_and_ends_the_run(work, tmp_path):
     here, _ = work(wait_s=600, silence_s=600)
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)

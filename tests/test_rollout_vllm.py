@@ -72,6 +72,12 @@ def test_rollout_logprobs_and_entropies_are_those_of_the_whole_response(parts, t
                 head = entropy[turn.start : min(turn.end, turn.start + 8)]
                 expected = float(head.mean())
                 assert turn.entropy == pytest.approx(float(expected), abs=1e-4)
+                assert turn.token_entropies == pytest.approx(head.tolist(), abs=1e-4)
+
+
+def test_every_token_of_a_random_model_has_its_characters(parts):
+    for t in (t for g in parts[1] for t in g.trajectories):
+        assert len(t.token_chars) == len(t.token_ids) and sum(t.token_chars) == len(t.text)
 
 
 def test_masked_tokens_are_exactly_the_results_that_were_read(parts):
@@ -100,7 +106,9 @@ def test_the_same_seed_gives_the_same_trees_whatever_the_tool_latencies(parts):
         ]
 
 
-@pytest.mark.parametrize("selector", EXPANSIONS)
+@pytest.mark.parametrize(
+    "selector", [pytest.param(s, marks=[pytest.mark.slow] if s in ("tail", "at2po") else []) for s in EXPANSIONS]
+)
 def test_finished_groups_are_forked_where_the_selector_says_and_alike_each_time(parts, selector):
     codec, _, prompts, engine, runner = parts
     branching = BranchingConfig(selector=selector, num_initial_rollouts=2, expansion_rounds=2)

@@ -1,38 +1,19 @@
 """train_sft.main on real ranks: the loss falls, results stay untrained, a resumed run is the undisturbed one."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from helpers.models import build_tiny_model
 from helpers.ranks import run_script, try_script
+from helpers.sft_world import build_sft_world
 from transformers import AutoModelForCausalLM
 
 from arpo.log import read_metrics
 
-CONFIG = """
-run: {name: sft, num_steps: 12, validate_every: 6, save_every: 4, dir: @DIR@/runs}
-model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
-data: {train: @DIR@/train.jsonl, valid: @DIR@/valid.jsonl, num_conversations_per_step: 6, max_tokens: 256,
-       max_tokens_per_microbatch: 256}
-optim: {lr: 1.0e-2, schedule: constant, warmup_ratio: 0.0}
-"""
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sft")
-    build_tiny_model(folder / "model")
-    trajectory = "<python>print({0} + 1)</python> <result>\n{1}\n</result><answer>{1}</answer>"
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n} + 1?"},
-                      {"role": "assistant", "content": trajectory.format(n, n + 1)}]} for n in range(10, 40)
-    ]  # fmt: skip
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:24]))
-    (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[24:]))
-    (folder / "config.yaml").write_text(CONFIG.replace("@DIR@", str(folder)))
-    return folder
+    return build_sft_world(tmp_path_factory.mktemp("sft"))
 
 
 def train(world: Path, *flags: str, ranks: int = 2) -> str:

@@ -114,7 +114,7 @@ class TeamToolRunner(ToolRunner):
             self.num_pending += 1
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """Return (call id, result) of finished calls. Collective, unless none is pending. All raise a tool's bug."""
+        """Return (call id, result) of finished calls. Collective, unless none is pending. All raise what ends a run."""
         if not self.num_pending:
             return []
         if self.is_first:

@@ -1,28 +1,50 @@
-"""Is a branch at a high entropy worth more? From the trajectory dumps of finished runs:
+"""What the entropy after a tool result says, from the trajectory dumps of finished runs:
 
     python benchmarks/ablation/siblings.py runs/demo_hard_ablation/{random,arpo,standardized}_seed*
+    python benchmarks/ablation/siblings.py runs/llm_arpo --picture entropies.png
 
-For each quarter of the entropies H at which branches left their parents: how often the parent fails, how often the
-branch's reward is another than its parent's (which is what a group can learn from), and how often both fail.
+First how H_root (the first turn), H after a successful and after a failed call, and dH = H - H_root are distributed.
+Then whether a branch at a high entropy is worth more: correlation of H and of dH at the fork with the branch having
+another reward than its parent (which is what a group can learn from), with a 95 % bootstrap interval over the groups;
+and for each quarter of H, how often the parent fails, the two differ, and both fail.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import json
-
-from arpo.branching_signal import branch_points
 from arpo.dumps import open_dump
+from arpo.errors import UserError, exit_with
 from arpo.trajectory import Group, Prompt, Trajectory
-from arpo.viewer.viewer import parse_trajectory
+from arpo.viewer.groups import parse_trajectory
+
+PERCENTILES = (5, 25, 50, 75, 95)
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch and its parent."""
+
+    group: int
+    """Index of the group: branches of one group are no independent observations."""
+    entropy: float
+    """H of the turn at which the branch left its parent, as the parent sampled it, nats."""
+    delta: float
+    """That less H of the parent's first turn."""
+    parent_fails: bool
+    fails: bool
+    differs: bool
+    """Their rewards are not the same."""
 
 
 def groups_of(dump: Path) -> Iterator[Group]:
@@ -35,28 +57,126 @@ def groups_of(dump: Path) -> Iterator[Group]:
         yield Group(Prompt(prompt_id, [], []), trajectories)
 
 
+def branches_of(groups: Sequence[Group]) -> list[Branch]:
+    """Return all branches whose parents' entropies are known; those that an error of ours ended do not count."""
+    branches = []
+    for number, group in enumerate(groups):
+        by_id = {t.trajectory_id: t for t in group.trajectories if t.is_judged}
+        for child in by_id.values():
+            parent = by_id.get(child.parent_id)
+            turn = next((turn for turn in parent.turns if turn.start == child.fork_at), None) if parent else None
+            if turn and turn.entropy is not None:
+                delta, fails = turn.entropy - parent.turns[0].entropy, child.reward <= 0
+                differs = child.reward != parent.reward
+                branches.append(Branch(number, turn.entropy, delta, parent.reward <= 0, fails, differs))
+    return branches
+
+
+def entropies_of(groups: Sequence[Group]) -> dict[str, np.ndarray]:
+    """Return name -> entropies (nats) of all turns, each one counted for the trajectory that sampled it."""
+    values: dict[str, list[float]] = {
+        name: [] for name in ("H_root", "H after success", "H after error", "dH after success", "dH after error")
+    }
+    for t in (t for group in groups for t in group.trajectories if t.is_judged):
+        root = t.turns[0].entropy
+        if t.parent_id is None and root is not None:
+            values["H_root"].append(root)
+        for before, turn in zip(t.turns, t.turns[1:], strict=False):
+            if not turn.inherited and turn.entropy is not None and before.tool_call:
+                outcome = "success" if before.tool_call.ok else "error"
+                values[f"H after {outcome}"].append(turn.entropy)
+                values[f"dH after {outcome}"].append(turn.entropy - root)
+    return {name: np.array(found) for name, found in values.items()}
+
+
+def correlation(branches: Sequence[Branch], signal: str) -> str:
+    """Correlation of a signal (entropy, delta) with `differs`, and its interval when groups are drawn again."""
+    x = np.array([getattr(branch, signal) for branch in branches])
+    y = np.array([float(branch.differs) for branch in branches])
+    if len(branches) < 3 or not x.std() or not y.std():
+        return "not defined"
+    _, numbers = np.unique([branch.group for branch in branches], return_inverse=True)
+    sums = np.zeros((numbers.max() + 1, 6))  # of each group: n, x, y, xx, yy, xy, from which a correlation follows
+    np.add.at(sums, numbers, np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1))
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), NUM_RESAMPLES) @ sums
+    low, high = np.nanpercentile(pearson(drawn), [2.5, 97.5])
+    return f"{pearson(sums.sum(axis=0, keepdims=True))[0]:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def pearson(sums: np.ndarray) -> np.ndarray:
+    """Correlations from rows of n, x, y, xx, yy, xy; nan where there is no variance."""
+    n, x, y, xx, yy, xy = sums.T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
+
+
+def entropy_table(entropies: dict[str, np.ndarray]) -> str:
+    lines = [f"| nats | turns | mean | {' | '.join(f'{p} %' for p in PERCENTILES)} |", "|---|" + "---|" * 7]
+    for name, values in entropies.items():
+        if len(values):
+            numbers = [values.mean(), *np.percentile(values, PERCENTILES)]
+            lines.append(f"| {name} | {len(values)} | {' | '.join(f'{number:.3f}' for number in numbers)} |")
+    return "\n".join(lines)
+
+
+def quarters(branches: Sequence[Branch]) -> list[list[Branch]]:
+    """The branches by H, in four parts of about equal size."""
+    ordered = sorted(branches, key=lambda branch: branch.entropy)
+    return [ordered[len(ordered) * i // 4 : len(ordered) * (i + 1) // 4] for i in range(4)]
+
+
+def quarter_table(branches: Sequence[Branch]) -> str:
+    lines = ["| H, nats | parent fails | branch and parent differ | both fail |", "|---|---|---|---|"]
+    for part in quarters(branches):
+        flags = [(branch.parent_fails, branch.differs, branch.parent_fails and branch.fails) for branch in part]
+        shares = " | ".join(f"{share:.3f}" for share in np.mean(flags, axis=0))
+        lines.append(f"| {part[0].entropy:.3f} to {part[-1].entropy:.3f} | {shares} |")
+    return "\n".join(lines)
+
+
+def draw(entropies: dict[str, np.ndarray], branches: Sequence[Branch], path: Path) -> None:
+    """Histograms of H and dH, and the share of branches that differ from their parents over the quarters of H."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6))
+    for axis, kind in zip(axes, ("H", "dH"), strict=False):
+        for name, values in entropies.items():
+            if name.startswith((f"{kind} ", f"{kind}_")) and len(values):
+                axis.hist(values, bins=40, density=True, histtype="step", label=f"{name} (n={len(values)})")
+        axis.set_xlabel(f"{kind}, nats")
+        axis.legend(fontsize=8)
+    for part in quarters(branches) if len(branches) >= 4 else ():
+        share = np.mean([branch.differs for branch in part])
+        half_width = 1.96 * np.sqrt(share * (1 - share) / len(part))
+        axes[2].errorbar(np.median([branch.entropy for branch in part]), share, half_width, fmt="o", color="C0")
+    axes[2].set_xlabel("H at the fork, nats: median of each quarter")
+    axes[2].set_ylabel("branch and parent differ")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs that branched")
-    runs = parser.parse_args().runs
-    groups = [group for run in runs for dump in sorted(run.glob("trajectories/step_*")) for group in groups_of(dump)]
-    parents = {(id(group), t.trajectory_id): t for group in groups for t in group.trajectories}
-    points = []
-    for group in groups:
-        branches = [t for t in group.trajectories if t.parent_id is not None]
-        for (entropy, differs), branch in zip(branch_points([group]), branches, strict=True):
-            parent_fails = parents[id(group), branch.parent_id].reward <= 0
-            points.append((entropy, differs, parent_fails, parent_fails and branch.reward <= 0))
-    points.sort()
-    entropies, differ, _, _ = zip(*points, strict=True)
-    print(
-        f"{len(points)} branches; correlation of H with another reward {statistics.correlation(entropies, differ):.3f}"
-    )
-    print("| H, nats | parent fails | branch and parent differ | both fail |\n|---|---|---|---|")
-    for quarter in range(4):
-        part = points[len(points) * quarter // 4 : len(points) * (quarter + 1) // 4]
-        shares = " | ".join(f"{statistics.fmean(float(row[i]) for row in part):.3f}" for i in (2, 1, 3))
-        print(f"| {part[0][0]:.3f} to {part[-1][0]:.3f} | {shares} |")
+    parser.add_argument("--picture", type=Path, help="also draw the distributions to this PNG")
+    args = parser.parse_args()
+    dumps = [dump for run in args.runs for dump in sorted(run.glob("trajectories/step_*"))]
+    groups = [group for dump in dumps for group in groups_of(dump)]
+    if not groups:
+        exit_with(UserError(f"{args.runs[0]}: no trajectories/step_* in it; name runs with run.dump_every above 0"))
+    entropies, branches = entropies_of(groups), branches_of(groups)
+    print(f"{len(dumps)} steps, {len(groups)} groups, {len(branches)} branches\n\n{entropy_table(entropies)}\n")
+    for name, signal in {"H": "entropy", "dH": "delta"}.items():
+        print(f"correlation of {name} with another reward: {correlation(branches, signal)}")
+    if len(branches) >= 4:
+        print(f"\n{quarter_table(branches)}")
+    if args.picture:
+        draw(entropies, branches, args.picture)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_a_section_that_fails_says_why_and_takes_nothing_with_it(code, reason):
     assert (failed.status, failed.reason) == ("failed", reason)
 
 
+@pytest.mark.slow
 def test_a_section_that_hangs_ends_at_its_limit_with_all_its_processes(tmp_path):
     child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'alive')!r}).write_text('')"
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
@@ -60,6 +61,7 @@ def test_a_section_that_cannot_import_another_package_is_skipped_but_not_for_one
     assert ended.status == status and module in ended.reason
 
 
+@pytest.mark.slow
 def test_what_finds_no_place_in_the_total_time_is_skipped_and_says_how_to_run_it():
     hangs = gpu_report.Section("some/section", ("-S", "-c", "import time; time.sleep(600)"))
     for left_s, seconds in ((1.0, 1), (-1.0, 0)):

@@ -172,24 +172,24 @@ def test_prompts_are_dealt_out_to_teams_and_come_back_in_order_from_their_first_
     assert all(rank["all"] == [(0, 0), (1, 2), (2, 0), (3, 2), (4, 0)] for rank in ranks)
 
 
-def a_bug(argument: str) -> ToolResult:
-    raise ZeroDivisionError("a bug")
+def refused(argument: str) -> ToolResult:
+    raise UserError("the key is refused")
 
 
-def collect_a_bug(ranks: Ranks, folder: str) -> str:
-    runner = form_team(ranks, 2, folder).tool_runner({"python": EchoTool("python", a_bug)})
+def collect_a_refusal(ranks: Ranks, folder: str) -> str:
+    runner = form_team(ranks, 2, folder).tool_runner({"python": EchoTool("python", refused)})
     runner.start("a", "python", "1/0")
     try:
         return f"no error, but {runner.collect(block=True)}"
-    except (ZeroDivisionError, RuntimeError) as error:
+    except (UserError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         runner.close()
 
 
-def test_a_bug_in_a_tool_is_raised_on_every_rank_of_the_team(tiny_model_dir):
-    first, second = run_ranks(2, collect_a_bug, str(tiny_model_dir))
-    assert first == "ZeroDivisionError: a bug"
+def test_what_ends_a_run_is_raised_on_every_rank_of_the_team(tiny_model_dir):
+    first, second = run_ranks(2, collect_a_refusal, str(tiny_model_dir))
+    assert first == "UserError: the key is refused"
     assert second.startswith("RuntimeError: a tool failed on the first") and second.endswith(first)
 
 

@@ -1,4 +1,4 @@
-"""Small tokenizers with the special tokens and chat templates of the families that the papers train."""
+"""Small tokenizers with the special tokens and chat templates of the families that the papers train, and SmolLM2's."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerFast
 from arpo.protocol import Codec
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
-QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
-FAMILIES = ("qwen2_5", "qwen3", "llama3_1")
+FAMILIES = ("qwen2_5", "qwen3", "llama3_1", "smollm2")
 
 
 def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
     """A small byte-level BPE with the family's special tokens, EOS, BOS and chat template."""
-    special = LLAMA if family == "llama3_1" else QWEN
+    special = LLAMA if family == "llama3_1" else CHATML
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def pieces(codec: Codec, row) -> list[tuple[str, int]]:
     return [(codec.tokenizer.decode(ids), mask) for ids, mask in runs]
 
 
-EOS = {"qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>"}
+EOS = dict.fromkeys(FAMILIES, "<|im_end|>") | {"llama3_1": "<|eot_id|>"}
 BEGIN = dict.fromkeys(FAMILIES, "<|im_start|>assistant\n") | {
     "llama3_1": "<|start_header_id|>assistant<|end_header_id|>\n\n"
 }

@@ -125,21 +125,33 @@ def try_script(script: str, *argv: str, ranks: int = 2, patience_after_failure_s
 
     When one of them fails, the others may end by themselves, as under torchrun, until they are killed.
     """
+    with script_on_ranks(script, *argv, ranks=ranks) as (processes, output):
+        code = wait_for_all(processes, patience_after_failure_s)
+        return Done(code, output.read_text(errors="replace"))
+
+
+@contextlib.contextmanager
+def script_on_ranks(
+    script: str, *argv: str, ranks: int = 2, prepare: Callable[[int], None] | None = None
+) -> Iterator[tuple[list[multiprocessing.Process], Path]]:
+    """The running processes, by rank, and the file of their output. What still runs at the end is killed.
+
+    prepare: a function of a module, called on each rank before its script.
+    """
     ensure_server()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
-        place = (ranks, free_port(), str(output), script, argv)
+        place = (ranks, free_port(), str(output), script, argv, prepare)
         processes = [context.Process(target=_script, args=(rank, *place)) for rank in range(ranks)]
         try:
             for process in processes:
                 process.start()
-            code = wait_for_all(processes, patience_after_failure_s)
+            yield processes, output
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        return Done(code, output.read_text(errors="replace"))
 
 
 def wait_for_all(processes: list[multiprocessing.Process], patience_after_failure_s: float) -> int:
@@ -155,13 +167,25 @@ def wait_for_all(processes: list[multiprocessing.Process], patience_after_failur
     return code
 
 
-def _script(rank: int, world_size: int, port: int, output: str, script: str, argv: tuple[str, ...]) -> None:
+def wait_for_step(run: Path, step: int, is_running: Callable[[], bool]) -> None:
+    """Until the run's log has the step."""
+    deadline, metrics = time.monotonic() + PATIENCE_S, run / "metrics.jsonl"
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert is_running() and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _script(
+    rank: int, world_size: int, port: int, output: str, script: str, argv: tuple[str, ...], prepare: Callable | None
+) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     take_place(rank, world_size, port)
     os.chdir(ROOT)
     sys.argv = [script, *argv]
+    if prepare:
+        prepare(rank)
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
