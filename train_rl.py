@@ -10,12 +10,12 @@ Every rank samples its share of the prompts with its own vLLM engine and trains 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar
 
-from arpo import checks
+from arpo import checks, reward_checks
 from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import UserError
+from arpo.evals.options import TrainingJudgeConfig
 from arpo.inputs import check_inputs
 from arpo.options import (
     AdvantageConfig,
@@ -23,8 +23,8 @@ from arpo.options import (
     CriticConfig,
     LossConfig,
     OptimConfig,
-    RewardConfig,
     RolloutConfig,
+    TrainingRewardConfig,
     UpdateConfig,
 )
 from arpo.run_options import DataConfig, EngineConfig, ModelConfig, RunConfig
@@ -43,7 +43,8 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     branching: BranchingConfig = field(default_factory=BranchingConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: TrainingRewardConfig = field(default_factory=TrainingRewardConfig)
+    judge: TrainingJudgeConfig = field(default_factory=TrainingJudgeConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -82,7 +83,8 @@ class RLConfig:
         checks.check_result_room(self.tools.search, self.rollout)
         checks.check_parallel(self.model, self.advantage, self.loss)
         checks.check_loss(self.loss)
-        checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
+        reward_checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
+        reward_checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
         checks.check_sampling_policy(self.engine, self.loss)
 
 
@@ -112,10 +114,9 @@ from arpo.model_folder import check_model_folder
 from arpo.nonfinite import report
 from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
-from arpo.retrospective import NEED_REWARDS
-from arpo.rewards import load_custom, score_groups
 from arpo.run_folder import check_run_folder
 from arpo.sampler import Sampler
+from arpo.scoring import Scoring
 from arpo.selection import groups_to_train_on, num_to_sample
 from arpo.tools import check_offered, make_tools, system_prompt_for
 from arpo.trajectory import Group, Metrics, Prompt
@@ -158,13 +159,9 @@ def main(cfg: RLConfig) -> None:
     order = PromptOrder(len(train_prompts), num_prompts, cfg.run.seed, option="data.num_prompts_per_step")
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
-    custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    if custom_reward:
-        custom_reward.try_on(train_prompts[0])
-        if cfg.branching.selector in NEED_REWARDS:
-            custom_reward.require_single(f"branching.selector={cfg.branching.selector}")
-    score = partial(score_groups, cfg=cfg.reward, custom=custom_reward, tools=cfg.tools.names, only_new=True)
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
+    score = Scoring(cfg.reward, cfg.judge, team, cfg.rollout.max_response_tokens, tools=cfg.tools.names, folder=run_dir)
+    score.try_on(train_prompts[0], selector=cfg.branching.selector)
     tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
     saver = Saver(cfg.run, dist, source=cfg.model.path)
@@ -182,6 +179,7 @@ def main(cfg: RLConfig) -> None:
             cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference
         ).requires_grad_(False)
     done_steps = saver.resume(policy, optimizer, critic, critic_optimizer)
+    score.go_on_from(saver.progress.get("judge_calls", 0))
     num_drawn = saver.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
     engine = Engine(
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
@@ -196,7 +194,7 @@ def main(cfg: RLConfig) -> None:
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
-        values = validate(sampler, log, valid_prompts, cfg, step=0)
+        values = validate(sampler, log, valid_prompts, cfg, step=0) | score.end_step()
         log.scalars(0, values)
         log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
 
@@ -279,14 +277,15 @@ def main(cfg: RLConfig) -> None:
             with timers("validate"):
                 values = validate(sampler, log, valid_prompts, cfg, step=step)
         metrics.merge(memory_metrics(dist.device))
-        values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values()
+        values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values() | score.end_step()
         log.scalars(step, values | speeds(values, dist.world_size), distributions(sampled))
         if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
             log.trajectories(step, sampled)
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
         is_final = is_last or health.must_stop or stop.agreed(dist)
         if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            saver.save(step, {"signal": signal.state, "num_drawn": health.go_on_from(num_drawn)}, is_final=is_final)
+            progress_made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
+            saver.save(step, {"signal": signal.state} | progress_made, is_final=is_final)
         if health.must_stop:
             raise UserError(str(health))
         if is_final:
@@ -295,6 +294,7 @@ def main(cfg: RLConfig) -> None:
     progress.close()
     log.finish()
     tools.close()
+    score.close()
     engine.close()
     dist.close()
 
@@ -327,7 +327,7 @@ def sample(
     `name` is that of the rollout: the step, and within a step something that tells it from others.
     """
     with timers("rollout"):
-        names = {"step": name, "description": f"step {name} rollout"}
+        names = {"step": name, "description": f"step {name} rollout", "on_group": sampler.score.on_group}
         share = sampler(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
     with timers("reward"):
         sampler.score(share if sampler.team.is_first else [])

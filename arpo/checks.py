@@ -45,6 +45,15 @@ def given(owner: str, use: str) -> Need:
     return Need(owner, bool, use)
 
 
+def has_term(*names: str, or_none: bool = False) -> Need:
+    """The need of one of these among `reward.terms`; `or_none`: or of no terms at all."""
+
+    def is_met(terms: tuple[str, ...]) -> bool:
+        return (or_none and not terms) or any(term.rpartition("=")[0] in names for term in terms)
+
+    return Need("reward.terms", is_met, f"{names[0]}=1")
+
+
 RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
 JUDGES = none_of("branching.selector", "none", *RETROSPECTIVE, use="arpo or aepo")  # each tool result as it comes
@@ -61,6 +70,7 @@ ONLINE = none_of("tools.search.backend", "local", "replay", use="http, brightdat
 READS_PAGES = given("tools.search.read_pages", "3")
 LIVE = one_of("eval.replay", False)
 BUILT_IN = one_of("reward.file", "")
+ONE_REWARD = Need("reward.terms", lambda terms: not terms, "[] (name the function there: FILE.py:FUNCTION=WEIGHT)")
 
 NEEDS: dict[str, tuple[Need, ...]] = {
     "run.num_epochs": (one_of("run.num_steps", 0),),
@@ -87,9 +97,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
     "branching.consecutive_penalty": (none_of("branching.selector", *NO_WEIGHT, "arpo", use="aepo"),),
     "branching.compat": (one_of("branching.selector", "aepo"),),
+    "reward.file": (ONE_REWARD,),
     "reward.function": (given("reward.file", "FILE"),),
-    "reward.compat": (BUILT_IN,),
-    "reward.bonus_tools": (BUILT_IN, one_of("reward.compat", "paper")),
+    "reward.compat": (BUILT_IN, has_term(*names_of("rewards/terms", "BY_RULE"), or_none=True)),
+    "reward.bonus_tools": (BUILT_IN, has_term("answer", "tool_bonus", or_none=True), one_of("reward.compat", "paper")),
+    "reward.overlong_buffer_tokens": (has_term("overlong"),),
     "advantage.tree": (GROUPS, BRANCHES),
     "advantage.normalize": (
         GROUPS,
@@ -137,7 +149,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "eval.data_dir": (given("eval.benchmarks", "all"),),
     "eval.server_model": (given("eval.server", "URL"),),
     "judge": (given("judge.url", "URL"),),
-    "judge.url": (),
+    "judge.url": (has_term("judge"),),
 }
 """Knob or section -> all that it needs. A section's line holds for those of its knobs that have no line of their own. A
 need whose owner a script does not have is met there."""
@@ -204,7 +216,8 @@ RANGES: dict[tuple[float, float], str] = {
     "branching.budget_weight branching.consecutive_penalty critic.lr model.lora_alpha engine.kv_cache_gib "
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
     "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions eval.num_muted run.silence_timeout_s "
-    "run.peer_timeout_minutes loss.correction_low",
+    "run.peer_timeout_minutes loss.correction_low reward.overlong_buffer_tokens judge.max_calls_per_step "
+    "judge.max_calls",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens "
@@ -313,17 +326,4 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         require(
             model.context_parallel == 1 or not wrong,
             f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1",
-        )
-
-
-def check_rewards_in_time(branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Raise ValueError where something looks at rewards before the KL has been taken off them."""
-    for needs_rewards, option in (
-        (branching.selector in names_of("retrospective", "NEED_REWARDS"), f"branching.selector={branching.selector}"),
-        (advantage.dead_groups == "resample", "advantage.dead_groups=resample"),
-    ):
-        require(
-            not (needs_rewards and loss.kl_coefficient and loss.kl_in == "reward"),
-            f"{option} needs the rewards during the rollout, but loss.kl_in=reward takes the KL off them after it; "
-            "set loss.kl_in=loss",
         )

@@ -40,6 +40,11 @@ def _check_sft(cfg: Any) -> None:
 def _check_rl(cfg: Any) -> None:
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     _check_tools(cfg)
+    for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
+        if not Path(file).is_file():
+            raise UserError(f"reward.terms: {file}: there is no such file; check the path")
+    if "judge" in cfg.reward.weights and not (cfg.judge.url and cfg.judge.model):
+        raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         _check_questions(path, cfg.tools.names)
 

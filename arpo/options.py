@@ -9,6 +9,7 @@ root config (see the top of `train_rl.py`). This file imports next to nothing, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite, nan
 from typing import Literal
 
 from arpo.errors import check_name, names_of, require
@@ -117,8 +118,47 @@ class RewardConfig:
     file: str = ""
     """Python file with your own reward; empty = the built-in one."""
     function: str = "compute_score"
-    """Function in that file: (data_source, solution_str, ground_truth, extra_info) -> float or dict with `score`,
-    or (list of {output, answer, data_source}) -> list of float."""
+    """Function in that file: (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt) -> float or
+    dict with `score`; or (list of {output, answer, data_source}) or (trajectories, prompts) -> list of these. It may be
+    async."""
+
+
+@dataclass(frozen=True)
+class TrainingRewardConfig(RewardConfig):
+    """The score of a finished trajectory, or the weighted sum of several."""
+
+    terms: tuple[str, ...] = ()
+    """Named rewards with weights, whose weighted sum is the reward, like answer=1 judge=0.5 my_reward.py:style=0.2 (a
+    function of your own). Weight 0 = only logged. Names: answer = the built-in reward, whose parts are format, accuracy
+    and tool_bonus; judge = 1 where a language model finds the answer right (section judge), else 0; overlong = from 0
+    to -1 towards the length limit; or your own (TERMS in arpo/rewards/terms.py). Empty = the built-in reward alone, or
+    that of reward.file."""
+    overlong_buffer_tokens: int = 0
+    """overlong: last tokens of rollout.max_response_tokens, over which its value falls from 0 to -1 (DAPO: 4096 of
+    20480)."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each term. ("answer=1", "r.py:f=0.2") -> {"answer": 1.0, "r.py:f": 0.2}; ValueError for others."""
+        weights: dict[str, float] = {}
+        for entry in self.terms:
+            name, _, number = entry.rpartition("=")
+            try:
+                weight = float(number)
+            except ValueError:
+                weight = nan
+            require(name and isfinite(weight), f"reward.terms: {entry!r} is not of the form NAME=WEIGHT, like answer=1")
+            require(name not in weights, f"reward.terms: {name} stands there twice; drop one")
+            if ".py:" not in name:
+                check_name("reward.terms", name, "rewards/terms", "TERMS", "FILE.py:FUNCTION")
+            weights[name] = weight
+        return weights
+
+    def __post_init__(self) -> None:
+        require(
+            "overlong" not in self.weights or self.overlong_buffer_tokens,
+            "reward.terms has overlong, but reward.overlong_buffer_tokens=0; set it, or drop the term",
+        )
 
 
 @dataclass(frozen=True)

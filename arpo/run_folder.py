@@ -26,11 +26,17 @@ MAY_CHANGE = (
     *("run.", "engine.", "data.valid", "data.num_valid_prompts"),
     *("model.attention", "model.activation_checkpointing", "model.checkpoint_every_n_layers", "model.compile_"),
     *("model.reshard_after_forward", "model.shard_size", "model.context_parallel", "model.cpu_offload"),
-    *("data.max_tokens_per_microbatch", "update.max_tokens_per_microbatch", "update.layout", "loss.offload_reference"),
+    *(
+        "judge.",
+        "data.max_tokens_per_microbatch",
+        "update.max_tokens_per_microbatch",
+        "update.layout",
+        "loss.offload_reference",
+    ),
 )
 """Starts of the keys that decide how long, how often or how fast, but not what is learnt. (Of tools, their section's
 `what_decides` says it.)"""
-DECIDES = ("run.seed", "engine.dtype", "engine.quantization")
+DECIDES = ("run.seed", "engine.dtype", "engine.quantization", "judge.model", "judge.fallback")
 """Keys that do decide, though their section is named above."""
 
 

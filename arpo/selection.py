@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from arpo.options import AdvantageConfig
-from arpo.trajectory import Group, StopReason, Trajectory
+from arpo.trajectory import Group, Trajectory
 
 
 def teaching(group: Group) -> list[Trajectory]:
     """The group's trajectories that are trained on."""
-    return [t for t in group.trajectories if t.stop_reason != StopReason.ERROR]
+    return [t for t in group.trajectories if not t.is_left_out]
 
 
 def is_dead(group: Group) -> bool:

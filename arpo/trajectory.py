@@ -165,6 +165,11 @@ class Trajectory:
         return self.reward is not None and self.stop_reason != StopReason.ERROR
 
     @property
+    def is_left_out(self) -> bool:
+        """True where it must not be trained on: an error of ours cut it off, or its reward lacks a judge's verdict."""
+        return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
+
+    @property
     def accuracy(self) -> float:
         """The reward's accuracy part, or the whole reward of a custom function without that part; 0 if not scored."""
         return self.reward_parts.get("accuracy", self.reward or 0.0)

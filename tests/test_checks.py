@@ -23,6 +23,7 @@ MINIMUM = {
 }
 GAE = ["--advantage.kind", "gae"]
 KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
+JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -38,14 +39,13 @@ ALWAYS = {
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "tools": "names price_per_call",
-    "reward": "file",
+    "reward": "terms",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
     "replay regrade compare",
-    "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
     "target_reward",
     "": "report_only",
@@ -79,7 +79,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
-    "reward.compat": "paper",
+    "reward.terms": ("judge=1",), "reward.compat": "paper",
     "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
     "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
@@ -92,7 +92,7 @@ OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
     "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
-    "branching.entropy_mode": "upstream", "reward.file": "",
+    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
     "advantage.dead_groups": "drop", "loss.kind": "reinforce",
     "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
@@ -104,6 +104,10 @@ OFF = {
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
     ("reward.compat", "reward.file"): "",
     ("reward.bonus_tools", "reward.file"): "",
+    ("reward.file", "reward.terms"): (),
+    ("reward.compat", "reward.terms"): ("answer=1",),
+    ("reward.bonus_tools", "reward.terms"): ("answer=1",),
+    ("reward.overlong_buffer_tokens", "reward.terms"): ("overlong=1",),
     ("eval.server_model", "eval.server"): "http://h",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
     ("branching.expansion_rounds", "branching.selector"): "at2po",
@@ -122,6 +126,9 @@ SPECIAL_OFF = {
     ("eval.server_model", "eval.server"): "",
     ("reward.compat", "reward.file"): "x",
     ("reward.bonus_tools", "reward.file"): "x",
+    ("reward.file", "reward.terms"): ("answer=1",),
+    ("reward.compat", "reward.terms"): ("judge=1",),
+    ("reward.bonus_tools", "reward.terms"): ("format=1",),
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
     ("advantage.max_resample", "advantage.kind"): "gae",
     ("advantage.tree", "advantage.kind"): "gae",
@@ -273,6 +280,19 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
         (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
         (["--engine.quantization", "fp8"], ["samples from another policy", "loss.rollout_correction=tis"]),
+        # a reward of several terms
+        (["--reward.terms", "answr=1"], ["did you mean 'answer'", "use one of answer, format", "FILE.py:FUNCTION"]),
+        (["--reward.terms", "answer"], ["'answer' is not of the form NAME=WEIGHT, like answer=1"]),
+        (["--reward.terms", "answer=much"], ["'answer=much' is not of the form NAME=WEIGHT"]),
+        (["--reward.terms", "answer=1", "answer=2"], ["answer stands there twice"]),
+        (["--reward.terms", "answer=1", "overlong=1"], ["has overlong, but reward.overlong_buffer_tokens=0; set it"]),
+        (["--reward.overlong_buffer_tokens", "9"], ["is ignored unless reward.terms=overlong=1 (it is empty)"]),
+        (["--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "4096"], ["4096 must be below rollout."]),
+        (["--reward.terms", "answer=1", "--reward.file", "r.py"], ["reward.file=r.py is ignored", "FILE.py:FUNCTION="]),
+        (["--judge.url", "http://h"], ["judge.url=http://h is ignored unless reward.terms=judge=1 (it is empty)"]),
+        ([*JUDGE, "--branching.selector", "tail"], ["branching.selector=tail needs rewards while", "drop judge"]),
+        ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
+        ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
@@ -297,6 +317,8 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
         ["--branching.selector", "mixed", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
+        [*JUDGE, "--judge.fallback", "drop", "--judge.max_calls", "1000", "--reward.compat", "upstream"],
+        ["--reward.terms", "answer=1", "overlong=0.5", "my/r.py:f=-0.2", "--reward.overlong_buffer_tokens", "512"],
         [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],
 )

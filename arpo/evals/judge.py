@@ -82,7 +82,7 @@ class Verdict:
 
 
 class Judge:
-    """One endpoint and its cache of replies. Not for several threads."""
+    """One endpoint and its cache of replies. `judge` is not for several threads."""
 
     def __init__(
         self,
@@ -118,13 +118,26 @@ class Judge:
         Raises UserError where something is to be asked and the endpoint cannot be reached at all.
         """
         prompts = {task.prompt: task for task in tasks}
-        replies = {prompt: self._cache.get(self._key(prompt), _label(task)) for prompt, task in prompts.items()}
-        verdicts = {prompt: _verdict(reply) for prompt, reply in replies.items() if reply is not None}
+        found = {prompt: self.recorded(task) for prompt, task in prompts.items()}
+        verdicts = {prompt: verdict for prompt, verdict in found.items() if verdict is not None}
         missing = {prompt: task for prompt, task in prompts.items() if prompt not in verdicts}
         if missing:
             self.probe()
             verdicts |= asyncio.run(self._ask_all(missing, len(verdicts), on_progress))
         return [verdicts[task.prompt] for task in tasks]
+
+    def recorded(self, task: JudgeTask) -> Verdict | None:
+        """Return the verdict that the cache holds; None for none."""
+        prompt = task.prompt
+        reply = self._cache.get(self._key(prompt), _label(task))
+        return None if reply is None else _verdict(reply)
+
+    async def ask(self, client: HttpClient, task: JudgeTask) -> Verdict:
+        """Ask, and record the reply. Raises what `HttpClient.post` raises."""
+        prompt = task.prompt
+        reply = await self._ask(client, prompt)
+        self._cache.put(self._key(prompt), BACKEND, _label(task), reply)
+        return _verdict(reply)
 
     def close(self) -> None:
         self._cache.close()
@@ -135,7 +148,7 @@ class Judge:
     async def _ask_all(
         self, missing: dict[str, JudgeTask], num_done: int, on_progress: Callable[[int], None] | None
     ) -> dict[str, Verdict]:
-        client = self._client()
+        client = self.client()
         outage = _Outage(self._policy.deadline_s, 3 * self.cfg.max_concurrent, self._time_source)
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
         slots = asyncio.Semaphore(self.cfg.max_concurrent)
@@ -144,12 +157,9 @@ class Judge:
         async def ask(prompt: str, task: JudgeTask) -> None:
             async with slots:
                 try:
-                    reply = await outage.outlast(partial(self._ask, client, prompt))
+                    verdicts[prompt] = await outage.outlast(partial(self.ask, client, task))
                 except OSError as error:
                     verdicts[prompt] = Verdict("failed", str(error))
-                else:
-                    self._cache.put(self._key(prompt), BACKEND, _label(task), reply)
-                    verdicts[prompt] = _verdict(reply)
             if on_progress is not None:
                 on_progress(num_done + len(verdicts))
 
@@ -168,7 +178,7 @@ class Judge:
         return await client.post(request, chat_content)  # an empty reply is one too, that cannot be parsed
 
     async def _probe(self) -> None:
-        client = self._client()
+        client = self.client()
         try:
             await self._ask(client, JudgeTask("What is 1 + 1?", ("2",), "2").prompt)
         except OSError as error:
@@ -176,7 +186,8 @@ class Judge:
         finally:
             await client.aclose()
 
-    def _client(self) -> HttpClient:
+    def client(self) -> HttpClient:
+        """Return a client of the endpoint, for one event loop; its user closes it."""
         names = {"setting": "judge.url", "key_variable": KEY_VARIABLE}
         return HttpClient(BACKEND, chat_url(self.cfg.url), self._policy, **names, time_source=self._time_source)
 
@@ -189,12 +200,12 @@ class _Outage:
         self._patience_s, self._max_failures, self._time = patience_s, max_failures, time_source
         self._num_failures, self._is_final = 0, False
 
-    async def outlast(self, ask: Callable[[], Awaitable[str]]) -> str:
+    async def outlast(self, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
         """Return what `ask` returns, or raise its error; raises ConnectionError unasked once the judge is given up."""
         gives_up_at_s = self._time.now() + self._patience_s
         while not self._is_final:
             try:
-                reply = await ask()
+                verdict = await ask()
             except BreakerOpen:
                 self._is_final |= self._time.now() >= gives_up_at_s
                 await self._time.sleep(1.0)
@@ -204,7 +215,7 @@ class _Outage:
                 raise
             else:
                 self._num_failures = 0
-                return reply
+                return verdict
         raise ConnectionError("judge: not asked, because it did not answer earlier judgements")
 
 

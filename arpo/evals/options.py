@@ -51,12 +51,30 @@ class JudgeConfig:
     """A language model that says whether an answer means the same as the reference."""
 
     url: str = ""
-    """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: answers are graded by
-    rule, and the report says so."""
+    """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: an evaluation then
+    grades answers by rule, and its report says so."""
     model: str = ""
     """Name of the model at judge.url. A key, if it needs one, is read from JUDGE_API_KEY."""
     max_concurrent: int = 16
-    """Number of requests under way at the same time."""
+    """Number of requests under way at the same time (in training: of each rank)."""
     cache: str = ""
     """SQLite file of the judge's replies, which runs may share; empty = judge.sqlite in the run's folder. A recorded
     question is not asked again."""
+
+
+@dataclass(frozen=True)
+class TrainingJudgeConfig(JudgeConfig):
+    """A language model whose verdicts are a reward (judge=WEIGHT in reward.terms). It is asked during the rollout, as
+    soon as all trajectories of a prompt have ended."""
+
+    deadline_s: float = 60.0
+    """Longest time of one judgement, and longest time that a step waits for verdicts once its rollout has ended.
+    Judgements that are still under way then are broken off."""
+    max_calls_per_step: int = 0
+    """Most judgements asked for in a step, over all ranks and with its validation; 0 = no limit. A reply from the cache
+    is none."""
+    max_calls: int = 0
+    """Most judgements asked for in the run, over all ranks; 0 = no limit."""
+    fallback: Literal["rule", "drop"] = "rule"
+    """An answer without a verdict (too late, failed, unclear, over a limit): rule = its accuracy by rule takes the
+    verdict's place; drop = its trajectory is not trained on."""

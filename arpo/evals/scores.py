@@ -164,6 +164,8 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     interval over questions; `pass@k` is unbiased, a sample being solved where its accuracy is 1 (an exact answer).
     Where there are several data sources, `accuracy/SOURCE` is that of each.
     """
+    judged = [Group(g.prompt, [t for t in g.trajectories if t.reward is not None]) for g in groups]
+    groups = [group for group in judged if group.trajectories] or groups  # the others lack a judge's verdict
     scores = sample_scores([[t.accuracy for t in group.trajectories] for group in groups], seed=seed)
     if scores["samples"] != 5:
         scores.pop("pass@5", None)  # it is for the comparison with the papers

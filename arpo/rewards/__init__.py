@@ -1,7 +1,7 @@
-r"""The reward of a finished trajectory.
+r"""The reward of a finished trajectory: by rule, by one's own function (custom.py), or a sum of several (terms.py).
 
-It is -1 if the format is wrong; 0 if the format is right and the answer wrong; else the accuracy of the answer, plus
-0.1 if all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is
+By rule it is -1 if the format is wrong; 0 if the format is right and the answer wrong; else the accuracy of the answer,
+plus 0.1 if all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is
 mathematical equality for math and token F1 for questions.
 
 >>> score(r"<think>t</think><answer>\boxed{4}</answer>", ["4"], "gsm8k").total
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from arpo.options import RewardConfig
@@ -21,6 +20,7 @@ from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
 from arpo.rewards.format import Segments, answered_calls, derive_segments, extract_answer, format_error
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
 from arpo.rewards.qa import qa_accuracy
+from arpo.rewards.terms import RewardResult, Terms, score_terms
 from arpo.rewards.upstream import upstream_score
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory
 
@@ -38,17 +38,6 @@ REWARDS: dict[str, RewardFn] = {
 """Data source -> accuracy. A prompt's own `ability` comes first; sources of mixed content are not listed."""
 
 _LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The reward of a response, and what it is made of."""
-
-    total: float
-    parts: dict[str, float]
-    """format (1 or 0), accuracy (of the boxed answer, even if the format is wrong), tool_bonus."""
-    reason: str = ""
-    """Short stable name of the defect if the total is -1 ("missing_answer", "call_without_result", ...); else ""."""
 
 
 def score(
@@ -98,21 +87,29 @@ def score_trajectories(
     custom: CustomReward | None = None,
     *,
     tools: Sequence[str],
+    terms: Terms | None = None,
 ) -> None:
     """Fill `reward`, `reward_parts` and `reward_reason` of each trajectory; `tools` are the tags of the loaded tools.
 
-    Raises UserError where a custom reward fails; it names the file and the sample.
+    By `terms` where there are any, else by `custom`, else by rule. Raises UserError where a custom reward fails; it
+    names the file and the sample.
     """
-    if custom is not None:
-        score_with_custom(custom, trajectories, prompts_by_id)
-        return
-    for t in trajectories:
-        prompt = prompts_by_id[t.prompt_id]
-        result = score(
+
+    def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
+        return score(
             t.text, prompt.answers, prompt.data_source,
             compat=cfg.compat, segments=t.segments or None, tool_calls=t.tool_calls, ability=prompt.meta.get("ability"),
             tools=tools, bonus_tools=cfg.bonus_tools,
         )  # fmt: skip
+
+    if terms is not None:
+        score_terms(terms, trajectories, prompts_by_id, by_rule)
+        return
+    if custom is not None:
+        score_with_custom(custom, trajectories, prompts_by_id)
+        return
+    for t in trajectories:
+        result = by_rule(t, prompts_by_id[t.prompt_id])
         t.reward, t.reward_parts, t.reward_reason = result.total, dict(result.parts), result.reason
 
 
@@ -122,9 +119,10 @@ def score_groups(
     custom: CustomReward | None = None,
     *,
     tools: Sequence[str],
+    terms: Terms | None = None,
     only_new: bool = False,
 ) -> None:
     """Apply `score_trajectories` to all trajectories of all groups at once; `only_new`: those without a reward."""
     prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
     trajectories = [t for group in groups for t in group.trajectories if not (only_new and t.reward is not None)]
-    score_trajectories(trajectories, prompts_by_id, cfg, custom, tools=tools)
+    score_trajectories(trajectories, prompts_by_id, cfg, custom, tools=tools, terms=terms)

@@ -1,23 +1,32 @@
-"""A reward of one's own: a function in a Python file, called per response or once per batch.
+"""A reward of one's own: a function in a Python file, called per response or once per batch, which may be async.
 
 def compute_score(data_source, solution_str, ground_truth, extra_info): ...   # -> float, or dict with "score"
-def compute_score(samples): ...            # list of {output, answer, data_source} -> list of float
+def compute_score(samples): ...                  # list of {output, answer, data_source} -> list of these
+def compute_score(trajectory, prompt): ...       # a whole Trajectory and its Prompt (trajectory.py)
+def compute_score(trajectories, prompts): ...    # lists of them, of equal length
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo.errors import UserError
-from arpo.trajectory import Prompt, Trajectory
+from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+ONE_WHOLE, ALL_WHOLE = ("trajectory", "prompt"), ("trajectories", "prompts")
+"""Names of the parameters of a function that gets whole trajectories: one, or all at once."""
+MAX_CONCURRENT = 64
+"""Most calls of an async function of one response that are under way at the same time."""
+Score = tuple[float, dict[str, float], str]
+"""Value, the numbers that a dict result holds besides `score`, and its `reason`, if that is text."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -28,8 +37,13 @@ class CustomReward:
     function: Callable
     batched: bool
     """True if it takes all samples at once."""
+    whole: bool
+    """True if it takes trajectories and prompts, not just texts and answers."""
     place: str
     """File and function, like "my_reward.py: compute_score", for messages."""
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner, repr=False, compare=False)
+    """Has the event loop of an async function: one for the run, since what such a function keeps (a session, say)
+    belongs to a loop."""
 
     def try_on(self, prompt: Prompt) -> None:
         """Score an invented response to a real prompt, so that what is wrong is known before any is sampled.
@@ -37,8 +51,11 @@ class CustomReward:
         Raises UserError, as the scoring of a rollout does.
         """
         text = f"<answer>{prompt.answers[0]}</answer>"
-        invented = Trajectory(prompt.prompt_id, "invented, before the run", text=text, segments=[(text, True)])
-        score_with_custom(self, [invented], {prompt.prompt_id: prompt})
+        invented = Trajectory(
+            prompt.prompt_id, "invented, before the run", token_ids=[0], loss_mask=[1], rollout_logprobs=[0.0],
+            turns=[Turn(0, 1, 1)], stop_reason=StopReason.EOS, text=text, segments=[(text, True)],
+        )  # fmt: skip
+        custom_scores(self, [(invented, prompt)])
 
     def require_single(self, who: str) -> None:
         """Raise UserError if it takes all samples at once; `who` needs rewards before there are all."""
@@ -49,85 +66,132 @@ class CustomReward:
             )
 
 
-def load_custom(file: str, function: str) -> CustomReward:
-    """Import `function` from a Python file. One required parameter means that it takes all samples at once.
+def load_custom(
+    file: str, function: str, options: tuple[str, str] = ("reward.file", "reward.function")
+) -> CustomReward:
+    """Import `function` from a Python file. `options` name file and function in messages.
 
-    Raises UserError where the file cannot be imported or holds no such function.
+    Parameters called as in ONE_WHOLE or ALL_WHOLE mean that it takes whole trajectories. Else one required parameter
+    means that it takes all samples at once. Raises UserError where the file cannot be imported or holds no such
+    function.
     """
-    path = Path(file)
+    path, (of_file, of_function) = Path(file), options
     if not path.is_file():
-        raise UserError(f"reward.file={file}: there is no such file; check the path")
+        raise UserError(f"{of_file}={file}: there is no such file; check the path")
     name = f"arpo_custom_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
-        raise UserError(f"reward.file={file}: not a Python file; its name must end in .py")
+        raise UserError(f"{of_file}={file}: not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"reward.file={file}: cannot be imported ({_brief(error)})") from error
+        raise UserError(f"{of_file}={file}: cannot be imported ({_brief(error)})") from error
     found = getattr(module, function, None)
     if not callable(found):
         defined = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v)) or "no function"
-        raise UserError(f"reward.function={function}: {file} does not define it (it has {defined})")
-    return CustomReward(found, batched=takes_a_batch(found, f"{file}: {function}"), place=f"{file}: {function}")
+        raise UserError(f"{of_function}={function}: {file} does not define it (it has {defined})")
+    batched, whole = form_of(found, f"{file}: {function}")
+    return CustomReward(found, batched, whole, place=f"{file}: {function}")
 
 
-def takes_a_batch(function: Callable, place: str) -> bool:
-    """Return whether the function takes all samples at once. Raises UserError for parameters that fit neither form."""
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"{place} is async; a reward is called and must return its number: make it a plain def")
+def form_of(function: Callable, place: str) -> tuple[bool, bool]:
+    """Return whether the function takes all samples at once, and whether it takes whole trajectories.
+
+    Raises UserError for parameters that fit none of the forms.
+    """
     signature = inspect.signature(function)
     required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in VARIADIC]
     takes_keywords = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if tuple(required) in (ONE_WHOLE, ALL_WHOLE):
+        return tuple(required) == ALL_WHOLE, True
     if len(required) == 1 and not takes_keywords:
-        return True
+        return True, False
     try:
         signature.bind(*FIELDS)
     except TypeError:
         takes = ", ".join(signature.parameters) or "nothing"
+        whole = " or ".join(f"({', '.join(names)})" for names in (ONE_WHOLE, ALL_WHOLE))
         raise UserError(
-            f"{place} takes ({takes}); it must take ({', '.join(FIELDS)}), or one list of samples"
+            f"{place} takes ({takes}); it must take ({', '.join(FIELDS)}), or one list of samples, or {whole}"
         ) from None
-    return False
+    return False, False
 
 
 def score_with_custom(custom: CustomReward, trajectories: list[Trajectory], prompts_by_id: dict[str, Prompt]) -> None:
     """Fill reward, parts (the numbers a dict result holds besides `score`) and reason (its `reason`, if text)."""
-    pairs = [(t, prompts_by_id[t.prompt_id]) for t in trajectories]
-    results = _batch(custom, pairs) if custom.batched else (_single(custom, t, prompt) for t, prompt in pairs)
-    for t, result in zip(trajectories, results, strict=True):
-        t.reward, t.reward_parts, t.reward_reason = _parse(result, f"{custom.place}: {_sample(t)}")
+    scores = custom_scores(custom, [(t, prompts_by_id[t.prompt_id]) for t in trajectories])
+    for t, values in zip(trajectories, scores, strict=True):
+        t.reward, t.reward_parts, t.reward_reason = values
 
 
-def _single(custom: CustomReward, t: Trajectory, prompt: Prompt) -> object:
-    extra_info = prompt.meta.get("extra_info", prompt.meta)
-    return _call(custom, _sample(t), prompt.data_source, t.text, _truth(prompt), extra_info)
+def custom_scores(custom: CustomReward, pairs: Sequence[tuple[Trajectory, Prompt]]) -> list[Score]:
+    """Return what the function says of each trajectory, in order. Raises UserError that names file and sample."""
+    if custom.batched:
+        where = f"{len(pairs)} samples from {_sample(pairs[0][0])}" if pairs else "0 samples"
+        [results] = _call(custom, [(where, _batch(custom, pairs))])
+        if len(results) != len(pairs):
+            raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
+    else:
+        results = _call(custom, [(_sample(t), _single(custom, t, prompt)) for t, prompt in pairs])
+    return [_parse(result, f"{custom.place}: {_sample(t)}") for (t, _), result in zip(pairs, results, strict=True)]
 
 
-def _batch(custom: CustomReward, pairs: list[tuple[Trajectory, Prompt]]) -> list:
-    samples = [{"output": t.text, "answer": _truth(p), "data_source": p.data_source} for t, p in pairs]
-    where = f"{len(samples)} samples from {_sample(pairs[0][0])}" if pairs else "0 samples"
-    results = _call(custom, where, samples)
-    if len(results) != len(samples):
-        raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
-    return results
+def _single(custom: CustomReward, t: Trajectory, prompt: Prompt) -> tuple:
+    if custom.whole:
+        return t, prompt
+    return prompt.data_source, t.text, _truth(prompt), prompt.meta.get("extra_info", prompt.meta)
 
 
-def _call(custom: CustomReward, where: str, *args: object):
-    try:
-        result = custom.function(*args)
+def _batch(custom: CustomReward, pairs: Sequence[tuple[Trajectory, Prompt]]) -> tuple:
+    if custom.whole:
+        return [t for t, _ in pairs], [prompt for _, prompt in pairs]
+    return ([{"output": t.text, "answer": _truth(p), "data_source": p.data_source} for t, p in pairs],)
+
+
+def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
+    """Return the results of (where, arguments) calls; those of an async function run at the same time."""
+
+    def failed(where: str, error: Exception) -> UserError:
+        return UserError(f"{custom.place} failed on {where} ({_brief(error)})")
+
+    def checked(result: object) -> object:
         return list(result) if custom.batched else result
-    except Exception as error:
-        raise UserError(f"{custom.place} failed on {where} ({_brief(error)})") from error
+
+    async def call_all() -> list:
+        slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+        async def one(where: str, arguments: tuple) -> object:
+            async with slots:
+                try:
+                    return checked(await custom.function(*arguments))
+                except Exception as error:
+                    raise failed(where, error) from error
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(*call)) for call in calls]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    if inspect.iscoroutinefunction(custom.function):
+        return custom.runner.run(call_all())
+    results = []
+    for where, arguments in calls:
+        try:
+            results.append(checked(custom.function(*arguments)))
+        except Exception as error:
+            raise failed(where, error) from error
+    return results
 
 
 def _truth(prompt: Prompt) -> str | list[str]:
     return prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers)
 
 
-def _parse(result: object, where: str) -> tuple[float, dict[str, float], str]:
+def _parse(result: object, where: str) -> Score:
     parts, reason = {}, ""
     if isinstance(result, dict):
         if "score" not in result:

@@ -1,6 +1,5 @@
 """The judge: what counts as a verdict, an endpoint that fails in every way, replies that are never asked for twice."""
 
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from helpers.eval_records import reply
+from helpers.judge_server import RIGHT, judges_by_prediction
 from helpers.web_service import FakeTime, WebService, fast_time, half_an_answer, never, resets, says
 
 from arpo.errors import UserError
@@ -19,16 +19,6 @@ from arpo.evals.judge import Judge, JudgeTask, parse_verdict
 from arpo.evals.options import JudgeConfig
 
 PARIS = JudgeTask("Capital of France?", ("Paris",), "paris")
-RIGHT, WRONG = "The same. <judgment>Correct</judgment>", "<judgment>Incorrect</judgment>"
-
-
-async def judges_by_prediction(request: web.Request) -> web.Response:
-    """Correct where the prediction is one of the references."""
-    prompt = json.loads(await request.read())["messages"][0]["content"]
-    references, prediction = (
-        re.search(rf"<{tag}>\n(.*?)\n</{tag}>", prompt, re.DOTALL)[1] for tag in ("references", "prediction")
-    )
-    return web.json_response(reply(RIGHT if f"- {prediction}" in references.split("\n") else WRONG))
 
 
 def tasks(count: int) -> list[JudgeTask]:

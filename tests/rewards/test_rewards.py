@@ -386,7 +386,7 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
 @pytest.mark.parametrize(
     "source, words",
     [
-        ("async def f(data_source, solution_str, ground_truth, extra_info): return 1.0", "is async; .* plain def"),
+        ("async def f(a, b): return 1.0", r"takes \(a, b\); .* or \(trajectory, prompt\) or \(trajectories, prompts\)"),
         ("def f(solution, truth): return 1.0", r"takes \(solution, truth\); it must take \(data_source, "),
         ("def f(): return 1.0", r"takes \(nothing\); it must take"),
         ("def f(completions, **options): return [1.0]", r"takes \(completions, options\); .* or one list of samples"),

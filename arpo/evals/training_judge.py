@@ -1,0 +1,154 @@
+"""The judge as a reward: it works beside the rollout, within its limits, and never holds a step up past its deadline.
+
+    a prompt's trajectories have ended -> `begin` looks into the cache, and asks for the rest, in a thread of its own
+    the rollout has ended -> `collect` waits for what is under way, at most deadline_s, and breaks the others off
+
+An answer without a verdict is a warning and a count; metrics.ToolHealth ends the run where there are too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from arpo.errors import UserError
+from arpo.evals.grading import extract_prediction
+from arpo.evals.judge import Judge, JudgeTask, Verdict
+from arpo.evals.options import TrainingJudgeConfig
+from arpo.rewards.terms import OVER_LIMIT, Judgement
+from arpo.tools.http.client import HttpClient
+from arpo.trajectory import Group, Metrics, StopReason, Trajectory
+
+CLOSE_TIMEOUT_S = 30.0
+Key = tuple[str, str]
+"""(prompt_id, trajectory_id)."""
+Asked = Future[tuple[Verdict, float]]
+"""The verdict, and the seconds that it took."""
+
+
+class TrainingJudge:
+    """Judges the answers of one rank's trajectories. Its methods are for one thread."""
+
+    def __init__(self, cfg: TrainingJudgeConfig, cache: str | Path, *, index: int = 0, num_parts: int = 1):
+        """`cache` is the file of replies if `cfg.cache` is empty. This one has part `index` of `num_parts` of the
+        limits. Part 0 asks something small first: raises UserError where the judge cannot be reached.
+        """
+        self.cfg, self._index, self._num_parts = cfg, index, num_parts
+        self._judge = Judge(cfg, cache, deadline_s=cfg.deadline_s)
+        if index == 0:
+            self._judge.probe()
+        self.num_calls_before = 0
+        """Judgements that all parts asked for in the steps before this one."""
+        self._start_step()
+        self._client: HttpClient | None = None
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(cfg.max_concurrent)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-judge", daemon=True)
+        self._thread.start()
+
+    def _start_step(self) -> None:
+        self._metrics = Metrics()
+        self._num_calls = 0
+        self._asked: dict[str, Asked] = {}  # by the judge's prompt: equal answers are asked about once
+        self._judgements: dict[Key, Judgement | str] = {}  # a string is a key of `_asked`
+
+    def begin(self, group: Group, seconds: list[float] | None = None) -> None:
+        """Begin to judge a group whose trajectories have all ended (but for those that an error of ours did end)."""
+        for t in group.trajectories:
+            key = (t.prompt_id, t.trajectory_id)
+            if t.stop_reason != StopReason.ERROR and key not in self._judgements:
+                self._judgements[key] = self._begin_one(group, t)
+
+    def _begin_one(self, group: Group, t: Trajectory) -> Judgement | str:
+        prediction = extract_prediction(t.segments)
+        if not prediction:
+            return Judgement(0.0)
+        prompt = group.prompt
+        task = JudgeTask(prompt.messages[-1]["content"], tuple(prompt.answers), prediction)
+        if task.prompt in self._asked:
+            return task.prompt
+        if (verdict := self._judge.recorded(task)) is not None:
+            self._metrics.sum("judge/cached", 1)
+            return self._judgement(verdict)
+        if self._num_calls >= self._limit():
+            self._metrics.sum("judge/over_limit", 1)
+            return self._without_verdict(OVER_LIMIT)
+        self._num_calls += 1
+        self._asked[task.prompt] = asyncio.run_coroutine_threadsafe(self._ask(task), self._loop)
+        return task.prompt
+
+    def _limit(self) -> float:
+        """Return how many judgements this part may ask for in this step."""
+        left = [self.cfg.max_calls_per_step] if self.cfg.max_calls_per_step else []
+        left += [max(self.cfg.max_calls - self.num_calls_before, 0)] if self.cfg.max_calls else []
+        shares = [count // self._num_parts + (self._index < count % self._num_parts) for count in left]
+        return min(shares, default=float("inf"))
+
+    async def _ask(self, task: JudgeTask) -> tuple[Verdict, float]:
+        if self._client is None:
+            self._client = self._judge.client()
+            self._client.was_probed()
+        async with self._slots:
+            started = time.perf_counter()
+            try:
+                verdict = await self._judge.ask(self._client, task)
+            except (OSError, UserError) as error:  # UserError: the key is refused from now on
+                verdict = Verdict("failed", str(error))
+            return verdict, time.perf_counter() - started
+
+    def collect(self, groups: list[Group]) -> dict[Key, Judgement]:
+        """Return what the judge says of each trajectory that no error of ours ended, within deadline_s."""
+        for group in groups:
+            self.begin(group)
+        wait(self._asked.values(), timeout=self.cfg.deadline_s)
+        for asked in self._asked.values():
+            asked.cancel()  # of those that are done nothing changes
+        keys = [(t.prompt_id, t.trajectory_id) for group in groups for t in group.trajectories]
+        return {key: self._resolved(self._judgements[key]) for key in keys if key in self._judgements}
+
+    def _resolved(self, found: Judgement | str) -> Judgement:
+        if isinstance(found, Judgement):
+            return found
+        asked = self._asked[found]
+        return self._without_verdict("judge_late") if asked.cancelled() else self._judgement(asked.result()[0])
+
+    def _judgement(self, verdict: Verdict) -> Judgement:
+        if verdict.status in ("failed", "unparsable"):
+            return self._without_verdict(f"judge_{verdict.status}")
+        return Judgement(float(verdict.status == "correct"))
+
+    def _without_verdict(self, reason: str) -> Judgement:
+        return Judgement(None, reason, use_rule=self.cfg.fallback == "rule")
+
+    def end_step(self) -> Metrics:
+        """Return the numbers of the step, and begin the next one. Its verdicts have been collected."""
+        metrics = self._metrics
+        metrics.sum("judge/calls", self._num_calls)
+        for name in ("cached", "over_limit", "failed", "late", "unparsable"):
+            metrics.sum(f"judge/{name}", 0)
+        for asked in self._asked.values():
+            if asked.cancelled():
+                metrics.sum("judge/late", 1)
+                continue
+            verdict, seconds = asked.result()
+            if verdict.status in ("failed", "unparsable"):
+                metrics.sum(f"judge/{verdict.status}", 1)
+            metrics.percentiles("judge/seconds", seconds)
+        self._start_step()
+        return metrics
+
+    def close(self) -> None:
+        """Close the client, the loop and the cache."""
+
+        async def close() -> None:
+            if self._client is not None:
+                await self._client.aclose()
+
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        self._loop.close()
+        self._judge.close()

@@ -1,0 +1,274 @@
+"""The judge as a reward, before a real HTTP server: beside the rollout, cached, within its limits, never past its
+deadline."""
+
+import json
+import time
+
+import pytest
+from helpers.eval_records import reply
+from helpers.judge_server import RIGHT, judges_by_prediction
+from helpers.web_service import WebService, half_an_answer, never, says
+
+from arpo.engine.team import Team
+from arpo.errors import UserError
+from arpo.evals.options import TrainingJudgeConfig
+from arpo.evals.scores import summarize
+from arpo.evals.training_judge import TrainingJudge
+from arpo.metrics import MAX_BAD_BATCHES, ToolHealth, rollout_metrics
+from arpo.options import TrainingRewardConfig
+from arpo.rewards.terms import Judgement
+from arpo.scoring import Scoring
+from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+
+PATIENT_S = 120.0  # longer than any of these tests may take
+
+
+class OneRank:
+    """The ranks of a run on one of them, as far as a scoring asks."""
+
+    rank, world_size = 0, 1
+
+    def reduce_metrics(self, metrics: Metrics) -> Metrics:
+        return metrics
+
+
+def group(name: str, *predictions: str, stop=StopReason.EOS) -> Group:
+    """Trajectories that answer so; the right answer is "4"."""
+    prompt = Prompt(name, [{"role": "user", "content": f"question {name}"}], ["4"], data_source="gsm8k")
+    trajectories = []
+    for i, prediction in enumerate(predictions):
+        text = rf"<think>t</think><answer>\boxed{{{prediction}}}</answer>" if prediction else "<think>t</think>"
+        segments = [(text, True)]
+        trajectories.append(Trajectory(name, str(i), [0], [1], [0.0], stop_reason=stop, text=text, segments=segments))
+    return Group(prompt, trajectories)
+
+
+@pytest.fixture
+def service():
+    with WebService([judges_by_prediction]) as running:
+        yield running
+
+
+@pytest.fixture
+def make_judge(service, tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    judges = []
+
+    def make(index=0, num_parts=1, **options) -> TrainingJudge:
+        settings = {"url": service.url, "model": "tester", "deadline_s": PATIENT_S} | options
+        judges.append(
+            TrainingJudge(TrainingJudgeConfig(**settings), tmp_path / "judge.sqlite", index=index, num_parts=num_parts)
+        )
+        return judges[-1]
+
+    yield make
+    for judge in judges:
+        judge.close()
+
+
+def values_of(judge: TrainingJudge, *groups: Group) -> list[float | None]:
+    found = judge.collect(list(groups))
+    return [found[t.prompt_id, t.trajectory_id].value for g in groups for t in g.trajectories]
+
+
+def numbers(judge: TrainingJudge) -> dict[str, float]:
+    return {name: n for name, n in judge.end_step().values().items() if n and "seconds" not in name}
+
+
+def test_right_and_wrong_answers_are_told_apart_and_equal_ones_asked_once(make_judge, service):
+    judge = make_judge()
+    assert values_of(judge, group("a", "4", "5", "5", ""), group("b", "4")) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert len(service.requests) == 1 + 3  # the probe; a: 4 and 5; b: 4
+    assert numbers(judge) == {"judge/calls": 3}
+
+
+def test_what_was_judged_is_not_asked_again_in_a_later_step_or_run(make_judge, service):
+    first, second = make_judge(), make_judge()
+    values_of(first, group("a", "4", "5"))
+    first.end_step()
+    asked = len(service.requests)
+    for judge in (first, second):
+        assert values_of(judge, group("a", "5", "4")) == [0.0, 1.0]
+        assert numbers(judge) == {"judge/cached": 2}
+    assert len(service.requests) == asked
+
+
+def test_it_works_while_the_rollout_of_others_still_goes_on(make_judge, service):
+    judge, one = make_judge(), group("a", "4")
+    judge.begin(one, [1.0])
+    until = time.monotonic() + PATIENT_S
+    while len(service.requests) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(service.requests) == 2  # though nobody has waited for it yet
+    assert values_of(judge, one, group("b", "5")) == [1.0, 0.0]
+
+
+def test_a_trajectory_that_an_error_of_ours_ended_is_not_judged(make_judge, service):
+    found = make_judge().collect([group("a", "4", stop=StopReason.ERROR)])
+    assert found == {} and len(service.requests) == 1
+
+
+def test_a_judge_that_never_answers_holds_nothing_up_past_the_deadline(make_judge, service):
+    judge = make_judge(deadline_s=1.0)
+    service.then(never)
+    groups, started = [group(str(i), "4", "5") for i in range(20)], time.monotonic()
+    found = judge.collect(groups)
+    assert time.monotonic() - started < PATIENT_S
+    assert {(j.value, j.use_rule) for j in found.values()} == {(None, True)}
+    assert {j.reason for j in found.values()} <= {"judge_late", "judge_failed"}
+    counted = numbers(judge)
+    assert counted["judge/calls"] == 40 == counted["judge/late"] + counted.get("judge/failed", 0)
+    service.then(judges_by_prediction)  # and it is asked again in the next step
+    judge.cfg = TrainingJudgeConfig(url=service.url, model="tester", deadline_s=PATIENT_S)
+    assert values_of(judge, group("a", "4")) == [1.0]
+
+
+@pytest.mark.slow
+def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge, service):
+    async def hangs_on_five(request):
+        prompt = json.loads(await request.read())["messages"][0]["content"]
+        return await (never if "<prediction>\n5\n" in prompt else judges_by_prediction)(request)
+
+    judge = make_judge(deadline_s=8.0, fallback="drop")
+    service.then(hangs_on_five)
+    found = judge.collect([group("a", "4", "5", "6")])
+    reasons = [(found["a", str(i)].value, found["a", str(i)].reason) for i in range(3)]
+    assert reasons[::2] == [(1.0, ""), (0.0, "")] and reasons[1][0] is None
+    assert reasons[1][1] in ("judge_late", "judge_failed")  # its own deadline is as long
+    assert not found["a", "1"].use_rule
+
+
+@pytest.mark.parametrize(
+    "trouble, reason",
+    [
+        (says("no", 400), "judge_failed"),
+        (says(reply("I cannot say.")), "judge_unparsable"),
+        (says({"choices": []}, 404), "judge_failed"),
+    ],
+)
+def test_a_judge_that_fails_is_a_count_and_no_end(make_judge, service, trouble, reason):
+    judge = make_judge()
+    service.then(trouble)
+    found = judge.collect([group("a", "4")])
+    assert found["a", "0"] == Judgement(None, reason, use_rule=True)
+    assert numbers(judge) == {"judge/calls": 1, reason.replace("_", "/"): 1}
+
+
+def test_half_an_answer_is_asked_for_again(make_judge, service):
+    judge = make_judge()
+    service.then(half_an_answer, says(reply(RIGHT)))
+    assert values_of(judge, group("a", "4")) == [1.0] and len(service.requests) == 2
+
+
+def test_the_limit_of_a_step_holds_for_the_step(make_judge, service):
+    judge = make_judge(max_calls_per_step=2)
+    found = judge.collect([group("a", "4", "5", "6")])
+    assert [j.value for j in found.values()] == [1.0, 0.0, None]
+    assert found["a", "2"] == Judgement(None, "judge_over_limit", use_rule=True) and not found["a", "2"].has_failed
+    assert numbers(judge) == {"judge/calls": 2, "judge/over_limit": 1}
+    assert values_of(judge, group("a", "4", "6")) == [1.0, 0.0]  # the first is known, and the limit is a new one
+
+
+def test_the_limit_of_the_run_counts_earlier_steps_and_is_shared_between_ranks(make_judge):
+    judges = [make_judge(index, 2, max_calls=5) for index in range(2)]
+    many = [group(str(i), "4") for i in range(6)]
+    assert [values_of(judge, *many).count(1.0) for judge in judges] == [3, 2 + 3]  # three of the second from the cache
+    for judge in judges:
+        judge.end_step()
+        judge.num_calls_before = 5
+    assert values_of(judges[0], group("other", "4")) == [None]
+
+
+def test_a_judge_that_cannot_be_reached_is_one_line_before_the_run(tmp_path):
+    cfg = TrainingJudgeConfig(url="http://127.0.0.1:9", model="m", deadline_s=0.4)
+    with pytest.raises(UserError, match=r"^judge\.url: judge: .*; start the judge"):
+        TrainingJudge(cfg, tmp_path / "judge.sqlite")
+
+
+def test_the_key_is_sent_and_is_in_no_message_file_or_number(make_judge, service, monkeypatch, tmp_path):
+    judge = make_judge()
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-secret")
+    service.then(says("no access for sk-secret", 401))
+    found = judge.collect([group(str(i), "4") for i in range(40)])  # more refusals than a run's key may have
+    assert {request.headers["Authorization"] for request in service.requests} == {"Bearer sk-secret"}
+    assert {j.reason for j in found.values()} == {"judge_failed"} and "sk-secret" not in repr(found)
+    assert all(b"sk-secret" not in path.read_bytes() for path in tmp_path.glob("judge.sqlite*"))
+
+
+# ---- in the scores of a run
+
+
+@pytest.fixture
+def make_scoring(service, tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    made = []
+
+    def make(*terms: str, **judge) -> Scoring:
+        cfg = TrainingRewardConfig(terms=terms)
+        settings = {"url": service.url, "model": "tester", "deadline_s": PATIENT_S} | judge
+        made.append(Scoring(cfg, TrainingJudgeConfig(**settings), Team(OneRank()), 100, tools=(), folder=tmp_path))
+        return made[-1]
+
+    yield make
+    for scoring in made:
+        scoring.close()
+
+
+def test_a_verdict_is_a_part_of_the_reward_and_calls_are_counted_over_the_run(make_scoring):
+    scoring, one = make_scoring("answer=1", "judge=0.5"), group("a", "4", "5")
+    scoring.on_group(one, [1.0, 1.0])
+    scoring([one])
+    assert [t.reward for t in one.trajectories] == [1.5, 0.0]
+    assert one.trajectories[0].reward_parts["judge"] == 1.0
+    assert rollout_metrics([one])["reward/judge"] == 0.5
+    assert scoring.end_step()["judge/calls"] == 2 and scoring.num_judge_calls == 2
+    scoring([group("b", "4")])
+    scoring.end_step()
+    assert scoring.num_judge_calls == 3
+
+
+def test_a_resumed_run_goes_on_with_the_limit_that_is_left(make_scoring):
+    scoring, some = make_scoring("judge=1", max_calls=10), group("a", "4", "5", "6")
+    scoring.go_on_from(8)
+    scoring([some])
+    assert [t.reward for t in some.trajectories] == [1.0, 0.0, 0.0]
+    assert some.trajectories[2].reward_reason == "judge_over_limit"
+
+
+def test_a_reward_without_a_judge_asks_nobody_and_logs_nothing(tmp_path):
+    scoring = Scoring(TrainingRewardConfig(), TrainingJudgeConfig(), Team(OneRank()), 100, tools=(), folder=tmp_path)
+    assert scoring.on_group is None and scoring.end_step() == {}
+    scoring([one := group("a", "4")])
+    scoring.close()
+    assert one.trajectories[0].reward == 1.0 and not list(tmp_path.iterdir())
+
+
+def test_answers_without_a_verdict_are_a_warning_and_many_of_them_end_the_run(make_scoring, service):
+    scoring = make_scoring("judge=1", fallback="drop")
+    service.then(judges_by_prediction, says("no", 400))
+    health = ToolHealth()
+    few = [group("a", "4", "", "")]
+    scoring(few)
+    service.then(says("no", 400))
+    few += [group("b", "4")]
+    scoring(few)
+    assert health.may_train(few) and "the judge gave no verdict on 25% of the trajectories" in health.warning
+    for number in range(MAX_BAD_BATCHES):
+        many = [group(f"{number} {i}", "4", "5", "") for i in range(3)]
+        scoring(many)
+        assert not health.may_train(many, number) and "the judge gave no verdict on 67%" in health.warning
+    assert health.must_stop and "the judge gave no verdict on 67% of the trajectories, in 3 batches" in str(health)
+
+
+def test_the_limit_is_no_failure(make_scoring):
+    scoring, some = make_scoring("judge=1", max_calls_per_step=1), [group("a", "4", "5", "6")]
+    scoring(some)
+    health = ToolHealth()
+    assert health.may_train(some) and health.warning == ""
+
+
+def test_a_validation_leaves_out_what_has_no_verdict(make_scoring):
+    scoring, some = make_scoring("judge=1", max_calls_per_step=1, fallback="drop"), [group("a", "4"), group("b", "4")]
+    scoring(some)
+    assert some[1].trajectories[0].reward is None
+    assert summarize(some)["reward"] == 1.0 and summarize(some)["questions"] == 1
