@@ -173,11 +173,11 @@ def console_text(values: dict[str, float]) -> str:
 class ToolHealth:
     """Watch over the batches of a run. Every rank sees all groups, so all ranks decide alike.
 
-    Too many answers on which a judge gave no verdict are a bad batch as well: it teaches another reward than the one that
-    was asked for. A trajectory that ended in a failure of one of our services is left out of the loss. Without many of them a batch
+    A trajectory that ended in a failure of one of our services is left out of the loss. Without many of them a batch
     would be left with the questions that need no tool, and the policy would learn to do without tools. It would learn
     the same from a search that answers from recorded results only and finds none: that is an error which the model
     reads, and its trajectory stays in the loss.
+    A batch with many answers on which a judge gave no verdict would teach another reward than that which is wanted.
     """
 
     def __init__(self) -> None:
