@@ -185,8 +185,8 @@ def main(cfg: RLConfig) -> None:
         cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
     )
     engine.sync_weights(policy.hf_parameters())
-    charts, keep_dumps = rl_charts(cfg.rollout.temperature), cfg.run.keep_dumps
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, charts=charts, resume_step=done_steps, keep_dumps=keep_dumps)
+    looks = {"charts": rl_charts(cfg.rollout.temperature), "keep_dumps": cfg.run.keep_dumps}
+    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, trackers=cfg.run.trackers, **looks)
     log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)

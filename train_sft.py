@@ -102,7 +102,8 @@ def main(cfg: SFTConfig) -> None:
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = saver.resume(policy, optimizer)
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, charts=SFT_CHARTS, resume_step=done_steps)
+    looks = {"charts": SFT_CHARTS, "trackers": cfg.run.trackers}
+    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, **looks)
     log.line(
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{dist.world_size} ranks, from step {done_steps}"

@@ -17,6 +17,7 @@ from arpo.model_folder import check_model_folder
 from arpo.run_folder import check_run_folder
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_class
+from arpo.trackers import check_installed
 
 NUM_ROWS = 50
 
@@ -26,6 +27,7 @@ def check_inputs(cfg: Any) -> None:
     {"train_sft": _check_sft, "train_rl": _check_rl, "evaluate": _check_evaluation}[cfg.SCRIPT](cfg)
     if cfg.SCRIPT != "evaluate":
         check_run_folder(cfg.run, cfg)
+        check_installed(cfg.run.trackers)
     if cfg.SCRIPT != "evaluate" or not (cfg.eval.regrade or cfg.eval.compare):
         check_hub_model("model.path", cfg.model.path)
 

@@ -1,4 +1,4 @@
-"""The log of a run: console lines, metrics.jsonl, TensorBoard, trajectory dumps, the curve.
+"""The log of a run: console lines, metrics.jsonl, trackers (TensorBoard), trajectory dumps, the curve.
 
     runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz  curve.png
 
@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from arpo.charts import NO_CHARTS, Charts, draw_curve
-from arpo.checks import leaves
 from arpo.dumps import DumpWriter
 from arpo.run_folder import record_settings
+from arpo.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 
 NUM_TRANSCRIPTS = 2
-"""Number of prompts whose first trajectory TensorBoard shows."""
+"""Number of prompts whose first trajectory the trackers show."""
 LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
@@ -60,23 +58,18 @@ class RunLog(Console):
         charts: Charts = NO_CHARTS,
         resume_step: int = 0,
         keep_dumps: int = 0,
+        trackers: Sequence[str] = ("tensorboard",),
     ):
         super().__init__(is_main=is_main)
         self.folder, self.charts = folder, charts
         if not is_main:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         folder.mkdir(parents=True, exist_ok=True)
         record_settings(folder, config, resume_step)
         self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps)
         self.metrics_path = folder / "metrics.jsonl"
         self._drop_lines_after(resume_step)
-        self.board = SummaryWriter(str(folder / "tb"), purge_step=resume_step + 1 if resume_step else None)
-        rows = [f"| {key} | {value} |" for key, value in leaves(config).items()]
-        self.board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
-        if charts.first:
-            self.board.add_custom_scalars(charts.layout())
+        self.trackers = Trackers(trackers, TrackedRun(folder, config, charts, resume_step), say=self.line)
 
     def _drop_lines_after(self, step: int) -> None:
         lines = self.metrics_path.read_text().splitlines(keepends=True) if self.metrics_path.exists() else []
@@ -86,7 +79,7 @@ class RunLog(Console):
     def scalars(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Write a line of metrics.jsonl, and to TensorBoard a point per value and the histograms' values.
+        """Write a line of metrics.jsonl, and to the trackers a point per value and the histograms' values.
 
         `step` counts from 1.
         """
@@ -94,17 +87,12 @@ class RunLog(Console):
             return
         with self.metrics_path.open("a") as file:
             file.write(json.dumps({"step": step} | {k: round(v, 8) for k, v in values.items()}) + "\n")
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
-        for name, numbers in (histograms or {}).items():
-            if finite := [number for number in numbers if math.isfinite(number)]:
-                self.board.add_histogram(name, np.array(finite), step)
-        self.board.flush()
+        self.trackers.scalars(step, values, histograms or {})
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
         """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py).
 
-        The first trajectories of the first prompts are also written as TensorBoard text.
+        The first trajectories of the first prompts also go to the trackers that show text.
         """
         if not self.is_main:
             return
@@ -113,19 +101,20 @@ class RunLog(Console):
             t = group.trajectories[0]
             head = f"reward {t.reward} {t.reward_parts} stop {t.stop_reason} answers {group.prompt.answers}"
             text = f"{group.prompt.messages[-1]['content']}\n\n{t.text}"
-            self.board.add_text(f"{kind}/{i}", f"{head}\n\n```\n{text}\n```", step)
+            self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
 
     def finish(self) -> None:
         """Draw the curve, close all files, and say where the run can be looked at."""
         if self.is_main and self.charts.lines:
             draw_curve(read_metrics(self.folder), self.charts, self.folder.name, self.folder / "curve.png")
             self.line(f"curve: {self.folder / 'curve.png'}")
-        self.line(f"tensorboard --logdir {self.folder / 'tb'}")
+        for where in self.trackers.places() if self.is_main else ():
+            self.line(where)
         self.close()
 
     def close(self) -> None:
         if self.is_main:
-            self.board.close()
+            self.trackers.close()
             self.dumps.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from arpo.errors import require
+from arpo.errors import check_name, require
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class RunConfig:
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
     dump_every: int = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb and trackio (extras of the same names; a
+    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own (TRACKERS in arpo/trackers.py). One that
+    fails is a warning, and is then off. Empty = none."""
     keep_dumps: int = 50
     """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True
@@ -50,6 +54,8 @@ class RunConfig:
         parts = self.name.split("/")
         is_inside = all(part.strip(" .") for part in parts)
         require(is_inside, f"run.name={self.name!r} must name a folder inside run.dir; choose a name like grpo_7b")
+        for tracker in self.trackers:
+            check_name("run.trackers", tracker, "trackers", "TRACKERS")
 
 
 @dataclass(frozen=True)
