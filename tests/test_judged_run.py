@@ -47,7 +47,7 @@ def reward_of(record: dict) -> float:
 @pytest.mark.slow
 def test_a_run_with_a_judge_trains_on_the_sum_and_goes_on_within_its_limit(tmp_path):
     world = build_toy_world(tmp_path)
-    searching_model(world / "model", "answer")
+    searching_model(world / "model", ("answer",))
     config = world / "config.yaml"
     config.write_text(config.read_text().replace("reward: {file: " + str(world) + "/reward.py}\n", ""))
     (world / "mine.py").write_text(MINE)
