@@ -1,10 +1,12 @@
-"""A server on loopback that speaks the Hub's protocol, as far as huggingface_hub asks: metadata, redirects, ranges.
+"""A server on loopback that speaks the Hub's protocol, as far as huggingface_hub asks: metadata, redirects, ranges;
+and uploads: new repositories, large files by their SHA-256, commits.
 
 As on the real Hub, large files come from another server (another name and port here), to which no token may go.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -33,8 +35,19 @@ class HubServer:
     """(method, path, headers) of all requests."""
     small: set[str] = field(default_factory=set)
     """Files that are kept in git itself, not in its large-file storage."""
+    writer: str = ""
+    """The token that may write; others are refused."""
+    private: set[str] = field(default_factory=set)
+    stored: dict[str, bytes] = field(default_factory=dict)
+    """Large files that have arrived whole, by SHA-256; a repository has them only after a commit."""
+    hangs_at_upload: int = 0
+    """The number of the upload of a large file, from 1, of which the server reads nothing more; 0 = none."""
+    num_uploads: int = 0
+    fails_commit: int = 0
+    """HTTP status with which commits fail; 0 = they do not."""
 
     def __enter__(self) -> HubServer:
+        self.is_hanging, self.is_closing = threading.Event(), threading.Event()
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
         for server in self.servers:
             server.daemon_threads = True
@@ -44,6 +57,7 @@ class HubServer:
         return self
 
     def __exit__(self, *_) -> None:
+        self.is_closing.set()
         for server in self.servers:
             server.shutdown()
             server.server_close()
@@ -92,6 +106,76 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.resolve(kind + "/".join(parts[:at]), "/".join(parts[at + 2 :]))
             else:
                 self.answer(404)
+
+        def do_POST(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            body = self.rfile.read(int(headers.get("content-length", 0)))
+            hub.requests.append((self.command, path, headers))
+            if headers.get("authorization") != f"Bearer {hub.writer}":
+                code = 403 if "authorization" in headers else 401
+                return self.json({"error": "Invalid username or password."}, code)
+            if path.endswith("/commit/main"):
+                return self.commit(path.removeprefix("/api/").removesuffix("/commit/main"), body)
+            asked = json.loads(body)
+            if path == "/api/repos/create":
+                return self.create("models/" + asked["organization"] + "/" + asked["name"], asked)
+            if path == "/api/validate-yaml":
+                return self.json({"errors": [], "warnings": []})
+            if path.endswith("/preupload/main"):
+                modes = [
+                    (one["path"], "lfs" if one["path"].endswith(".safetensors") else "regular")
+                    for one in asked["files"]
+                ]
+                return self.json(
+                    {"files": [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes]}
+                )
+            if path.endswith(".git/info/lfs/objects/batch"):
+                return self.json({"transfer": "basic", "objects": [self.lfs(one) for one in asked["objects"]]})
+            return self.answer(404)
+
+        def do_PUT(self) -> None:
+            hub.requests.append(
+                (self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+            )
+            hub.num_uploads += 1
+            if hub.num_uploads == hub.hangs_at_upload:
+                hub.is_hanging.set()
+                hub.is_closing.wait(120)
+                self.close_connection = True
+                return
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            hub.stored[hashlib.sha256(content).hexdigest()] = content
+            self.answer(200)
+
+        def create(self, repo: str, asked: dict) -> None:
+            known = repo in hub.repos
+            hub.repos.setdefault(repo, {})
+            if asked.get("visibility") == "private" and not known:
+                hub.private.add(repo)
+            self.json({"url": f"{hub.url}/{repo.removeprefix('models/')}", "name": repo}, 409 if known else 200)
+
+        def lfs(self, wanted: dict) -> dict:
+            """What to do for a large file: nothing where it is stored already."""
+            there = wanted["oid"] in hub.stored
+            upload = {"upload": {"href": f"{hub.cdn}/upload/{wanted['oid']}", "header": {}}}
+            return wanted if there else wanted | {"actions": upload}
+
+        def commit(self, repo: str, body: bytes) -> None:
+            if hub.fails_commit:
+                return self.json({"error": "no"}, hub.fails_commit)
+            for line in body.splitlines():
+                entry = json.loads(line)
+                value = entry["value"]
+                if entry["key"] == "file":
+                    hub.repos[repo][value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "lfsFile":
+                    hub.repos[repo][value["path"]] = hub.stored[value["oid"]]
+            url = f"{hub.url}/{repo.removeprefix('models/')}/commit/{hub.commit}"
+            return self.json({"commitUrl": url, "commitOid": hub.commit, "pullRequestUrl": None})
+
+        def json(self, tree: dict, code: int = 200) -> None:
+            self.answer(code, {"Content-Type": "application/json"}, json.dumps(tree).encode())
 
         def repository(self, repo: str) -> None:
             if repo not in hub.repos:
