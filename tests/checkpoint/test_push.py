@@ -24,11 +24,20 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_secret"
 
 
+def model_files(folder: Path) -> Path:
+    """The files of a model folder, as far as a card and an upload look at them: names and bytes."""
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(os.urandom(100_000))
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text(json.dumps({"file": name}))
+    return folder
+
+
 def finished(runs: Path, name: str, root: type, flags: list[str], rows: list[dict], step: int = 20) -> Path:
     """A run's folder with the export of a step, as train_rl.py leaves it."""
     run = runs / name
     exported = run / "checkpoints" / f"step_{step:06d}" / "hf"
-    build_tiny_model(exported)
+    model_files(exported)
     save_config(load_config(root, ["--run.name", name, "--run.dir", str(runs), *flags]), run / "config.yaml")
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     point_to(exported, run / "hf")
@@ -38,7 +47,7 @@ def finished(runs: Path, name: str, root: type, flags: list[str], rows: list[dic
 @pytest.fixture
 def run(tmp_path) -> Path:
     """RL from an SFT of ours, which began with a local copy of a model that names its licence."""
-    base = build_tiny_model(tmp_path / "Qwen2.5-3B")
+    base = model_files(tmp_path / "Qwen2.5-3B")
     (base / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# Qwen\n")
     sft_flags = ["--model.path", str(base), "--data.train", "dongguanting/ARPO-SFT-54K@0123:final.jsonl"]
     sft = finished(tmp_path / "runs", "my_sft", SFTConfig, sft_flags, [{"step": 20, "loss/nll": 0.5}])
@@ -98,15 +107,16 @@ def test_a_base_is_followed_through_our_own_runs(run, tmp_path):
 
 
 def test_a_folder_that_no_run_made_has_a_card_too(tmp_path):
-    assert head_of(card_of(find_source(build_tiny_model(tmp_path / "mine"))))["library_name"] == "transformers"
+    assert head_of(card_of(find_source(model_files(tmp_path / "mine"))))["library_name"] == "transformers"
 
 
-@pytest.mark.parametrize("weights, words", [(True, "neither a run with a finished model"), (False, "has no weights")])
-def test_what_is_no_model_is_one_line(tmp_path, weights, words):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    if not weights:
-        build_tiny_model(folder, weights=False)
+@pytest.mark.parametrize(
+    "absent, words",
+    [("config.json", "neither a run with a finished model"), ("model.safetensors", "has no weights")],
+)
+def test_what_is_no_model_is_one_line(tmp_path, absent, words):
+    folder = model_files(tmp_path / "incomplete")
+    (folder / absent).unlink()
     with pytest.raises(UserError, match=words):
         find_source(folder)
 
@@ -133,6 +143,7 @@ def push(server: HubServer | None, folder: Path, *argv: str, token: str = TOKEN)
 
 @pytest.mark.slow
 def test_a_finished_run_is_uploaded_with_its_card_and_an_edited_card_is_kept(run, tmp_path):
+    build_tiny_model((run / "hf").resolve())
     with HubServer({}, writer=TOKEN) as server:
         code, out, err = push(server, tmp_path, str(run), "me/my_rl", "--dry-run", token="")
         card = run.resolve() / "checkpoints/step_000020/hf/README.md"
