@@ -339,7 +339,7 @@ def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig
     """Scores on the validation prompts: greedy, one trajectory each, no branching. Also dumps the trajectories."""
     greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
     none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
-    share = sampler(prompts, greedy, none, step=step, description="validation")
+    share = sampler(prompts, greedy, none, step=step, description="validation", on_group=sampler.score.on_group)
     sampler.score(share if sampler.team.is_first else [])
     groups = sampler.team.exchange(share, len(prompts))
     log.trajectories(step, groups, kind="valid")

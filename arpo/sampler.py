@@ -29,7 +29,8 @@ class Sampler:
     log: Console
     seed: int
     score: Callable[[list[Group]], None] | None = None
-    """Fills the reward of all trajectories of groups that have none; only selectors of NEED_REWARDS need it here."""
+    """Fills the reward of all trajectories of groups that have none; only selectors of NEED_REWARDS need it here. In a
+    training a `Scoring`."""
 
     def __call__(
         self,

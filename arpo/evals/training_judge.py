@@ -9,6 +9,7 @@ An answer without a verdict is a warning and a count; metrics.ToolHealth ends th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -23,8 +24,6 @@ from arpo.tools.http.client import HttpClient
 from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
 CLOSE_TIMEOUT_S = 30.0
-Key = tuple[str, str]
-"""(prompt_id, trajectory_id)."""
 Asked = Future[tuple[Verdict, float]]
 """The verdict, and the seconds that it took."""
 
@@ -53,14 +52,14 @@ class TrainingJudge:
         self._metrics = Metrics()
         self._num_calls = 0
         self._asked: dict[str, Asked] = {}  # by the judge's prompt: equal answers are asked about once
-        self._judgements: dict[Key, Judgement | str] = {}  # a string is a key of `_asked`
+        # by id() of a trajectory, which is kept so that no other gets that id; a string is a key of `_asked`
+        self._judgements: dict[int, tuple[Trajectory, Judgement | str]] = {}
 
     def begin(self, group: Group, seconds: list[float] | None = None) -> None:
         """Begin to judge a group whose trajectories have all ended (but for those that an error of ours did end)."""
         for t in group.trajectories:
-            key = (t.prompt_id, t.trajectory_id)
-            if t.stop_reason != StopReason.ERROR and key not in self._judgements:
-                self._judgements[key] = self._begin_one(group, t)
+            if t.stop_reason != StopReason.ERROR and id(t) not in self._judgements:
+                self._judgements[id(t)] = t, self._begin_one(group, t)
 
     def _begin_one(self, group: Group, t: Trajectory) -> Judgement | str:
         prediction = extract_prediction(t.segments)
@@ -99,15 +98,15 @@ class TrainingJudge:
                 verdict = Verdict("failed", str(error))
             return verdict, time.perf_counter() - started
 
-    def collect(self, groups: list[Group]) -> dict[Key, Judgement]:
-        """Return what the judge says of each trajectory that no error of ours ended, within deadline_s."""
+    def collect(self, groups: list[Group]) -> dict[int, Judgement]:
+        """Return what the judge says of each trajectory, by its id(), unless an error of ours ended it."""
         for group in groups:
             self.begin(group)
         wait(self._asked.values(), timeout=self.cfg.deadline_s)
         for asked in self._asked.values():
             asked.cancel()  # of those that are done nothing changes
-        keys = [(t.prompt_id, t.trajectory_id) for group in groups for t in group.trajectories]
-        return {key: self._resolved(self._judgements[key]) for key in keys if key in self._judgements}
+        keys = [id(t) for group in groups for t in group.trajectories]
+        return {key: self._resolved(self._judgements[key][1]) for key in keys if key in self._judgements}
 
     def _resolved(self, found: Judgement | str) -> Judgement:
         if isinstance(found, Judgement):
@@ -147,7 +146,8 @@ class TrainingJudge:
             if self._client is not None:
                 await self._client.aclose()
 
-        asyncio.run_coroutine_threadsafe(close(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):  # the work is done, and the thread is a daemon
+            asyncio.run_coroutine_threadsafe(close(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
         self._loop.close()

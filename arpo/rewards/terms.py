@@ -126,8 +126,9 @@ class Terms:
     max_response_tokens: int
     custom: dict[str, CustomReward]
     """Entry in `reward.terms` -> the function of the user's that it names."""
-    judgements: Mapping[tuple[str, str], Judgement] = field(default_factory=dict)
-    """(prompt_id, trajectory_id) -> what the judge said; empty where none is asked."""
+    judgements: Mapping[int, Judgement] = field(default_factory=dict)
+    """id() of a trajectory -> what the judge said (a step may draw a prompt twice, and validate on it too, so names
+    would not do); empty where none is asked."""
 
 
 def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int) -> Terms | None:
@@ -163,7 +164,7 @@ def score_terms(
     own = {entry: custom_scores(custom, pairs) for entry, custom in terms.custom.items()}
     weights = terms.cfg.weights
     for number, (t, prompt) in enumerate(pairs):
-        judgement = terms.judgements.get((t.prompt_id, t.trajectory_id))
+        judgement = terms.judgements.get(id(t))
         evidence = TermEvidence(t, prompt, by_rule, judgement, terms.max_response_tokens)
         parts: dict[str, float] = {}  # what the values are made of
         values: dict[str, float | None] = {}

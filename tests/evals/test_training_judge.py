@@ -68,7 +68,7 @@ def make_judge(service, tmp_path, monkeypatch):
 
 def values_of(judge: TrainingJudge, *groups: Group) -> list[float | None]:
     found = judge.collect(list(groups))
-    return [found[t.prompt_id, t.trajectory_id].value for g in groups for t in g.trajectories]
+    return [found[id(t)].value for g in groups for t in g.trajectories]
 
 
 def numbers(judge: TrainingJudge) -> dict[str, float]:
@@ -103,6 +103,14 @@ def test_it_works_while_the_rollout_of_others_still_goes_on(make_judge, service)
     assert values_of(judge, one, group("b", "5")) == [1.0, 0.0]
 
 
+def test_a_prompt_that_a_step_meets_twice_is_judged_twice(make_judge):
+    """At the border of two epochs, or in training and validation: names of prompts and trajectories repeat."""
+    judge, once, again = make_judge(), group("a", "4"), group("a", "5")
+    assert (
+        values_of(judge, once) == [1.0] and values_of(judge, again) == [0.0] and values_of(judge, once, again) == [1, 0]
+    )
+
+
 def test_a_trajectory_that_an_error_of_ours_ended_is_not_judged(make_judge, service):
     found = make_judge().collect([group("a", "4", stop=StopReason.ERROR)])
     assert found == {} and len(service.requests) == 1
@@ -131,11 +139,11 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
 
     judge = make_judge(deadline_s=8.0, fallback="drop")
     service.then(hangs_on_five)
-    found = judge.collect([group("a", "4", "5", "6")])
-    reasons = [(found["a", str(i)].value, found["a", str(i)].reason) for i in range(3)]
+    found = list(judge.collect([group("a", "4", "5", "6")]).values())
+    reasons = [(one.value, one.reason) for one in found]
     assert reasons[::2] == [(1.0, ""), (0.0, "")] and reasons[1][0] is None
     assert reasons[1][1] in ("judge_late", "judge_failed")  # its own deadline is as long
-    assert not found["a", "1"].use_rule
+    assert not found[1].use_rule
 
 
 @pytest.mark.parametrize(
@@ -149,8 +157,8 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
 def test_a_judge_that_fails_is_a_count_and_no_end(make_judge, service, trouble, reason):
     judge = make_judge()
     service.then(trouble)
-    found = judge.collect([group("a", "4")])
-    assert found["a", "0"] == Judgement(None, reason, use_rule=True)
+    [found] = judge.collect([group("a", "4")]).values()
+    assert found == Judgement(None, reason, use_rule=True)
     assert numbers(judge) == {"judge/calls": 1, reason.replace("_", "/"): 1}
 
 
@@ -162,9 +170,9 @@ def test_half_an_answer_is_asked_for_again(make_judge, service):
 
 def test_the_limit_of_a_step_holds_for_the_step(make_judge, service):
     judge = make_judge(max_calls_per_step=2)
-    found = judge.collect([group("a", "4", "5", "6")])
-    assert [j.value for j in found.values()] == [1.0, 0.0, None]
-    assert found["a", "2"] == Judgement(None, "judge_over_limit", use_rule=True) and not found["a", "2"].has_failed
+    found = list(judge.collect([group("a", "4", "5", "6")]).values())
+    assert [one.value for one in found] == [1.0, 0.0, None]
+    assert found[2] == Judgement(None, "judge_over_limit", use_rule=True) and not found[2].has_failed
     assert numbers(judge) == {"judge/calls": 2, "judge/over_limit": 1}
     assert values_of(judge, group("a", "4", "6")) == [1.0, 0.0]  # the first is known, and the limit is a new one
 

@@ -129,8 +129,9 @@ def test_the_overlong_penalty_is_that_of_dapo(num_tokens, value):
 
 
 def judged(judgements: list[Judgement], *entries: str) -> Group:
-    by_key = {("q-0", str(i)): judgement for i, judgement in enumerate(judgements)}
-    return scored(make_group(), terms_of(*(entries or ("answer=1", "judge=0.5")), judgements=by_key))
+    group = make_group()
+    by_id = {id(t): judgement for t, judgement in zip(group.trajectories, judgements, strict=True)}
+    return scored(group, terms_of(*(entries or ("answer=1", "judge=0.5")), judgements=by_id))
 
 
 def test_a_verdict_is_a_part_of_the_reward():
@@ -318,6 +319,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_term_is_one_function_one_line_and_one_field(tmp_path):
     edits = edits_of("A built-in reward")
     assert [code.count("def ") for _, code in edits] == [1, 0, 0]
