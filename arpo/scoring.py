@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from arpo import rewards
 from arpo.engine.team import Team
 from arpo.evals.options import TrainingJudgeConfig
 from arpo.evals.training_judge import TrainingJudge
 from arpo.options import TrainingRewardConfig
 from arpo.retrospective import NEED_REWARDS
-from arpo.rewards import load_custom, score_groups
+from arpo.rewards import load_custom
 from arpo.rewards.terms import load_terms
 from arpo.trajectory import Group, Metrics, Prompt
 
@@ -61,7 +62,7 @@ class Scoring:
         terms = self.terms
         if self.judge:
             terms = replace(terms, judgements=self.judge.collect(groups))
-        score_groups(groups, self.cfg, self.custom, tools=self.tools, terms=terms, only_new=True)
+        rewards.score_groups(groups, self.cfg, self.custom, tools=self.tools, terms=terms, only_new=True)
 
     def end_step(self) -> dict[str, float]:
         """Return the judge's numbers of the step, over all ranks; none without a judge. Collective with one."""
