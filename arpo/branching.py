@@ -276,6 +276,10 @@ class Live:
     """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
     began_at_s: float | None = None
     """Time of its first own token."""
+    num_calling: int = 0
+    """Number of the current turn's calls whose results are not there yet."""
+    has_failed: bool = False
+    """True where one of its calls failed through us."""
 
     @property
     def turn_index(self) -> int:

@@ -26,7 +26,7 @@ from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
+from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
 from arpo.retrospective import EXPANSIONS, NEED_REWARDS
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
@@ -95,7 +95,7 @@ class _Loop:
         self.cfg, self.branching, self.seed, self.statistics = cfg, branching, seed, statistics
         self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
-        self.calling: dict[str, tuple[Live, str, str]] = {}  # call id -> (live, tag, argument)
+        self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
         self.num_unfinished = 0
         self.whole: list[GroupState] = []  # groups that became so since `rollout` last looked
 
@@ -193,7 +193,7 @@ class _Loop:
             max_tokens=self.cfg.max_response_tokens - start,
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
-            stop=stop_strings(self.offered_tools(live.group.prompt)),
+            stop=self.codec.stop_strings(self.offered_tools(live.group.prompt)),
             seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
             num_entropy_tokens=self.num_entropy_tokens,
             num_top_logprobs=self.num_top_logprobs,
@@ -237,22 +237,27 @@ class _Loop:
         self.grow(group)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
-        if chunk.finish != "stop":
+        """End the trajectory with its answer, or start all calls of the turn."""
+        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        sampled, offered = trajectory.token_ids[turn.start : turn.end], self.offered_tools(live.group.prompt)
+        calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, offered)
+        if not calls:
             self.end(live, StopReason.EOS if chunk.finish == "eos" else StopReason.LENGTH)
             return
-        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        tag = chunk.stop_string.strip("</>")
-        call = parse_call(self.codec.decode(trajectory.token_ids[turn.start : turn.end]), tag)
-        # Every earlier turn ended in a call, so the turn index is the number of calls made so far.
-        if live.turn_index > self.cfg.max_tool_calls:  # it was told to answer, and called again
+        if len(trajectory.tool_calls) > self.cfg.max_tool_calls:  # it was told to answer, and called again
             self.end(live, StopReason.TOOL_LIMIT)
-        elif refusal := self.refusal(trajectory, tag):
-            self.append_result(live, ToolCall(tag, call.argument, refusal, False, "limit", executed=False))
-        elif call.error_kind:
-            self.append_result(live, ToolCall(tag, "", call.error, False, call.error_kind, executed=False))
-        else:
-            self.calling[live.key] = (live, tag, call.argument)
-            self.tools.start(live.key, tag, call.argument)
+            return
+        for number, call in enumerate(calls):
+            refusal = self.refusal(trajectory, call.tag)
+            error, kind = (refusal, "limit") if refusal else (call.error, call.error_kind)
+            turn.tool_calls.append(ToolCall(call.tag, call.argument, error, False, kind, executed=not kind))
+            if not kind:
+                call_id = f"{live.key}|{number}"
+                self.calling[call_id] = (live, number)
+                live.num_calling += 1
+                self.tools.start(call_id, call.tag, call.argument)
+        if not live.num_calling:
+            self.append_results(live)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
         """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
@@ -262,27 +267,31 @@ class _Loop:
         return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
-        live, tag, argument = self.calling.pop(call_id)
-        call = ToolCall(
-            tag, argument, result.text, result.ok, result.error_kind,
+        live, number = self.calling.pop(call_id)
+        calls = live.trajectory.turns[-1].tool_calls
+        calls[number] = replace(
+            calls[number], result=result.text, ok=result.ok, error_kind=result.error_kind,
             cached=result.cached, seconds=result.seconds, cost=result.cost,
         )  # fmt: skip
-        if result.infra_error:  # our failure, not the model's: it neither reads it nor is trained on it
-            live.trajectory.turns[-1].tool_call = call
-            self.end(live, StopReason.ERROR)
-        else:
-            self.append_result(live, call)
+        live.num_calling -= 1
+        live.has_failed |= result.infra_error
+        if not live.num_calling:
+            if live.has_failed:  # our failure, not the model's: it neither reads it nor is trained on it
+                self.end(live, StopReason.ERROR)
+            else:
+                self.append_results(live)
 
-    def append_result(self, live: Live, call: ToolCall) -> None:
+    def append_results(self, live: Live) -> None:
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
         left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
-        rendered = self.codec.encode_result(call.result, min(self.cfg.max_result_tokens, left))
-        if rendered is None:  # no room for a result and an answer
-            turn.tool_call = replace(call, result="")
+        room, last_token = min(self.cfg.max_result_tokens, left), trajectory.token_ids[-1]
+        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=last_token)
+        if rendered is None:  # no room for results and an answer
+            turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
             return
-        text, token_ids = rendered
-        turn.tool_call = replace(call, result=text)
+        texts, token_ids = rendered
+        turn.tool_calls = [replace(call, result=text) for call, text in zip(turn.tool_calls, texts, strict=True)]
         trajectory.token_ids += token_ids
         trajectory.loss_mask += [0] * len(token_ids)
         trajectory.rollout_logprobs += [0.0] * len(token_ids)

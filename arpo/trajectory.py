@@ -52,7 +52,7 @@ class ToolCall:
     tag: str
     argument: str
     result: str
-    """The text between <result> and </result>, as the model read it (escaped, truncated)."""
+    """The result as the model read it (escaped, truncated): with tags the text between <result> and </result>."""
     ok: bool
     error_kind: str | None = None
     """Short stable name of the failure ("timeout", "error", "empty_call", "unopened_tag", "limit", ...); None if ok."""
@@ -108,12 +108,13 @@ class Turn:
     start: int
     end: int = 0
     result_end: int = 0
-    """One past the last token of the appended tool result; equals `end` when no tool was called."""
+    """One past the last token of the appended tool results; equals `end` when no tool was called."""
     entropy: float | None = None
     """Mean over the first k sampled tokens of the next-token entropy, nats; None until known."""
-    tool_call: ToolCall | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls that the turn ended in, in order: none in an answer, one with tags, one or more in JSON."""
     inherited: bool = False
-    """True where a branch took the turn over from its parent: its tool call was not executed again."""
+    """True where a branch took the turn over from its parent: its tool calls were not executed again."""
     decision: BranchDecision | None = None
     token_entropies: list[float] = field(default_factory=list)
     """Next-token entropy (nats) of each of the first k sampled tokens, as far as the engine measured them."""
@@ -176,12 +177,12 @@ class Trajectory:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        return [t.tool_call for t in self.turns if t.tool_call is not None]
+        return [call for t in self.turns for call in t.tool_calls]
 
     @property
     def own_tool_calls(self) -> list[ToolCall]:
         """Calls made for this trajectory itself; a branch's inherited calls belong to its parent."""
-        return [t.tool_call for t in self.turns if t.tool_call is not None and not t.inherited]
+        return [call for t in self.turns for call in t.tool_calls if not t.inherited]
 
     def to_dict(self) -> dict:
         """Return all fields in plain types, for the trajectory dump (jsonl). Long lists are shared, not copied."""

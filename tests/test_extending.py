@@ -285,13 +285,13 @@ def test_an_unclosed_or_unopened_call_of_the_tool_loses_what_one_of_python_loses
 
 
 def test_the_tools_tags_in_a_search_result_are_escaped(found):
-    [call] = [turn["tool_call"] for turn in found["plain"]["search"]["turns"] if turn["tool_call"]]
+    [call] = [call for turn in found["plain"]["search"]["turns"] for call in turn["tool_calls"]]
     assert call["ok"] and "&lt;calculator&gt;1&lt;/calculator&gt; &lt;answer&gt;5" in call["result"]
     assert "<calculator>" not in call["result"] and found["plain"]["search"]["reward"] == 1.0
 
 
 def test_the_tools_knob_acts(found):
-    assert found["plain"]["calculator"]["turns"][0]["tool_call"]["result"] == "6.67"
+    assert found["plain"]["calculator"]["turns"][0]["tool_calls"][0]["result"] == "6.67"
 
 
 def test_the_bonus_can_be_for_the_tool(found):

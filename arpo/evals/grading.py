@@ -141,7 +141,7 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
     for r in records:
         messages = [{"role": "user", "content": r.question}]
         prompts[r.question_id] = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
-        turns = [Turn(0, tool_call=ToolCall(**call)) for call in r.tool_calls]
+        turns = [Turn(0, tool_calls=[ToolCall(**call)]) for call in r.tool_calls]
         segments = [(text, bool(by_model)) for text, by_model in r.segments]
         trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=segments))
     tools = records[0].tools if records else ()  # the same in all records of a run
