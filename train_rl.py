@@ -27,7 +27,7 @@ from arpo.options import (
     RolloutConfig,
     UpdateConfig,
 )
-from arpo.run_options import DataConfig, EngineConfig, ModelConfig, RunConfig
+from arpo.run_options import DataConfig, EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.tools.options import ToolsConfig
 
 
@@ -42,6 +42,7 @@ class RLConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     branching: BranchingConfig = field(default_factory=BranchingConfig)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -117,7 +118,7 @@ from arpo.rewards import load_custom, score_groups
 from arpo.run_folder import check_run_folder
 from arpo.sampler import Sampler
 from arpo.selection import groups_to_train_on, num_to_sample
-from arpo.tools import check_offered, make_tools, system_prompt_for
+from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for
 from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
     fill_advantages,
@@ -151,19 +152,18 @@ def main(cfg: RLConfig) -> None:
     for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
         if path:
             check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
-    codec = Codec(tokenizer, tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
+    codec = make_codec(tokenizer, cfg.protocol, cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
     codec.check_result_room(cfg.rollout.max_result_tokens)
     train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec)
     valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec)[: cfg.data.num_valid_prompts or None]
     order = PromptOrder(len(train_prompts), num_prompts, cfg.run.seed, option="data.num_prompts_per_step")
     num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
     num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
-    custom_reward = load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None
-    if custom_reward:
-        custom_reward.try_on(train_prompts[0])
+    if custom := (load_custom(cfg.reward.file, cfg.reward.function) if cfg.reward.file else None):
+        custom.try_on(train_prompts[0])
         if cfg.branching.selector in NEED_REWARDS:
-            custom_reward.require_single(f"branching.selector={cfg.branching.selector}")
-    score = partial(score_groups, cfg=cfg.reward, custom=custom_reward, tools=cfg.tools.names, only_new=True)
+            custom.require_single(f"branching.selector={cfg.branching.selector}")
+    score = partial(score_groups, cfg=cfg.reward, custom=custom, tools=codec.tools, form=codec.format, only_new=True)
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
     tools = team.tool_runner(make_tools(cfg.tools))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
@@ -192,7 +192,6 @@ def main(cfg: RLConfig) -> None:
     log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
-
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
@@ -312,11 +311,12 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec) -> list[Prompt]:
         return []
     prompts = load_prompts(local_file(file), source=source_of(file))
     check_offered(prompts, codec.tools, file)
-    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
-    limits = cfg.max_prompt_tokens, cfg.overlong, file
-    return tokenize_prompts(
-        prompts, lambda messages: codec.render_prompt(with_system_prompt(messages, system_prompt)), *limits
-    )
+    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools, form=codec.format)
+
+    def render(messages: list[dict[str, str]], *tools: tuple[str, ...]) -> list[int]:
+        return codec.render_prompt(with_system_prompt(messages, system_prompt), *tools)
+
+    return tokenize_prompts(prompts, render, cfg.max_prompt_tokens, cfg.overlong, file)
 
 
 def sample(

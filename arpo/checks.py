@@ -88,7 +88,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.consecutive_penalty": (none_of("branching.selector", *NO_WEIGHT, "arpo", use="aepo"),),
     "branching.compat": (one_of("branching.selector", "aepo"),),
     "reward.function": (given("reward.file", "FILE"),),
-    "reward.compat": (BUILT_IN,),
+    "reward.compat": (BUILT_IN, one_of("protocol.format", "tags")),
     "reward.bonus_tools": (BUILT_IN, one_of("reward.compat", "paper")),
     "advantage.tree": (GROUPS, BRANCHES),
     "advantage.normalize": (

@@ -37,6 +37,7 @@ ALWAYS = {
     "answer_reserve_tokens",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
+    "protocol": "format",
     "tools": "names price_per_call",
     "reward": "file",
     "advantage": "kind",
@@ -86,7 +87,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
-    "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+    "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
 }  # fmt: skip
 OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
@@ -99,7 +100,7 @@ OFF = {
     "loss.kl_in": "reward",
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
-    "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+    "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
 }  # fmt: skip
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
     ("reward.compat", "reward.file"): "",

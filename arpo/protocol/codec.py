@@ -57,6 +57,9 @@ class Codec:
     prompt, assistant turns that do not end with the tokenizer's EOS.
     """
 
+    format = "tags"
+    """Value of protocol.format."""
+
     def __init__(self, tokenizer, *, tools: Sequence[str] = PAPER_TOOLS, enable_thinking: bool = False):
         """`tools` are the tags of the loaded tools, which are escaped in results."""
         name = tokenizer.name_or_path

@@ -31,7 +31,8 @@ UNCLOSED_CALL = f"Error: the call is cut off. Write {A_CALL} and close the tool_
 UNKNOWN_TOOL = "Error: there is no tool {name}. There are: {tools}."
 EMPTY_CALL = 'Error: the argument "{argument}" of {tool} is empty.'
 
-_NEXT = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+BLOCKS = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+"""Thoughts, and calls with groups 1 (what is in them) and 2 (the closing tag), one after the other."""
 
 
 def call_bodies(text: str) -> list[tuple[str, bool]]:
@@ -40,7 +41,7 @@ def call_bodies(text: str) -> list[tuple[str, bool]]:
     >>> call_bodies("<think>a <tool_call></think><tool_call>{}</tool_call><tool_call>{")
     [('{}', True), ('{', False)]
     """
-    return [(match[1], bool(match[2])) for match in _NEXT.finditer(text) if match[1] is not None]
+    return [(match[1], bool(match[2])) for match in BLOCKS.finditer(text) if match[1] is not None]
 
 
 def parse_calls(text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:

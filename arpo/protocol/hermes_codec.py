@@ -19,7 +19,7 @@ from arpo.errors import UserError
 from arpo.protocol.codec import DATA, REWRITES, Codec, Rendered
 from arpo.protocol.hermes import RESERVED, UNKNOWN, parse_calls
 from arpo.protocol.schema import ToolSchema
-from arpo.protocol.tags import TRUNCATION_MARK, Call, escape_tags
+from arpo.protocol.tags import TRUNCATION_MARK, Call, escape_tags, tag_pattern
 from arpo.trajectory import ToolCall
 
 MARK = "here the call ends"
@@ -32,6 +32,8 @@ class HermesCodec(Codec):
 
     Raises UserError, besides that of Codec, for a template that does not.
     """
+
+    format = "hermes"
 
     def __init__(self, tokenizer, *, tools: Sequence[ToolSchema], enable_thinking: bool = False):
         self.schemas = {schema.name: schema for schema in tools}
@@ -67,6 +69,11 @@ class HermesCodec(Codec):
         return [s.as_function() for n, s in self.schemas.items() if offered is None or n in offered] or None
 
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
+        if called := tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system")):
+            raise UserError(
+                f"a prompt's system message speaks of {called[0]}, but protocol.format=hermes has calls in JSON; set "
+                "data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
+            )
         return self._encode_rendered(self._template(messages, generation=True, tools=self._functions(tools)))
 
     # -- a turn's calls and their results

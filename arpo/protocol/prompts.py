@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ANSWER_RULE = r"When you are sure, give the final answer inside <answer> </answer>, the exact answer in \boxed{}."
+BOX_RULE = r"When you are sure, give the final answer, the exact answer in \boxed{}."
 _EXAMPLE_END = r"<answer> The final answer is \[ \boxed{42} \] </answer>"
 
 
@@ -39,6 +40,12 @@ def default_system_prompt(tools: Sequence[About]) -> str:
         f"<result> and </result>; then think again, and call again if you need to. {ANSWER_RULE}\n"
         f"Example: <think> what is needed </think>{example}<think> done </think>{_EXAMPLE_END}"
     )
+
+
+def json_system_prompt(tools: Sequence[str]) -> str:
+    """Return the system prompt for calls in JSON. The chat template lists the tools, so it names none."""
+    call = " Call tools wherever they help." if tools else ""
+    return f"You are a helpful assistant that solves the given question step by step.{call} {BOX_RULE}"
 
 
 def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:

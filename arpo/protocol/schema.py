@@ -71,6 +71,12 @@ class ToolSchema:
         return names[0] if is_text else ""
 
 
+def text_schema(name: str, description: str, argument: str, meaning: str) -> ToolSchema:
+    """Return the schema of a tool that takes one text and nothing else."""
+    properties = {argument: {"type": "string", "description": meaning}}
+    return ToolSchema(name, description, {"type": "object", "properties": properties, "required": [argument]})
+
+
 def check_arguments(schema: ToolSchema, arguments: Any) -> str:
     """Return "" for arguments with which the tool can be called, else the one-line error that the model reads.
 

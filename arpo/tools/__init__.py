@@ -10,11 +10,14 @@ import difflib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 
 from arpo.errors import UserError
-from arpo.protocol.prompts import default_system_prompt
+from arpo.protocol import Codec, HermesCodec
+from arpo.protocol.prompts import default_system_prompt, json_system_prompt
+from arpo.protocol.schema import ToolSchema
+from arpo.run_options import ProtocolConfig
 from arpo.tools.base import PricedTool, Tool
 from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
@@ -87,9 +90,27 @@ def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> 
                 raise UserError(f"{file}: {has}; {fix}")
 
 
-def system_prompt_for(setting: str, names: Iterable[str]) -> str:
-    """Return the system prompt that offers these tools where the setting is `default`, else the setting as it is."""
+def make_codec(
+    tokenizer, cfg: ProtocolConfig, tools: Sequence[str] | Mapping[str, ToolSchema], *, enable_thinking: bool
+) -> Codec:
+    """Return the codec of protocol.format. `tools` are names, or schemas by name.
+
+    Raises UserError for a chat template, or a tool, that the format cannot be used with.
+    """
+    if cfg.format == "tags":
+        return Codec(tokenizer, tools=tuple(tools), enable_thinking=enable_thinking)
+    schemas = tools if isinstance(tools, Mapping) else {name: tool_class(name).schema for name in tools}
+    return HermesCodec(tokenizer, tools=list(schemas.values()), enable_thinking=enable_thinking)
+
+
+def system_prompt_for(setting: str, names: Iterable[str], *, form: str = "tags") -> str:
+    """Return the system prompt that offers these tools where the setting is `default`, else the setting as it is.
+
+    `form` is the value of protocol.format.
+    """
     if setting != "default":
         return setting
+    if form == "hermes":
+        return json_system_prompt(list(names))
     classes = {name: tool_class(name) for name in names}
     return default_system_prompt([classes[name].about for name in TOOLS if name in classes])
