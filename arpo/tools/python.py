@@ -16,6 +16,7 @@ from contextlib import nullcontext
 
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
+from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.rows import cache_key
@@ -47,6 +48,9 @@ class PythonTool:
         "a Python interpreter",
         "to run code, write <python> code </python> and print what you need",
         "<python> print(6 * 7) </python> <result> 42 </result>",
+    )
+    schema = text_schema(
+        "python", "Run Python code, and show what it prints.", "code", "The code. Print what you need."
     )
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
