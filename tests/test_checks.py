@@ -37,7 +37,7 @@ ALWAYS = {
     "answer_reserve_tokens",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
-    "tools": "names price_per_call",
+    "tools": "names mcp price_per_call",
     "reward": "file",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",

@@ -20,7 +20,7 @@ from arpo.protocol.schema import ToolSchema
 from arpo.protocol.tags import reserved_tags
 from arpo.tools.base import PricedTool, Tool
 from arpo.tools.function import FunctionTool
-from arpo.tools.mcp.tool import mcp_schemas, mcp_tools
+from arpo.tools.mcp.tool import McpTool, mcp_schemas, mcp_tools
 from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
 
@@ -75,6 +75,13 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
                 )
             schemas[name], origin[name] = schema, f"one of {server.label}"
     return schemas
+
+
+def take_restarts(tools: Mapping[str, Tool]) -> int:
+    """Return how often MCP servers of these tools were started again since the last time that this was asked."""
+    bare = [tool.tool if isinstance(tool, PricedTool) else tool for tool in tools.values()]
+    services = {id(tool.service): tool.service for tool in bare if isinstance(tool, McpTool)}
+    return sum(service.take_restarts() for service in services.values())
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:

@@ -81,6 +81,7 @@ class Service:
         self.server, self.cache = server, cache
         self.connection: Connection | None = None
         self._slots = asyncio.Semaphore(server.max_concurrent)
+        self._num_told = 0
         self._rng = random.Random()
 
     async def call(self, tag: str, name: str, arguments: dict[str, Any]) -> ToolResult:
@@ -117,11 +118,9 @@ class Service:
 
     def take_restarts(self) -> int:
         """Return how often the server was started again since the last time that this was asked."""
-        connection = self.connection
-        if connection is None:
-            return 0
-        number, connection.num_restarts = connection.num_restarts, 0
-        return number
+        number = self.connection.num_restarts if self.connection else 0
+        self._num_told, new = number, number - self._num_told
+        return new
 
     def recorded(self, query: str) -> str | None:
         """Return the recorded answer to a query. Raises UserError where a replay's cache breaks."""
