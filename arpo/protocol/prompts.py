@@ -28,7 +28,7 @@ def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] =
 
     `listed` are tools that are introduced by their schemas, in a list at the end.
 
-    >>> default_system_prompt([About("a clock", "to know the time, write <clock> UTC </clock>", "...")])[71:142]
+    >>> default_system_prompt([About("a clock", "to know the time, write <clock> UTC </clock>", "...")])[73:144]
     'with the help of a clock.\nThink inside <think> </think>. To know the ti'
     """
     head = "You are a helpful assistant that solves the given question step by step"
