@@ -87,9 +87,10 @@ from arpo.memory import check_memory, read_job
 from arpo.model import load_tokenizer
 from arpo.model_folder import check_model_folder
 from arpo.protocol import Codec
+from arpo.protocol.schema import ToolSchema
 from arpo.rewards import load_custom
 from arpo.sampler import Sampler
-from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for
+from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import MutedTool
 from arpo.trajectory import Group, Prompt
 
@@ -110,15 +111,16 @@ def main(cfg: EvalConfig) -> None:
         asked = "eval.max_prompt_tokens"
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=asked)
         check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
-    tokenizer = load_tokenizer(cfg.model.path)
-    codec = make_codec(tokenizer, cfg.protocol, cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
+    tool_cfg = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
+    schemas, tokenizer = tool_schemas(tool_cfg), load_tokenizer(cfg.model.path)
+    codec = make_codec(tokenizer, cfg.protocol, schemas, enable_thinking=cfg.model.enable_thinking)
     codec.check_result_room(cfg.rollout.max_result_tokens)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
-    sets, overlong = load_questions(cfg.eval, chosen, codec)
+    sets, overlong = load_questions(cfg.eval, chosen, codec, schemas)
     muted = {name + MUTED: prompts[: cfg.eval.num_muted] for name, prompts in sets.items() if cfg.eval.num_muted}
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function).try_on(next(iter(sets.values()))[0])
-    tools = make_tools(cfg.tools.replayed() if cfg.eval.replay else cfg.tools)
+    tools = make_tools(tool_cfg)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     runner = team.tool_runner(tools)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in tools})
@@ -174,7 +176,7 @@ def main(cfg: EvalConfig) -> None:
 
 
 def load_questions(
-    cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec
+    cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec, schemas: dict[str, ToolSchema]
 ) -> tuple[dict[str, list[Prompt]], dict[str, int]]:
     """Return the tokenized questions of the chosen benchmarks, by name, and of the question files, by file stem.
 
@@ -188,7 +190,7 @@ def load_questions(
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         sets[path.stem] = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
         check_offered(sets[path.stem], codec.tools, file)
-    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools, form=codec.format)
+    system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
     overlong = {}
     for name, prompts in sets.items():
         asked = [asked_as(prompt, system_prompt, codec.format) for prompt in prompts]

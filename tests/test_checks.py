@@ -38,7 +38,7 @@ ALWAYS = {
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
-    "tools": "names price_per_call",
+    "tools": "names mcp price_per_call",
     "reward": "file",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",

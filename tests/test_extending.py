@@ -186,6 +186,43 @@ def test_a_retrospective_selector_is_one_function_and_one_line(tmp_path):
     assert "did you mean 'middle'" in misspelt and "base=0.4 is ignored unless branching.selector=arpo" in useless
 
 
+# ---- a tool from a function
+
+USE_AGE = """
+import asyncio
+from dataclasses import dataclass, field
+
+from arpo.config import load_config
+from arpo.tools import make_tools, system_prompt_for, tool_schemas
+from arpo.tools.options import ToolsConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+
+
+cfg = load_config(Config, ["--tools.names", "age", "--tools.price_per_call", "age=0.5"]).tools
+tool = make_tools(cfg)["age"]
+for argument in ('{"born": 1912, "year": 1950}', '{"born": "1912"}', "1912"):
+    result = asyncio.run(tool.run(argument))
+    print(result.ok, result.cost, result.text)
+print(list(tool_schemas(cfg)))
+print(system_prompt_for("default", cfg.names))
+"""
+
+
+def test_a_tool_from_a_function_is_the_function_and_one_line(tmp_path):
+    edits = edits_of("A tool from a function")
+    assert edits[0][1].count("def ") == 1 and [code.count("\n") for _, code in edits[1:]] == [1]
+    right, mistyped, bare, names, *prompt = run_in(edited_copy(tmp_path, edits), USE_AGE).splitlines()
+    assert right == "True 0.5 38" and names == "['age']"
+    assert mistyped == 'False 0.0 Error: the argument "born" of age must be an integer, not "1912".'
+    assert bare.startswith("False 0.0 Error: the arguments of age must be a JSON object")
+    assert '<age> {"born": 1} </age>' in prompt and "Tell how old somebody is at the end of a year." in prompt
+    assert '"description": "the year of birth"' in prompt[-1]
+
+
 # ---- a tool with a knob
 
 USE_CALCULATOR = r"""

@@ -77,6 +77,18 @@ def text_schema(name: str, description: str, argument: str, meaning: str) -> Too
     return ToolSchema(name, description, {"type": "object", "properties": properties, "required": [argument]})
 
 
+def example_call(schema: ToolSchema) -> str:
+    """Return what a call of a tool looks like, with values that only show the types.
+
+    >>> example_call(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    '{"a": 1}'
+    """
+    if schema.text_argument:
+        return schema.text_argument
+    shown = schema.required or list(schema.properties)[:1]
+    return _as_json({name: _example(schema.properties.get(name)) for name in shown})
+
+
 def check_arguments(schema: ToolSchema, arguments: Any) -> str:
     """Return "" for arguments with which the tool can be called, else the one-line error that the model reads.
 
@@ -247,6 +259,16 @@ def _a_call(schema: ToolSchema) -> str:
 def _kind(schema: Any) -> str:
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     return kind if isinstance(kind, str) else " or ".join(kind) if kind else "value"
+
+
+def _example(schema: Any) -> Any:
+    """Return some value of a type; "..." where the schema does not name one."""
+    if not isinstance(schema, Mapping):
+        return "..."
+    if choices := schema.get("enum"):
+        return choices[0]
+    values = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+    return values.get(_kind(schema), "...")
 
 
 def _with_article(kind: str) -> str:

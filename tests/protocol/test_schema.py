@@ -6,7 +6,8 @@ from typing import Any, Literal, Optional
 import pytest
 
 from arpo.errors import UserError
-from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, schema_of
+from arpo.protocol.prompts import About, default_system_prompt
+from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, schema_of, text_schema
 
 TEXT = {"type": "string"}
 
@@ -199,3 +200,25 @@ def test_every_other_call_is_canonical_json(parameters):
 def test_a_call_that_is_no_json_is_told_so(text):
     told = arguments_of(CONVERT, text)
     assert isinstance(told, str) and told.startswith("Error: ") and "\n" not in told and len(told) < 400
+
+
+def test_the_default_system_prompt_lists_tools_that_only_have_a_schema():
+    text = text_schema("fetch", "Fetch a page.", "url", "its address")
+    prompt = default_system_prompt([], [CONVERT, text])
+    call = '<convert> {"value": 1.5, "unit": "km"} </convert>'
+    assert "with the help of the tools listed at the end.\n" in prompt
+    assert f"To call a tool of the list, write its arguments between its tags, like {call}. After each" in prompt
+    assert f"Example: <think> what is needed </think>{call} <result> 42 </result><think> done </think>" in prompt
+    schema = json.dumps(CONVERT.parameters, ensure_ascii=False)
+    assert f"\n\n{call}\nConvert a length to metres.\nArguments, as a JSON schema: {schema}" in prompt
+    assert prompt.endswith("\n\n<fetch> url </fetch>\nFetch a page.\nurl: its address")
+
+
+def test_listed_tools_stand_behind_those_that_speak_for_themselves():
+    about = About(
+        "a clock", "to know the time, write <clock> UTC </clock>", "<clock> UTC </clock> <result> 42 </result>"
+    )
+    prompt = default_system_prompt([about], [CONVERT])
+    assert "with the help of a clock and the tools listed at the end.\n" in prompt
+    assert "To know the time, write <clock> UTC </clock>; to call a tool of the list" in prompt
+    assert prompt.count("<result> 42 </result>") == 1 and prompt.count("<convert>") == 2
