@@ -15,6 +15,7 @@ from arpo.evals.benchmarks import questions, select
 from arpo.hub import check_hub_model, local_file
 from arpo.model_folder import check_model_folder
 from arpo.run_folder import check_run_folder
+from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_schemas
 
@@ -33,7 +34,7 @@ def check_inputs(cfg: Any) -> None:
 def _check_sft(cfg: Any) -> None:
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        for _ in islice(read_conversations(local_file(path)), NUM_ROWS):
+        for _ in islice(read_conversations(local_file(path), parse=PARSERS[cfg.protocol.format]), NUM_ROWS):
             pass
 
 

@@ -86,6 +86,11 @@ class Codec:
         """Names of the protocol's tags."""
         return reserved_tags(self.tools)
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
+        return {}
+
     def _count_min_result_tokens(self) -> int:
         return len(self.encode(render_result(TRUNCATION_MARK)))
 

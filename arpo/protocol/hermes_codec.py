@@ -43,6 +43,10 @@ class HermesCodec(Codec):
     def reserved(self) -> tuple[str, ...]:
         return RESERVED
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        return {"protocol": self.format, "functions": self._functions(None)}
+
     def _count_min_result_tokens(self) -> int:
         self._probe_tools()
         return len(self._encode_rendered(self._after_calls([UNKNOWN], [TRUNCATION_MARK])))
@@ -69,12 +73,17 @@ class HermesCodec(Codec):
         return [s.as_function() for n, s in self.schemas.items() if offered is None or n in offered] or None
 
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
-        if called := tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system")):
-            raise UserError(
-                f"a prompt's system message speaks of {called[0]}, but protocol.format=hermes has calls in JSON; set "
-                "data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
-            )
+        if error := self._system_error(messages):
+            raise UserError(error)
         return self._encode_rendered(self._template(messages, generation=True, tools=self._functions(tools)))
+
+    def _system_error(self, messages: list[dict[str, Any]]) -> str:
+        """Return the error of a system message that asks for calls in tags, as those of the published files do."""
+        called = tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system"))
+        return called and (
+            f"a prompt's system message speaks of {called[0]}, but protocol.format=hermes has calls in JSON; set "
+            "data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
+        )
 
     # -- a turn's calls and their results
 
@@ -135,10 +144,14 @@ class HermesCodec(Codec):
         """Tokenise an SFT conversation; the mask is 1 on what the assistant says, its calls and its end tokens.
 
         An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
-        it in the order of the calls. `functions` is the template's `tools=`, None = the loaded tools. From a question
-        to its answer a row is what a rollout would have made of the same texts. For the rest see Codec.
+        it in the order of the calls. `functions` is the template's `tools=`, None = the loaded tools, or none where the
+        system message lists some itself. From a question to its answer a row is what a rollout would have made of the
+        same texts. For the rest see Codec.
         """
-        functions = self._functions(None) if functions is None else functions or None
+        if error := self._system_error(messages):
+            raise ValueError(error)
+        lists_tools = messages[0]["role"] == "system" and "<tools>" in messages[0]["content"]
+        functions = self._functions(None) if functions is None and not lists_tools else functions or None
         messages = [_as_the_template_takes_it(message) for message in messages]
         asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
         row, done = Rendered([], [], []), ""
