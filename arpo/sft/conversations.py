@@ -42,7 +42,7 @@ def parse_conversation(row: dict) -> list[dict[str, str]]:
 
 
 def parse_turns(row: dict, parse: Callable[[object, str, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Parse the turns of a conversation, and check their order. `parse` gets (turn, role key, text key). Raises BadRow."""
+    """Parse each turn with `parse`(turn, role key, text key), and check the order of the messages. Raises BadRow."""
     turns = row.get("conversations") or row.get("messages")
     if not isinstance(turns, list) or not turns:
         raise BadRow("needs a list 'conversations' (ShareGPT) or 'messages' (OpenAI)")

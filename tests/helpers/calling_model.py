@@ -7,6 +7,7 @@ from helpers.families import TEMPLATES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from arpo.protocol.hermes import A_CALL, BAD_JSON
 from arpo.protocol.hermes_codec import HermesCodec
 from arpo.tools import tool_class
 
@@ -19,10 +20,11 @@ def call(code: str) -> dict:
 
 
 WRONG = '<tool_call>\n{"name": "python", "arguments": {"code": print(6 * 7)}}\n</tool_call>'
+ERROR = BAD_JSON.format(reason="Expecting value", call=A_CALL)
 DIALOGUES = {
     "one call": [[call("print(6 * 7)")], ["42"]],
     "two calls": [[call("print(6 * 7)"), call("print(7 * 6)")], ["42", "42"]],
-    "a wrong call": [WRONG, ["Error: the call is not valid JSON (Expecting value)."], [call("print(6 * 7)")], ["42"]],
+    "a wrong call": [WRONG, [ERROR], [call("print(6 * 7)")], ["42"]],
 }
 """Question -> what is said and what is answered in turn, before the model answers."""
 
