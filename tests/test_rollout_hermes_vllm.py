@@ -1,10 +1,10 @@
 """Calls in JSON on a real engine, with real Python calls, by a tiny model that has learnt to call, well and wrongly."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.calling_model import DIALOGUES, build_calling_model, codec_for, conversation
+from helpers.calling_model import DIALOGUES, ERROR, build_calling_model, codec_for, conversation
 from helpers.fakes import EchoTool
 from helpers.python_tools import start
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +24,7 @@ BRANCHING = BranchingConfig(selector="random", base=0.5, num_initial_rollouts=2,
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """(codec, folder, groups): a rollout of one prompt per dialogue, and its groups scored."""
+    """(codec, folder, sampled, greedy): two rollouts of one prompt per dialogue, and their groups scored."""
     folder = build_calling_model(tmp_path_factory.mktemp("calling"))
     codec = codec_for(AutoTokenizer.from_pretrained(folder))
     engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.1, max_num_seqs=16)
@@ -33,39 +33,38 @@ def parts(tmp_path_factory):
     messages = {question: [{"role": "user", "content": question}] for question in DIALOGUES}
     prompts = [Prompt(q, m, ["42"], "math", token_ids=tuple(codec.render_prompt(m))) for q, m in messages.items()]
     try:
-        groups = rollout(prompts, engine, runner, codec, CFG, BRANCHING, seed=1)
-        score_groups(groups, RewardConfig(bonus_tools=("python",)), tools=codec.tools, form=codec.format)
-        yield codec, folder, groups
+        sampled = rollout(prompts, engine, runner, codec, CFG, BRANCHING, seed=1)
+        alone = BranchingConfig(selector="none", num_initial_rollouts=1)
+        greedy = rollout(prompts, engine, runner, codec, replace(CFG, temperature=0.0, group_size=1), alone, seed=1)
+        score_groups([*sampled, *greedy], RewardConfig(bonus_tools=("python",)), tools=codec.tools, form=codec.format)
+        yield codec, folder, sampled, greedy
     finally:
         runner.close()
         engine.close()
 
 
 def trajectories(parts) -> list:
-    return [t for group in parts[2] for t in group.trajectories]
+    return [t for groups in parts[2:] for group in groups for t in group.trajectories]
 
 
 def test_the_model_calls_reads_and_answers(parts):
-    _, _, (one, two, wrong) = parts
-    for group, kinds in ((one, [None]), (two, [None, None]), (wrong, ["bad_json", None])):
-        results = [None if kind else "42" for kind in kinds]
-        assert any(
-            [call.error_kind for call in t.tool_calls] == kinds
-            and [call.result if call.executed else None for call in t.tool_calls] == results
-            and t.stop_reason == StopReason.EOS
-            for t in group.trajectories
-        ), [t.text for t in group.trajectories]
-    assert any(len(turn.tool_calls) == 2 for t in two.trajectories for turn in t.turns)
-    assert any(t.parent_id for t in trajectories(parts))
+    [one], [two], [wrong] = [group.trajectories for group in parts[3]]
+    assert [[(c.error_kind, c.result) for c in t.tool_calls] for t in (one, two, wrong)] == [
+        [(None, "42")], [(None, "42")] * 2, [("bad_json", ERROR), (None, "42")],
+    ]  # fmt: skip
+    assert [len(turn.tool_calls) for turn in two.turns] == [2, 0] and len(wrong.turns) == 3
+    assert {t.stop_reason for t in (one, two, wrong)} == {StopReason.EOS}
+    assert [(t.reward, t.reward_reason) for t in (one, two, wrong)] == [(1.1, ""), (1.1, ""), (-1.0, "malformed_call")]
 
 
-def test_answers_earn_their_reward_and_malformed_calls_cost_it(parts):
-    _, _, (one, two, wrong) = parts
-    for t in [*one.trajectories, *two.trajectories]:
-        if t.stop_reason == StopReason.EOS and not any(call.error_kind for call in t.tool_calls):
-            assert (t.reward, t.reward_reason) == (1.1, "") or t.reward <= 0
-    assert max(t.reward for t in [*one.trajectories, *two.trajectories]) == 1.1
-    assert "malformed_call" in {t.reward_reason for t in wrong.trajectories}
+def test_greedy_trajectories_are_the_rows_of_sft(parts):
+    """SFT and RL make the same tokens of the same conversation, from the prompt's first to the answer's last."""
+    codec = parts[0]
+    for group in parts[3]:
+        row = codec.render_conversation(conversation(group.prompt.prompt_id))
+        [t] = group.trajectories
+        assert [*group.prompt.token_ids, *t.token_ids] == row.token_ids[:-1]
+        assert [0] * len(group.prompt.token_ids) + t.loss_mask == row.loss_mask[:-1]
 
 
 def test_masked_tokens_are_what_the_template_writes_around_the_results(parts):
@@ -82,7 +81,7 @@ def test_masked_tokens_are_what_the_template_writes_around_the_results(parts):
 
 
 def test_logprobs_are_those_of_the_whole_response(parts):
-    _, folder, groups = parts
+    _, folder, groups, _ = parts
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for group in groups:
         for t in group.trajectories:
@@ -94,16 +93,8 @@ def test_logprobs_are_those_of_the_whole_response(parts):
             torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-3, rtol=0)
 
 
-def test_a_trajectory_that_did_as_it_learnt_is_the_row_of_sft(parts):
-    """SFT and RL make the same tokens of the same conversation, from the prompt's first to the answer's last."""
-    codec, _, (one, two, _) = parts
-    for group in (one, two):
-        row = codec.render_conversation(conversation(group.prompt.prompt_id))
-        whole = [[*group.prompt.token_ids, *t.token_ids] for t in group.trajectories]
-        assert row.token_ids[:-1] in whole, json.dumps([t.text for t in group.trajectories])
-
-
 def test_branches_share_everything_up_to_the_template_behind_the_results(parts):
+    assert any(t.parent_id for t in trajectories(parts))
     for group in parts[2]:
         by_id = {t.trajectory_id: t for t in group.trajectories}
         for child in (t for t in group.trajectories if t.parent_id is not None):

@@ -45,7 +45,7 @@ def codec_for(tokenizer) -> HermesCodec:
     return HermesCodec(tokenizer, tools=[tool_class(name).schema for name in TOOLS])
 
 
-def build_calling_model(folder: Path, *, num_steps: int = 60, family: str = "qwen3") -> Path:
+def build_calling_model(folder: Path, *, num_steps: int = 90, family: str = "qwen3") -> Path:
     """Write a Qwen3 of two layers to `folder`, trained on DIALOGUES by SFT's own rows, with the family's template."""
     tokenizer = _tokenizer((TEMPLATES / f"{family}.jinja").read_text())
     rows = [codec_for(tokenizer).render_conversation(conversation(question)) for question in DIALOGUES]
