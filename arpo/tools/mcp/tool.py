@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -91,14 +93,14 @@ class Service:
         async with self._slots:
             if self.connection is None:
                 self.connection = Connection(self.server)
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + self.server.deadline_s
-            num_tries = 0
+            left_s, num_tries = self.server.deadline_s, 0
             while True:
                 num_tries += 1
+                started = math.inf
                 try:
-                    answer = await self.connection.call(name, arguments, deadline - loop.time())
-                    return self._result(answer)
+                    client = await self.connection.opened()
+                    started = time.monotonic()
+                    return self._result(await client.call(name, arguments, left_s))
                 except TimeoutError:
                     text = f"Error: {tag} gave no answer within {self.server.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")
@@ -107,7 +109,8 @@ class Service:
                     return ToolResult(text[:MAX_RESULT_CHARS], ok=False, error_kind="refused")
                 except ConnectionLost:
                     pause_s = self.policy.backoff_s(num_tries, self._rng)
-                    if num_tries == self.server.max_tries or loop.time() + pause_s >= deadline:
+                    left_s -= max(time.monotonic() - started, 0.0) + pause_s
+                    if num_tries == self.server.max_tries or left_s <= 0:
                         text = UNAVAILABLE.format(tag=tag)
                         return ToolResult(text, ok=False, error_kind="unavailable", infra_error=True)
                 await asyncio.sleep(pause_s)
