@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import random
 import time
@@ -23,6 +24,8 @@ from arpo.tools.mcp.servers import McpServer
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
+
+logger = logging.getLogger(__name__)
 
 UNAVAILABLE = "Error: the {tag} tool is unavailable."
 NOT_RECORDED = "Error: there is no recorded result of this call."
@@ -107,6 +110,11 @@ class Service:
                 except MCPError as error:
                     text = f"Error: {tag}: {self.server.redacted(' '.join(error.message.split()))}"
                     return ToolResult(text[:MAX_RESULT_CHARS], ok=False, error_kind="refused")
+                except (RuntimeError, ValueError) as error:  # of the client, of an answer that breaks the protocol
+                    reason = self.server.redacted(" ".join(str(error).split()))[:300]
+                    logger.warning("MCP server %s: the answer of %s is none: %s", self.server.label, name, reason)
+                    text = UNAVAILABLE.format(tag=tag)
+                    return ToolResult(text, ok=False, error_kind="bad_answer", infra_error=True)
                 except ConnectionLost:
                     pause_s = self.policy.backoff_s(num_tries, self._rng)
                     left_s -= max(time.monotonic() - started, 0.0) + pause_s
@@ -204,7 +212,12 @@ def _live_listing(server: McpServer) -> list[dict[str, Any]]:
         fix = "correct the url, or start the server" if server.url else "correct the command, its args or env"
         raise UserError(f"tools.mcp: {server.label} cannot be used: {error}; {fix}") from None
     if server.cache and server.mode == "record":
-        _with_cache(server, lambda service: service.record(LISTING, json.dumps(listing)))
+        recorded = _with_cache(server, lambda service: service.record(LISTING, json.dumps(listing)))
+        if recorded and json.loads(recorded) != listing:
+            changed = (
+                "its tools are not those that %s was recorded with, which a replay offers; take a new cache for them"
+            )
+            logger.warning(f"MCP server %s: {changed}", server.label, server.cache)
     return listing
 
 
