@@ -1,8 +1,9 @@
 """A real MCP server, which misbehaves on request: over stdio, or with a port over streamable HTTP.
 
-    python mcp_server.py [--port PORT] [--token TOKEN] [--log FILE] [--tools add,say]
+    python mcp_server.py [--port PORT] [--token TOKEN] [--log FILE] [--tools add,say] [--busy FILE]
 
-It writes a line with its process id to FILE when it starts, and one for each call.
+It writes a line with its process id to FILE when it starts, and one for each call. With --busy FILE and a token it
+answers as many requests as a number in that file with HTTP 503.
 """
 
 import argparse
@@ -21,6 +22,7 @@ args.add_argument("--port", type=int, default=0)
 args.add_argument("--log", default=os.devnull)
 args.add_argument("--token", default="")
 args.add_argument("--tools", default="")
+args.add_argument("--busy", default="")
 cfg = args.parse_args()
 server = MCPServer("test")
 
@@ -105,6 +107,8 @@ def python(code: str) -> str:
 
 log("start")
 known = (add, say, paint, refuse, show_env, die_once, die, wait, hang, children)
+if "MCP_TEST_TOOLS" in os.environ:
+    cfg.tools = os.environ["MCP_TEST_TOOLS"]
 named = cfg.tools.split(",") if cfg.tools else [function.__name__ for function in known]
 for function in (*known, answer, python):
     if function.__name__ in named:
@@ -119,10 +123,16 @@ else:
 
     app = server.streamable_http_app()
 
+    def num_busy() -> int:
+        return int(Path(cfg.busy).read_text()) if cfg.busy and Path(cfg.busy).exists() else 0
+
     async def guarded(scope, receive, send):
         headers = dict(scope.get("headers", ()))
         if scope["type"] == "http" and headers.get(b"authorization") != f"Bearer {cfg.token}".encode():
             await PlainTextResponse("who are you?", 401)(scope, receive, send)
+        elif scope["type"] == "http" and (left := num_busy()):
+            Path(cfg.busy).write_text(str(left - 1))
+            await PlainTextResponse("come back later", 503)(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,49 +52,15 @@ class Connection:
         self.server = server
         self.num_restarts = 0
         """Times that the connection was opened again because it had broken."""
-        self._owner: _Owner | None = None
+        self._owner: OpenClient | None = None
         self._is_closed = False
 
     async def tools(self) -> list[Tool]:
         """Return what the server lists. Raises ConnectionLost."""
-        return (await self._opened()).tools
+        return (await self.opened()).tools
 
-    async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> CallToolResult:
-        """Call a tool once.
-
-        Raises ConnectionLost where the call may not have reached the server, or its answer us; TimeoutError where the
-        server is there but has not answered; and MCPError where it refuses the call.
-        """
-        from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
-
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                owner = await self._opened()
-        except TimeoutError:
-            raise ConnectionLost("it has not started in time") from None
-        left_s = max(timeout_s - (time.monotonic() - started), 0.01)
-        try:
-            async with asyncio.timeout(left_s + GRACE_S):
-                return await owner.client.call_tool(name, arguments, read_timeout_seconds=left_s)
-        except MCPError as error:
-            if error.code == CONNECTION_CLOSED or error.message == SESSION_LOST:
-                raise await owner.lost("it closed the connection") from None
-            if error.message == HTTP_FAILED:
-                raise ConnectionLost(owner.http_status() or "it answers with an HTTP error") from None
-            if error.code != REQUEST_TIMEOUT:
-                raise
-        except TimeoutError:  # the server does not even take the request
-            pass
-        except (OSError, *_stream_errors()) as error:
-            raise await owner.lost(_reason(error)) from None
-        if await owner.is_alive():
-            raise TimeoutError
-        raise await owner.lost("it hangs")
-
-    async def _opened(self) -> _Owner:
-        """Return the owner of a connection that is open. Raises ConnectionLost."""
+    async def opened(self) -> OpenClient:
+        """Return a client that is open, a new one where the last has broken. Raises ConnectionLost."""
         if self._is_closed:
             raise ConnectionLost("it is closed")
         former = self._owner
@@ -103,7 +68,7 @@ class Connection:
             if former is not None and former.was_open:
                 self.num_restarts += 1
                 logger.warning("MCP server %s: %s; starting it again", self.server.label, former.last_words())
-            self._owner = _Owner(self.server, former)
+            self._owner = OpenClient(self.server, former)
         owner = self._owner
         await owner.opened()
         return owner
@@ -115,10 +80,10 @@ class Connection:
             await self._owner.close()
 
 
-class _Owner:
-    """The task that owns one client, from its opening to its end."""
+class OpenClient:
+    """One client, and the task that owns it from its opening to its end."""
 
-    def __init__(self, server: McpServer, former: _Owner | None):
+    def __init__(self, server: McpServer, former: OpenClient | None):
         """Starts the task, which waits for the end of the `former` first: two would write to the same files."""
         import anyio
 
@@ -142,15 +107,42 @@ class _Owner:
         """Return when the client is open and the tools are listed. Raises ConnectionLost."""
         await asyncio.shield(self._is_open)
 
-    async def lost(self, what: str) -> ConnectionLost:
-        """Close a connection that has broken. Return the error that says so; of `what` only if nothing better is known.
+    async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> CallToolResult:
+        """Call a tool once.
 
-        The owner's task is the first to know why, but may not have come to it yet.
+        Raises ConnectionLost where the call may not have reached the server, or its answer us; TimeoutError where the
+        server is there but has not answered; and MCPError where it refuses the call.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        try:
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                return await self.client.call_tool(name, arguments, read_timeout_seconds=timeout_s)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED or error.message == SESSION_LOST:
+                raise await self._lost("it closed the connection") from None
+            if error.message == HTTP_FAILED:
+                raise ConnectionLost(self.http_status() or "it answers with an HTTP error") from None
+            if error.code != REQUEST_TIMEOUT:
+                raise
+        except TimeoutError:  # the server does not even take the request
+            pass
+        except (OSError, *_stream_errors()) as error:
+            raise await self._lost(_reason(error)) from None
+        if await self._is_alive():
+            raise TimeoutError
+        raise await self._lost("it hangs")
+
+    async def _lost(self, what: str) -> ConnectionLost:
+        """Close a connection that has broken. Return the error that says so.
+
+        `what` broke it, as far as a call can see. The owner's task may know better, once it has ended.
         """
         self._end()
         await asyncio.wait([self._task], timeout=CLOSE_S)
-        self._error = self.last_words() or what
-        return ConnectionLost(self._error)
+        self._error = self._error or what
+        return ConnectionLost(self.last_words())
 
     async def close(self) -> None:
         """End the task, and with it the server's processes."""
@@ -164,7 +156,7 @@ class _Owner:
         if not self._is_open.done():
             self._scope.cancel()  # the task does not wait for the event yet
 
-    async def is_alive(self) -> bool:
+    async def _is_alive(self) -> bool:
         """Return whether the server still answers anything."""
         from mcp import MCPError
 
@@ -176,13 +168,15 @@ class _Owner:
         return True
 
     def last_words(self) -> str:
-        """Return why the connection ended, as far as it is known, in one line; else what the server said last."""
-        return self.server.redacted(self._error or self._stderr.last_line())
+        """Return why the connection ended, and what the server wrote last to its standard error, in one line."""
+        said = self._stderr.last_line()
+        why = self._error or "it closed the connection"
+        return self.server.redacted(f"{why}; it said: {said}" if said else why)
 
     def http_status(self) -> str:
         return f"HTTP {self._statuses[-1]}" if self._statuses else ""
 
-    async def _own(self, former: _Owner | None) -> None:
+    async def _own(self, former: OpenClient | None) -> None:
         if former is not None:
             await asyncio.wait([former._task])
         start_s = self.server.start_s
@@ -200,10 +194,9 @@ class _Owner:
         timer.cancel()
         self._closing.set()
         if not self._is_open.done():
-            status = self.http_status() if any(s >= 400 for s in self._statuses) else ""
-            said = self._stderr.last_line()
-            reason = f"{status or self._error or 'it was ended'}{f'; it said: {said}' if said else ''}"
-            self._is_open.set_exception(ConnectionLost(self.server.redacted(reason)))
+            if any(status >= 400 for status in self._statuses):
+                self._error = self.http_status()
+            self._is_open.set_exception(ConnectionLost(self.last_words()))
             self._is_open.exception()  # nobody may be waiting any more
 
     def _give_up(self, reason: str) -> None:
@@ -267,14 +260,13 @@ async def _listed(client: Client) -> list[Tool]:
     tools: list[Tool] = []
     cursor: str | None = None
     seen: set[str | None] = set()
-    while cursor not in seen:  # a server that sends us round in a circle ends it
-        seen.add(cursor)
+    while True:
         page = await client.list_tools(cursor=cursor)
         tools += page.tools
+        seen.add(cursor)
         cursor = page.next_cursor
-        if cursor is None:
-            break
-    return tools
+        if cursor is None or cursor in seen:  # a server may send us round in a circle
+            return tools
 
 
 def _reason(error: BaseException) -> str:

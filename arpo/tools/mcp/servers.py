@@ -53,7 +53,8 @@ class McpServer:
     tools: tuple[str, ...] = ()
     """Names of the tools that are offered, as the server calls them; none = all."""
     deadline_s: float = 60.0
-    """Longest time of one call in seconds, all tries included; waiting for its turn is not counted."""
+    """Longest time of one call in seconds, all tries included. Waiting for its turn, or for a server that starts again,
+    is not counted."""
     start_s: float = 60.0
     """Longest time that the server may take to start and to list its tools, in seconds."""
     max_concurrent: int = 8

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import random
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +24,8 @@ from arpo.tools.mcp.servers import McpServer
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
+
+logger = logging.getLogger(__name__)
 
 UNAVAILABLE = "Error: the {tag} tool is unavailable."
 NOT_RECORDED = "Error: there is no recorded result of this call."
@@ -91,23 +96,29 @@ class Service:
         async with self._slots:
             if self.connection is None:
                 self.connection = Connection(self.server)
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + self.server.deadline_s
-            num_tries = 0
+            left_s, num_tries = self.server.deadline_s, 0
             while True:
                 num_tries += 1
+                started = math.inf
                 try:
-                    answer = await self.connection.call(name, arguments, deadline - loop.time())
-                    return self._result(answer)
+                    client = await self.connection.opened()
+                    started = time.monotonic()
+                    return self._result(await client.call(name, arguments, left_s))
                 except TimeoutError:
                     text = f"Error: {tag} gave no answer within {self.server.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")
                 except MCPError as error:
                     text = f"Error: {tag}: {self.server.redacted(' '.join(error.message.split()))}"
                     return ToolResult(text[:MAX_RESULT_CHARS], ok=False, error_kind="refused")
+                except (RuntimeError, ValueError) as error:  # of the client, of an answer that breaks the protocol
+                    reason = self.server.redacted(" ".join(str(error).split()))[:300]
+                    logger.warning("MCP server %s: the answer of %s is none: %s", self.server.label, name, reason)
+                    text = UNAVAILABLE.format(tag=tag)
+                    return ToolResult(text, ok=False, error_kind="bad_answer", infra_error=True)
                 except ConnectionLost:
                     pause_s = self.policy.backoff_s(num_tries, self._rng)
-                    if num_tries == self.server.max_tries or loop.time() + pause_s >= deadline:
+                    left_s -= max(time.monotonic() - started, 0.0) + pause_s
+                    if num_tries == self.server.max_tries or left_s <= 0:
                         text = UNAVAILABLE.format(tag=tag)
                         return ToolResult(text, ok=False, error_kind="unavailable", infra_error=True)
                 await asyncio.sleep(pause_s)
@@ -201,7 +212,12 @@ def _live_listing(server: McpServer) -> list[dict[str, Any]]:
         fix = "correct the url, or start the server" if server.url else "correct the command, its args or env"
         raise UserError(f"tools.mcp: {server.label} cannot be used: {error}; {fix}") from None
     if server.cache and server.mode == "record":
-        _with_cache(server, lambda service: service.record(LISTING, json.dumps(listing)))
+        recorded = _with_cache(server, lambda service: service.record(LISTING, json.dumps(listing)))
+        if recorded and json.loads(recorded) != listing:
+            changed = (
+                "its tools are not those that %s was recorded with, which a replay offers; take a new cache for them"
+            )
+            logger.warning(f"MCP server %s: {changed}", server.label, server.cache)
     return listing
 
 

@@ -234,7 +234,7 @@ running.all()
 
 
 @pytest.mark.slow
-def test_what_is_recorded_is_replayed_without_the_server(tmp_path):
+def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog):
     cache, log = str(tmp_path / "cache.sqlite"), tmp_path / "log"
     one = entry("--log", str(log), "--tools", "add,refuse,die", cache=cache, prefix="x_", max_tries=1)
     with Running(one) as running:
@@ -251,6 +251,11 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path):
     with Running(one | {"mode": "replay_strict"}) as running, pytest.raises(UserError, match=r"no recorded.*<die>"):
         running.call("x_die")
     assert len(log.read_text().splitlines()) == num_lines
+    caplog.clear()
+    mcp_schemas(config(one | {"args": [*one["args"], "--busy", ""]}).servers[0])  # another server has its own records
+    assert caplog.text == ""
+    mcp_schemas(config(one | {"env": {"MCP_TEST_TOOLS": "add"}}).servers[0])
+    assert "its tools are not those that" in caplog.text
     strict = config(one).replayed()
     assert json.loads(strict.mcp[0]) == one | {"mode": "replay_strict"}
 
@@ -271,6 +276,58 @@ def test_an_http_server_that_comes_back_is_found_again(tmp_path):
                 wait_for(lambda: _listens(url))
                 assert running.call("add", a=1, b=2).text == "3" and running.restarts() >= 1
                 another.kill()
+
+
+@pytest.mark.slow
+def test_an_http_server_that_is_busy_is_asked_again_over_the_same_connection(tmp_path, monkeypatch):
+    monkeypatch.setenv("MCP_TEST_TOKEN", "open-sesame")
+    port, busy = free_port(), tmp_path / "busy"
+    with subprocess.Popen([sys.executable, SERVER, "--port", str(port), "--token", "open-sesame", "--busy", busy]) as p:
+        one = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": "Bearer $MCP_TEST_TOKEN"}}
+        wait_for(lambda: _listens(one["url"]))
+        with Running(one) as running:
+            assert running.call("add", a=1, b=1).text == "2"
+            busy.write_text("2")
+            assert running.call("add", a=1, b=2).text == "3" and busy.read_text() == "0"
+            busy.write_text("3")
+            assert running.call("add", a=1, b=2).infra_error and busy.read_text() == "0"
+            assert running.call("add", a=1, b=3).text == "4" and running.restarts() == 0
+        p.kill()
+
+
+LEGACY = """
+import asyncio, json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    answer = {"jsonrpc": "2.0", "id": asked["id"]}
+    tool = {"name": "old", "inputSchema": {"type": "object", "title": "T", "properties": {}}}
+    info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    refusal = {"code": -32602, "message": "not today,\\nnor tomorrow"}
+    wrong = tool | {"name": "wrong", "outputSchema": {"type": "object", "required": ["x"]}}
+    found = {"initialize": info, "tools/list": {"tools": [tool, wrong]}}.get(asked["method"])
+    if asked["method"] == "tools/call" and asked["params"]["name"] == "wrong":
+        answer["result"] = {"content": [{"type": "text", "text": "no x"}]}
+    elif asked["method"] == "tools/call":
+        answer["error"] = refusal
+    elif found is None:
+        answer["error"] = {"code": -32601, "message": "no such method"}
+    else:
+        answer["result"] = found
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_the_older_protocol_is_spoken_to_and_its_refusal_is_read():
+    with Running({"command": sys.executable, "args": ["-c", LEGACY]}) as running:
+        assert running.tools["old"].schema.parameters == {"type": "object", "properties": {}}
+        result = running.call("old", argument="{}")
+        assert result.text == "Error: old: not today, nor tomorrow"
+        assert (result.ok, result.error_kind, result.infra_error) == (False, "refused", False)
+        result = running.call("wrong", argument="{}")  # it breaks its own promise: not the model's mistake
+        assert (result.ok, result.error_kind, result.infra_error) == (False, "bad_answer", True)
 
 
 # ---- before a model is loaded
