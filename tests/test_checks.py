@@ -84,7 +84,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
-    "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
+    "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search", "sql"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
 }  # fmt: skip

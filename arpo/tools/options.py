@@ -114,6 +114,22 @@ class SearchConfig:
 
 
 @dataclass(frozen=True)
+class SqlConfig:
+    """The <sql> tool: a SQLite database in memory for each trajectory."""
+
+    setup_column: str = "sql"
+    """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
+    max_sessions: int = 1024
+    """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
+    max_mib: int = 64
+    """Largest size of a database in MiB."""
+    max_steps: int = 50_000_000
+    """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
+    max_rows: int = 50
+    """Most rows of a result that are shown."""
+
+
+@dataclass(frozen=True)
 class ToolsConfig:
     """The tools of the policy. A field that has the name of a tool is that tool's own section.
 
@@ -129,6 +145,7 @@ class ToolsConfig:
     calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    sql: SqlConfig = field(default_factory=SqlConfig)
 
     @property
     def sections(self) -> dict[str, Any]:
