@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 TOOLS: dict[str, Callable[[], type[Tool]]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
     "python": lambda: import_module("arpo.tools.python").PythonTool,
+    "notebook": lambda: import_module("arpo.tools.notebook").NotebookTool,
     "sql": lambda: import_module("arpo.tools.sql").SqlTool,
 }
 """Class of each tool, by tag, in the order in which the default system prompt speaks of them. Imported here and not

@@ -45,6 +45,17 @@ class PythonConfig:
 
 
 @dataclass(frozen=True)
+class NotebookConfig(PythonConfig):
+    """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
+
+    session_cpu_s: float = 60.0
+    """Longest time in seconds that all calls of a trajectory together may compute."""
+    max_sessions: int = 256
+    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
+    a process, which may keep memory_mib."""
+
+
+@dataclass(frozen=True)
 class SearchConfig:
     """The <search> tool."""
 
@@ -145,6 +156,7 @@ class ToolsConfig:
     calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    notebook: NotebookConfig = field(default_factory=NotebookConfig)
     sql: SqlConfig = field(default_factory=SqlConfig)
 
     @property

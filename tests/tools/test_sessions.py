@@ -16,7 +16,9 @@ from arpo.rollout import rollout
 from arpo.tools.base import PricedTool, ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory
 
-LONG = RolloutConfig(group_size=8, max_response_tokens=4000, max_result_tokens=600, answer_reserve_tokens=60)
+LONG = RolloutConfig(
+    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
+)
 ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
 
 

@@ -13,7 +13,9 @@ from arpo.tools.sql import SqlTool, statements
 
 SETUP = "CREATE TABLE films (name TEXT, year INTEGER); INSERT INTO films VALUES ('Alien', 1979), ('Heat', 1995);"
 CONTEXT = ToolContext("p0", "0", 0, row={"sql": SETUP})
-CFG = RolloutConfig(group_size=8, max_response_tokens=6000, max_result_tokens=900, answer_reserve_tokens=60)
+CFG = RolloutConfig(
+    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
+)
 
 
 def ask(*calls: str, cfg: SqlConfig = SqlConfig(), context: ToolContext = CONTEXT) -> list[ToolResult]:  # noqa: B008
