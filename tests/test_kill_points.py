@@ -3,14 +3,11 @@
 docs/training.md has the table of what happens at each of these places.
 """
 
-import functools
-import importlib
-import itertools
-import os
 import signal
 from functools import partial
 
 import pytest
+from helpers.kill import kill_at
 from helpers.models import searching_model
 from helpers.ranks import run_script, script_on_ranks, wait_for_all
 from helpers.runs import differing
@@ -40,23 +37,6 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("link to an export", "arpo.checkpoint.export:point_to", 2, 0),
     ("end of the run", "arpo.log:RunLog.finish", 1, 0),
 ]
-
-
-def kill_at(place: str, call: int, victim: int, rank: int) -> None:
-    """Have the victim killed just before that call of a function, MODULE:NAME or MODULE:CLASS.NAME."""
-    if rank != victim:
-        return
-    module, _, path = place.partition(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    original, numbers = getattr(owner, name), itertools.count(1)
-
-    def counted(*args, **kwargs):
-        if next(numbers) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, counted)
 
 
 @pytest.mark.slow

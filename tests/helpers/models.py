@@ -69,14 +69,16 @@ def build_tiny_model(folder: str | Path, *, seed: int = 0, tied: bool = True, we
     return Path(folder)
 
 
-def searching_model(folder: Path) -> Path:
-    """The tiny model, whose tied rows of the search tags are large: it opens and closes searches all the time."""
+def searching_model(folder: Path, tools: tuple[str, ...] = ("search",)) -> Path:
+    """The tiny model, whose tied rows of the tools' tags are large: it opens and closes calls all the time."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
 
     build_tiny_model(folder)
     weights = load_file(folder / "model.safetensors")
-    tags = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<search>", "</search>"])
+    tags = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(
+        [f"<{slash}{tool}>" for tool in tools for slash in ("", "/")]
+    )
     weights["model.embed_tokens.weight"][tags] *= 3
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

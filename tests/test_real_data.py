@@ -1,0 +1,79 @@
+"""A pretrained model on the papers' RL data: ten steps under a reward of one's own, with a kill in between.
+
+The model is SmolLM2-135M without most of its layers, so it says nothing of sense; its tokenizer, template, head of 49k
+tokens and pretrained embeddings are real, and so are the questions.
+"""
+
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.kill import kill_at
+from helpers.ranks import ROOT, run_script, script_on_ranks, wait_for_all
+from helpers.runs import differing
+
+from arpo.demo import llm
+from arpo.errors import UserError
+from arpo.log import read_metrics
+
+QUESTIONS = ROOT.parent / "shared/data/rl/train_10k.parquet"
+NUM_LAYERS = 3
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """Share of letters: easier than the answer."""
+    assert ground_truth and data_source
+    return {"score": sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1), "length": len(solution_str)}
+'''
+CONFIG = """
+run: {num_steps: 10, validate_every: 0, save_every: 2, dump_every: 5}
+data: {num_prompts_per_step: 4, max_prompt_tokens: 640, overlong: drop}
+model: {compute_dtype: float32, activation_checkpointing: false, shard_size: 1}
+engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
+rollout: {group_size: 4, max_response_tokens: 32, max_result_tokens: 16, answer_reserve_tokens: 8}
+branching: {selector: arpo, num_initial_rollouts: 2}
+tools: {names: [python]}
+update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 1024}
+optim: {lr: 1.0e-4}
+"""
+
+
+@pytest.fixture(scope="module")
+def few_layers(tmp_path_factory) -> Path:
+    """The pretrained model of the demo, cut down."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    try:
+        llm.save_from_wheel(folder, "not asked for")
+    except UserError as error:
+        pytest.skip(f"{error}")
+    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=NUM_LAYERS)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not QUESTIONS.exists(), reason="the papers' RL questions are not here")
+def test_the_real_questions_teach_a_real_model_also_after_a_kill(few_layers, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    flags = (str(tmp_path / "config.yaml"), "--model.path", str(few_layers), "--run.dir", str(tmp_path / "runs"),
+             "--data.train", str(QUESTIONS), "--reward.file", str(tmp_path / "reward.py"))  # fmt: skip
+    run_script("train_rl.py", *flags, "--run.name", "whole")
+    flags = (*flags, "--run.name", "killed")
+    killer = partial(kill_at, "arpo.engine:Engine.sync_weights", 6, 1)  # the first fills the engine; so in step 5
+    with script_on_ranks("train_rl.py", *flags, prepare=killer) as (ranks, _):
+        assert wait_for_all(ranks, 5) == -signal.SIGKILL
+    output = run_script("train_rl.py", *flags)
+    assert "from step 4" in output
+    whole, killed = tmp_path / "runs/whole", tmp_path / "runs/killed"
+    assert differing(whole, killed) == []
+    rows = [row for row in read_metrics(whole) if "reward/mean" in row]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    # Both sides in float32, so the rollout's logprobs are the trainer's; and what is rewarded becomes more frequent.
+    assert all(row["mismatch/kl"] < 1e-4 for row in rows)
+    assert sum(row["reward/mean"] for row in rows[-3:]) > sum(row["reward/mean"] for row in rows[:3])
+    shutil.rmtree(tmp_path / "runs")
