@@ -87,6 +87,10 @@ def _tools(m: Metrics, t: Trajectory) -> None:
     m.mean("tools/calls_per_trajectory", len(calls))
     m.sum("tools/inherited", len(calls) - len(own))
     for call in own:
+        if call.replayed:
+            m.sum("tools/replayed", call.replayed)
+            m.sum("tools/replay_mismatch", call.replay_mismatches)
+    for call in own:
         m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")  # of right and wrong answers
         if call.cost:
             m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
@@ -164,6 +168,7 @@ def console_text(values: dict[str, float]) -> str:
         *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
+        *([_replays(values)] if "tools/replayed" in values else []),
         f"tokens {values['response/tokens']:.0f}",
         f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
         if "loss/entropy" in values
@@ -171,6 +176,11 @@ def console_text(values: dict[str, float]) -> str:
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
     return "  ".join(parts)
+
+
+def _replays(values: dict[str, float]) -> str:
+    mismatches = values["tools/replay_mismatch"]
+    return f"replayed {values['tools/replayed']:.0f}" + (f" ({mismatches:.0f} otherwise)" if mismatches else "")
 
 
 class ToolHealth:

@@ -28,7 +28,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
 from arpo.retrospective import EXPANSIONS, NEED_REWARDS
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
 
@@ -60,20 +60,23 @@ def rollout(
     loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics, score)
     waiting = deque(prompts)
     groups = []
-    while waiting or loop.num_unfinished:
-        while waiting and (not max_at_once or loop.num_unfinished < max_at_once):
-            groups.append(loop.start_group(waiting.popleft()))
-        idle = engine.num_running == 0
-        assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
-        for call_id, result in tools.collect(block=idle):
-            loop.on_tool_result(call_id, result)
-        for chunk in engine.step() if engine.num_running else ():
-            loop.on_chunk(chunk)
-        for group in loop.whole if on_group else ():
-            on_group(group.finish(), [seconds for _, seconds in sorted(group.wall_s.items())])
-        loop.whole.clear()
-        if on_progress:
-            on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
+    try:
+        while waiting or loop.num_unfinished:
+            while waiting and (not max_at_once or loop.num_unfinished < max_at_once):
+                groups.append(loop.start_group(waiting.popleft()))
+            idle = engine.num_running == 0
+            assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
+            for call_id, result in tools.collect(block=idle):
+                loop.on_tool_result(call_id, result)
+            for chunk in engine.step() if engine.num_running else ():
+                loop.on_chunk(chunk)
+            for group in loop.whole if on_group else ():
+                on_group(group.finish(), [seconds for _, seconds in sorted(group.wall_s.items())])
+            loop.whole.clear()
+            if on_progress:
+                on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
+    finally:
+        tools.sessions.end_all()  # an exception, or Ctrl-C, leaves some open
     return [group.finish() for group in groups]
 
 
@@ -142,6 +145,7 @@ class _Loop:
             fork_at=at,
         )
         group.trajectories[path] = child
+        self.tools.sessions.fork((parent.prompt_id, parent.trajectory_id), turn, (child.prompt_id, child.trajectory_id))
         self.start_turn(Live(child, group, path, evidence))
 
     def grow(self, group: GroupState) -> None:
@@ -154,6 +158,8 @@ class _Loop:
             self.expand(group)
         elif group.budget.budget is not None and group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
+        undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
+        self.tools.sessions.retain(group.prompt.prompt_id, undecided)
 
     def expand(self, group: GroupState) -> None:
         """Once all trajectories have ended, fork them as a retrospective selector says; fresh roots are the rest."""
@@ -162,7 +168,8 @@ class _Loop:
             return
         if self.score:
             self.score([finished])
-        forks = retrospective.next_forks(group, finished, self.branching, self.seed)
+        refuses = self.tools.sessions.refusal
+        forks = retrospective.next_forks(group, finished, self.branching, self.seed, refuses)
         for fork in forks:
             parent, child = retrospective.place(group, fork)
             if parent:
@@ -194,11 +201,13 @@ class _Loop:
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
             stop=self.codec.stop_strings(self.offered_tools(live.group.prompt)),
-            seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
+            seed=_number(f"{self.seed}|{live.key}"),
             num_entropy_tokens=self.num_entropy_tokens,
             num_top_logprobs=self.num_top_logprobs,
         )
         self.decoding[live.key] = live
+        if live.group.budget.open.get(live.path) == live.turn_index:
+            self.tools.sessions.mark((trajectory.prompt_id, trajectory.trajectory_id), live.turn_index)
         self.engine.submit(live.key, [*live.group.prompt.token_ids, *trajectory.token_ids], spec)
 
     def offered_tools(self, prompt: Prompt) -> tuple[str, ...]:
@@ -230,7 +239,10 @@ class _Loop:
             return
         rng = random.Random(f"{self.seed}|{live.key}")
         evidence = replace(live.evidence, statistics=self.statistics)
-        decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
+        if refused_by := self.tools.sessions.refusal(live.trajectory.called):
+            decision = Decision(evidence, False, None, None, refused_by)
+        else:
+            decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)
@@ -255,9 +267,14 @@ class _Loop:
                 call_id = f"{live.key}|{number}"
                 self.calling[call_id] = (live, number)
                 live.num_calling += 1
-                self.tools.start(call_id, call.tag, call.argument)
+                self.tools.start(call_id, call.tag, call.argument, self.context(live))
         if not live.num_calling:
             self.append_results(live)
+
+    def context(self, live: Live) -> ToolContext:
+        prompt, trajectory = live.group.prompt, live.trajectory
+        seed = _number(f"{self.seed}|{prompt.prompt_id}")
+        return ToolContext(prompt.prompt_id, trajectory.trajectory_id, live.turn_index, seed, prompt.meta)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
         """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
@@ -271,7 +288,8 @@ class _Loop:
         calls = live.trajectory.turns[-1].tool_calls
         calls[number] = replace(
             calls[number], result=result.text, ok=result.ok, error_kind=result.error_kind,
-            cached=result.cached, seconds=result.seconds, cost=result.cost,
+            cached=result.cached, seconds=result.seconds, cost=result.cost, info=dict(result.info),
+            replayed=result.replayed, replay_mismatches=result.replay_mismatches,
         )  # fmt: skip
         live.num_calling -= 1
         live.has_failed |= result.infra_error
@@ -307,6 +325,7 @@ class _Loop:
         trajectory.text = "".join(text for text, _ in trajectory.segments)
         trajectory.token_chars = self.codec.token_chars(trajectory.token_ids, trajectory.loss_mask, trajectory.segments)
         self.num_unfinished -= 1
+        self.tools.sessions.end((trajectory.prompt_id, trajectory.trajectory_id))
         group.budget.close(live.path)
         if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
             self.split_budget(group, trajectory)
@@ -315,6 +334,12 @@ class _Loop:
         group.wall_s[live.path] = now_s - (live.began_at_s or now_s)
         if len(group.wall_s) == group.size:
             self.whole.append(group)
+            self.tools.sessions.forget(trajectory.prompt_id)
+
+
+def _number(text: str) -> int:
+    """Return 32 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def _name(path: br.Path) -> str:

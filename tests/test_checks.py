@@ -85,7 +85,8 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
-    "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
+    "loss.rollout_correction": "mis", "optim.schedule": "linear",
+    "tools.names": ("python", "search", "sql", "notebook"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
 }  # fmt: skip
@@ -130,6 +131,7 @@ SPECIAL_OFF = {
     ("advantage.normalize_std", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
     ("tools.python.mode", "eval.replay"): True,
+    ("tools.notebook.mode", "eval.replay"): True,
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",

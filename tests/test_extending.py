@@ -76,6 +76,45 @@ def test_an_edit_in_a_place_that_is_not_there_is_noticed(tmp_path):
         edited_copy(tmp_path, [("One line in `LOSSES` of `arpo/losses.py`:", "    1: 1,\n")])
 
 
+# ---- a tool with state
+
+USE_LEDGER = """
+from helpers.fakes import ScriptedEngine, byte_tokenizer
+
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.tools import make_tools, system_prompt_for
+from arpo.tools.base import ToolRunner
+from arpo.tools.options import ToolsConfig
+from arpo.trajectory import Prompt
+
+tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=("ledger",)))
+codec, runner = Codec(tokenizer, tools=tools), ToolRunner(tools)
+ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
+script = lambda _prompt, path, turn: f"<ledger>{turn - len(path)}</ledger>" if turn < 3 else "done"
+[group] = rollout(
+    [Prompt("p", [], [], meta={"balance": 7}, token_ids=ids)], ScriptedEngine(tokenizer, script), runner, codec,
+    RolloutConfig(group_size=6, max_response_tokens=900, answer_reserve_tokens=60),
+    BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2), seed=0,
+)
+runner.close()
+for t in group.trajectories:
+    balance = 7
+    for call in t.tool_calls:
+        balance += int(call.argument)
+        assert (call.result, call.info, call.replayed) == (str(balance), {"balance": balance}, 0), call
+print(sum(t.parent_id is not None for t in group.trajectories))
+print("an account" in system_prompt_for("default", ["ledger"]))
+"""
+
+
+def test_a_tool_with_state_is_one_file_and_one_line(tmp_path):
+    edits = edits_of("A tool with state")
+    assert len(edits) == 2 and edits[1][1].count("\n") == 1
+    assert run_in(edited_copy(tmp_path, edits), USE_LEDGER).split() == ["4", "True"]
+
+
 # ---- a branching rule on token entropies
 
 USE_SPIKES = '''

@@ -17,7 +17,7 @@ from importlib import import_module
 from arpo.errors import UserError
 from arpo.protocol import Codec, HermesCodec
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
-from arpo.protocol.schema import ToolSchema
+from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
 from arpo.run_options import ProtocolConfig
 from arpo.tools.base import PricedTool, Tool
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 TOOLS: dict[str, Callable[[], type[Tool] | FunctionTool]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
     "python": lambda: import_module("arpo.tools.python").PythonTool,
+    "notebook": lambda: import_module("arpo.tools.notebook").NotebookTool,
+    "sql": lambda: import_module("arpo.tools.sql").SqlTool,
 }
 """Class of each tool, or the FunctionTool itself, by tag, in the order in which the default system prompt speaks of
 them. Imported here and not above, so that a tool's own imports are paid only where it is used."""
@@ -60,7 +62,7 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
     The servers are asked once per process, without torch. Raises UserError for a tool that is unknown, a server that
     cannot be used, and a name that cannot be a tag or that two tools have.
     """
-    schemas = {name: tool_class(name).schema for name in cfg.names}
+    schemas = {name: schema_of_tool(name) for name in cfg.names}
     origin = dict.fromkeys([*TOOLS, *cfg.names], "a tool of ours") | dict.fromkeys(
         reserved_tags(()), "a tag of the protocol"
     )
@@ -113,6 +115,12 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
     return TOOLS[name]()
 
 
+def schema_of_tool(name: str) -> ToolSchema:
+    """Return what a tool takes: one text, where its class has no schema. Raises UserError for an unknown name."""
+    tool = tool_class(name)
+    return getattr(tool, "schema", None) or text_schema(name, f"Call {tool.about.noun}.", "text", "What it is to do.")
+
+
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
     """Compare the tools that the rows of a file offer with those that are loaded.
 
@@ -145,7 +153,7 @@ def make_codec(
     """
     if cfg.format == "tags":
         return Codec(tokenizer, tools=tuple(tools), enable_thinking=enable_thinking)
-    schemas = tools if isinstance(tools, Mapping) else {name: tool_class(name).schema for name in tools}
+    schemas = tools if isinstance(tools, Mapping) else {name: schema_of_tool(name) for name in tools}
     return HermesCodec(tokenizer, tools=list(schemas.values()), enable_thinking=enable_thinking)
 
 
@@ -162,6 +170,6 @@ def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSche
         return json_system_prompt(names)
     ours = {name: tool_class(name) for name in TOOLS if name in names}
     listed = tools if isinstance(tools, Mapping) else {}
-    schemas = {name: listed[name] if name in listed else tool_class(name).schema for name in names}
+    schemas = {name: listed[name] if name in listed else schema_of_tool(name) for name in names}
     abouts = {name: tool.about for name, tool in ours.items() if tool.about}
     return default_system_prompt([*abouts.values()], [schemas[name] for name in names if name not in abouts])

@@ -46,6 +46,17 @@ class PythonConfig:
 
 
 @dataclass(frozen=True)
+class NotebookConfig(PythonConfig):
+    """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
+
+    session_cpu_s: float = 60.0
+    """Longest time in seconds that all calls of a trajectory together may compute."""
+    max_sessions: int = 256
+    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
+    a process, which may keep memory_mib."""
+
+
+@dataclass(frozen=True)
 class SearchConfig:
     """The <search> tool."""
 
@@ -115,6 +126,22 @@ class SearchConfig:
 
 
 @dataclass(frozen=True)
+class SqlConfig:
+    """The <sql> tool: a SQLite database in memory for each trajectory."""
+
+    setup_column: str = "sql"
+    """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
+    max_sessions: int = 1024
+    """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
+    max_mib: int = 64
+    """Largest size of a database in MiB."""
+    max_steps: int = 50_000_000
+    """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
+    max_rows: int = 50
+    """Most rows of a result that are shown."""
+
+
+@dataclass(frozen=True)
 class ToolsConfig:
     """The tools of the policy. A field that has the name of a tool is that tool's own section.
 
@@ -134,6 +161,8 @@ class ToolsConfig:
     calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    notebook: NotebookConfig = field(default_factory=NotebookConfig)
+    sql: SqlConfig = field(default_factory=SqlConfig)
 
     def __post_init__(self) -> None:
         parse_servers(self.mcp)
