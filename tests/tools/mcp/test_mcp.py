@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,17 @@ def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(tmp_pat
         hung = running.call("hang")
         assert (hung.error_kind, hung.infra_error) == ("unavailable", True)
         assert running.call("add", a=1, b=1).text == "2" and running.restarts() == 1
+
+
+@pytest.mark.slow
+def test_no_more_calls_than_the_limit_are_under_way(tmp_path):
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log), max_concurrent=2)) as running:
+        for _ in range(7):
+            running.start("wait", seconds=0.05)
+        assert [result.ok for result in running.all()] == [True] * 7
+    steps = [1 if line.endswith("wait") else -1 for line in log.read_text().splitlines() if "wait" in line]
+    assert len(steps) == 14 and max(accumulate(steps)) <= 2
 
 
 @pytest.mark.slow
