@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.files import write_jsonl
+from helpers.mcp_tools import SERVER
 from helpers.processes import is_running
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
@@ -28,7 +29,6 @@ from arpo.trajectory import Prompt
 from train_rl import RLConfig
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
-SERVER = Path(__file__).resolve().parents[2] / "helpers" / "mcp_server.py"
 ENTRY = json.dumps({"command": sys.executable, "args": [str(SERVER), "--tools", "add,say,die_once"]})
 
 ANSWER = "<think>t</think><answer>\\boxed{4}</answer>"
