@@ -79,6 +79,7 @@ async def wait(seconds: float) -> str:
     """Wait, and serve others meanwhile."""
     log("wait")
     await asyncio.sleep(seconds)
+    log("waited")
     return "waited"
 
 

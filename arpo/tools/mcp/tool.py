@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from arpo.errors import UserError
@@ -185,8 +184,10 @@ def mcp_schemas(server: McpServer) -> dict[str, ToolSchema]:
 
 def _live_listing(server: McpServer) -> list[dict[str, Any]]:
     """Return the tools of a running server, and record them where it has a cache to be replayed from."""
-    if find_spec("mcp") is None:
-        raise UserError("tools.mcp needs the package mcp; install it with: pip install -e '.[mcp]'")
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"tools.mcp needs the package mcp ({error}); pip install -e '.[mcp]'") from None
     server.secrets()
     if server.command:
         program_of(server)

@@ -1,5 +1,6 @@
 """MCP tools inside a rollout with tags, and in the checks before one: a real server over stdio."""
 
+import gzip
 import json
 import sys
 from importlib.util import find_spec
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.files import write_jsonl
+from helpers.mcp_tools import SERVER
+from helpers.processes import is_running
+from helpers.ranks import run_script
+from helpers.toy_run import build_toy_world
 
 from arpo.config import load_config
 from arpo.errors import UserError
@@ -24,7 +29,6 @@ from arpo.trajectory import Prompt
 from train_rl import RLConfig
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
-SERVER = Path(__file__).resolve().parents[2] / "helpers" / "mcp_server.py"
 ENTRY = json.dumps({"command": sys.executable, "args": [str(SERVER), "--tools", "add,say,die_once"]})
 
 ANSWER = "<think>t</think><answer>\\boxed{4}</answer>"
@@ -78,3 +82,22 @@ def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_
     gone = ENTRY.replace("mcp_server.py", "nowhere.py")
     with pytest.raises(UserError, match=r"cannot be used: .*nowhere\.py"):
         check_inputs(load_config(RLConfig, [*flags, "good.jsonl", "--tools.mcp", gone]))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("MCP_TEST_SECRET", "swordfish-of-the-deep")
+    world, log = build_toy_world(tmp_path), tmp_path / "log"
+    server = {
+        "command": sys.executable,
+        "args": [str(SERVER), "--log", str(log)],
+        "env": {"API_KEY": "$MCP_TEST_SECRET"},
+    }
+    run_script("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1", "--tools.mcp", json.dumps(server))
+    run = world / "runs" / "rl"
+    assert load_config(RLConfig, [str(run / "config.yaml")]).tools.servers[0].env == (("API_KEY", "$MCP_TEST_SECRET"),)
+    files = [path for path in run.rglob("*") if path.is_file()]
+    texts = {path: path.read_bytes() for path in files}
+    texts |= {path: gzip.decompress(text) for path, text in texts.items() if path.suffix == ".gz"}
+    assert len(texts) > 5 and not [path for path, text in texts.items() if b"swordfish" in text]
+    assert not [line for line in log.read_text().splitlines() if is_running(int(line.split()[0]))]

@@ -1,163 +1,21 @@
-"""Tools of real MCP servers, over stdio and over HTTP: results, errors, deaths, deadlines, caches, and what is left."""
+"""MCP servers that die, hang, are busy, forget, or speak an older protocol; and what a run leaves of them."""
 
-import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import accumulate
 
 import pytest
+from helpers.mcp_tools import SERVER, Running, config, entry, listens, wait_for
 from helpers.processes import free_port, is_running
 
 from arpo.errors import UserError
-from arpo.tools import make_tools, tool_schemas
-from arpo.tools.base import ToolResult, ToolRunner
-from arpo.tools.mcp.tool import McpTool, mcp_schemas
-from arpo.tools.options import ToolsConfig
+from arpo.tools.mcp.tool import mcp_schemas
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
-SERVER = Path(__file__).resolve().parents[2] / "helpers" / "mcp_server.py"
-WAIT_S = 120
-
-
-def entry(*args: str, **settings) -> dict:
-    return {"command": sys.executable, "args": [str(SERVER), *args]} | settings
-
-
-def config(*entries: dict, names: tuple[str, ...] = (), **settings) -> ToolsConfig:
-    return ToolsConfig(names=names, mcp=tuple(map(json.dumps, entries)), **settings)
-
-
-class Running:
-    """The tools of a config, on a runner's loop."""
-
-    def __init__(self, *entries: dict, **settings):
-        self.tools = make_tools(config(*entries, **settings))
-        self.runner = ToolRunner(self.tools)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.runner.close()
-
-    def start(self, tag: str, **arguments) -> None:
-        argument = arguments.pop("argument", None) or json.dumps(arguments)
-        self.runner.start(f"{tag} {argument} {time.monotonic_ns()}", tag, argument)
-
-    def all(self) -> list[ToolResult]:
-        results = []
-        while self.runner.num_pending:
-            results += [result for _, result in self.runner.collect(block=True)]
-        return results
-
-    def call(self, tag: str, **arguments) -> ToolResult:
-        self.start(tag, **arguments)
-        [result] = self.all()
-        return result
-
-    def restarts(self) -> int:
-        return next(tool for tool in self.tools.values() if isinstance(tool, McpTool)).service.take_restarts()
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def http_server():
-    """A server over HTTP that wants a token."""
-    port = free_port()
-    process = subprocess.Popen([sys.executable, SERVER, "--port", str(port), "--token", "open-sesame"])
-    os.environ["MCP_TEST_TOKEN"] = "open-sesame"
-    try:
-        wait_for(lambda: _listens(f"http://127.0.0.1:{port}/mcp"))
-        yield {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": "Bearer $MCP_TEST_TOKEN"}}
-    finally:
-        process.kill()
-        process.wait()
-        del os.environ["MCP_TEST_TOKEN"]
-
-
-@pytest.fixture(scope="module")
-def stdio_server() -> dict:
-    os.environ["MCP_TEST_SECRET"] = "swordfish"
-    return entry(env={"MCP_TEST_KEY": "$MCP_TEST_SECRET"})
-
-
-@pytest.fixture(scope="module", params=["stdio_server", pytest.param("http_server", marks=pytest.mark.slow)])
-def running(request):
-    with Running(request.getfixturevalue(request.param), price_per_call=("add=0.5",)) as running:
-        yield running
-
-
-def _listens(url: str) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))) == 0
-
-
-def test_each_tool_of_a_server_is_a_tool_with_its_schema(running):
-    assert {"add", "say", "paint", "refuse", "wait"} < set(running.tools)
-    schema = running.tools["paint"].schema
-    assert schema.description == "Paint a picture." and schema.required == ["colour"]
-    assert schema.properties["colour"] == {"enum": ["red", "green"], "type": "string"}  # without a title
-
-
-def test_results_come_back_as_text(running):
-    assert running.call("add", a=1, b=2) == ToolResult("3", ok=True, seconds=pytest.approx(0, abs=WAIT_S), cost=0.5)
-    assert running.call("say", argument="<b> ü\n").text == "<b> ü\n"  # one text argument: the call is that text
-    painted = running.call("paint", colour="red", size=2)
-    assert painted.ok and painted.text == "red 2.0\n[image, image/png, 6 bytes]"
-    assert running.call("say", argument=" ").text == " "
-
-
-def test_errors_are_read_by_the_model(running):
-    assert running.call("refuse", argument="never").text.endswith("no: never")
-    assert running.call("refuse", argument="never").error_kind == "tool_error"
-    assert not running.call("refuse", argument="never").infra_error
-
-
-@pytest.mark.parametrize(
-    ("argument", "told"),
-    [
-        ('{"a": 1}', 'add needs the argument "b"'),
-        ('{"a": 1, "b": "2"}', '"b" of add must be an integer'),
-        ('{"a": 1, "b": 2, "c": 3}', 'add has no argument "c"'),
-        ("1 + 2", "is no JSON"),
-    ],
-)
-def test_wrong_arguments_do_not_reach_the_server(running, argument, told):
-    result = running.call("add", argument=argument)
-    assert told in result.text and (result.ok, result.error_kind, result.infra_error) == (False, "bad_arguments", False)
-
-
-def test_calls_run_at_the_same_time(running):
-    for number in range(20):
-        running.start("add", a=number, b=0)
-        running.start("wait", seconds=0.01)
-    assert sorted(int(r.text) for r in running.all() if r.text != "waited") == list(range(20))
-
-
-def test_a_key_reaches_the_server_and_nothing_else(running, request):
-    """Over stdio as a variable; the HTTP server would not have answered without its header."""
-    is_http = "http_server" in request.node.name
-    name, value = ("MCP_TEST_TOKEN", "open-sesame") if is_http else ("MCP_TEST_SECRET", "swordfish")
-    shown = running.call("say", argument=f"a {value} is")
-    assert shown.text == f"a ${name} is"  # the server has shown it, and we have hidden it
-    if not is_http:
-        assert running.call("show_env", argument="MCP_TEST_KEY").text == "$MCP_TEST_SECRET"
-        assert running.call("show_env", argument="MCP_TEST_SECRET").text == "(unset)"
-
-
-# ---- each with servers of its own
 
 
 @pytest.mark.slow
@@ -201,6 +59,17 @@ def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(tmp_pat
 
 
 @pytest.mark.slow
+def test_no_more_calls_than_the_limit_are_under_way(tmp_path):
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log), max_concurrent=2)) as running:
+        for _ in range(7):
+            running.start("wait", seconds=0.05)
+        assert [result.ok for result in running.all()] == [True] * 7
+    steps = [1 if line.endswith("wait") else -1 for line in log.read_text().splitlines() if "wait" in line]
+    assert len(steps) == 14 and max(accumulate(steps)) <= 2
+
+
+@pytest.mark.slow
 def test_the_servers_processes_are_gone_when_the_tools_are_closed(tmp_path):
     log = tmp_path / "log"
     with Running(entry("--log", str(log))) as running:
@@ -215,9 +84,7 @@ def test_the_servers_processes_are_gone_when_the_tools_are_closed(tmp_path):
 def test_the_servers_processes_are_gone_when_the_trainer_is_killed(tmp_path):
     log = tmp_path / "log"
     code = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_mcp import *
+from helpers.mcp_tools import Running, entry
 running = Running(entry("--log", {str(log)!r}))
 print(running.call("children").text, flush=True)
 running.start("hang")
@@ -266,14 +133,14 @@ def test_an_http_server_that_comes_back_is_found_again(tmp_path):
     command = [sys.executable, SERVER, "--port", str(port)]
     with subprocess.Popen(command) as process:
         url = f"http://127.0.0.1:{port}/mcp"
-        wait_for(lambda: _listens(url))
+        wait_for(lambda: listens(url))
         with Running({"url": url, "deadline_s": 30, "max_tries": 2}) as running:
             assert running.call("add", a=1, b=1).text == "2"
             process.kill()
             process.wait()
             assert running.call("add", a=1, b=1).infra_error
             with subprocess.Popen(command) as another:
-                wait_for(lambda: _listens(url))
+                wait_for(lambda: listens(url))
                 assert running.call("add", a=1, b=2).text == "3" and running.restarts() >= 1
                 another.kill()
 
@@ -284,7 +151,7 @@ def test_an_http_server_that_is_busy_is_asked_again_over_the_same_connection(tmp
     port, busy = free_port(), tmp_path / "busy"
     with subprocess.Popen([sys.executable, SERVER, "--port", str(port), "--token", "open-sesame", "--busy", busy]) as p:
         one = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": "Bearer $MCP_TEST_TOKEN"}}
-        wait_for(lambda: _listens(one["url"]))
+        wait_for(lambda: listens(one["url"]))
         with Running(one) as running:
             assert running.call("add", a=1, b=1).text == "2"
             busy.write_text("2")
@@ -328,57 +195,3 @@ def test_a_server_of_the_older_protocol_is_spoken_to_and_its_refusal_is_read():
         assert (result.ok, result.error_kind, result.infra_error) == (False, "refused", False)
         result = running.call("wrong", argument="{}")  # it breaks its own promise: not the model's mistake
         assert (result.ok, result.error_kind, result.infra_error) == (False, "bad_answer", True)
-
-
-# ---- before a model is loaded
-
-
-def refused(*entries: dict, names: tuple[str, ...] = ()) -> str:
-    with pytest.raises(UserError) as error:
-        tool_schemas(config(*entries, names=names))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_a_server_that_cannot_be_started_or_reached_is_told_in_one_line():
-    assert "there is no program 'nosuchprogram'; install it" in refused({"command": "nosuchprogram"})
-    told = refused({"command": "/bin/sh", "args": ["-c", "echo the licence has expired >&2"]})
-    assert "cannot be used" in told and "it said: the licence has expired; correct the command" in told
-    url = f"http://127.0.0.1:{free_port()}/mcp"
-    assert refused({"url": url}).startswith(f"tools.mcp: {url} cannot be used: ")
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_let_us_in_is_told_in_one_line(http_server):
-    told = refused({"command": "/bin/sleep", "args": ["100"], "start_s": 0.5})
-    assert "no answer within 0.5 s" in told
-    assert "HTTP 401" in refused({"url": http_server["url"]})
-    assert "HTTP 404" in refused(http_server | {"url": http_server["url"] + "x"})
-    missing = http_server | {"headers": {"Authorization": "Bearer $MCP_NOT_SET"}}
-    assert "needs MCP_NOT_SET in the environment" in refused(missing)
-
-
-@pytest.mark.slow
-def test_two_tools_of_one_name_are_refused_and_a_prefix_helps():
-    one, other = entry("--tools", "add,say"), entry("--tools", "say,paint")
-    told = refused(one, other)
-    assert "has a tool 'say', and so is one of" in told and "prefix" in told
-    named = tool_schemas(config(one, other | {"prefix": "b_"}, names=("python",)))
-    assert list(named) == ["python", "add", "say", "b_say", "b_paint"]
-    assert list(tool_schemas(config(one, other | {"tools": ["paint"]}))) == ["add", "say", "paint"]
-    assert "has no tool 'said'; it has say, paint" in refused(other | {"tools": ["said"]})
-    assert "has a tool 'python', and so is a tool of ours called" in refused(entry("--tools", "python"))
-    assert "has a tool 'answer', and so is a tag of the protocol called" in refused(entry("--tools", "answer"))
-    assert "lists no tools" in refused(entry("--tools", "none"))
-
-
-def test_the_listing_needs_no_torch():
-    code = "import sys; from arpo.tools import tool_schemas; assert 'torch' not in sys.modules, 'torch'"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=SERVER.parents[2])
-
-
-def test_closing_twice_and_without_a_call_is_fine(stdio_server):
-    tools = make_tools(config(stdio_server))
-    for _ in range(2):
-        for tool in tools.values():
-            asyncio.run(tool.aclose())
