@@ -118,5 +118,6 @@ def _wanted(run: Callable) -> frozenset[str]:
 
 async def answer(tool: Tool, argument: str, context: ToolContext | None, session: Any = None) -> ToolResult:
     """Run a call, with what the tool's `run` has parameters for."""
+    wanted = _wanted(getattr(type(tool), "run", tool.run))
     given = {"context": context, "session": session}
-    return await tool.run(argument, **{name: given[name] for name in _wanted(getattr(type(tool), "run", tool.run))})
+    return await (tool.run(argument, **{name: given[name] for name in wanted}) if wanted else tool.run(argument))
