@@ -20,7 +20,7 @@ from arpo.errors import UserError, require
 from arpo.evals.options import EvalSection, JudgeConfig
 from arpo.inputs import check_inputs
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.run_options import EngineConfig, ModelConfig, RunConfig
+from arpo.run_options import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.tools.options import ToolsConfig
 
 
@@ -42,6 +42,7 @@ class EvalConfig:
             max_response_tokens=8192,
         )
     )
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -86,9 +87,10 @@ from arpo.memory import check_memory, read_job
 from arpo.model import load_tokenizer
 from arpo.model_folder import check_model_folder
 from arpo.protocol import Codec
+from arpo.protocol.schema import ToolSchema
 from arpo.rewards import load_custom
 from arpo.sampler import Sampler
-from arpo.tools import check_offered, make_tools, system_prompt_for
+from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import MutedTool
 from arpo.trajectory import Group, Prompt
 
@@ -109,14 +111,16 @@ def main(cfg: EvalConfig) -> None:
         asked = "eval.max_prompt_tokens"
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=asked)
         check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
-    codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names, enable_thinking=cfg.model.enable_thinking)
+    tool_cfg = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
+    schemas, tokenizer = tool_schemas(tool_cfg), load_tokenizer(cfg.model.path)
+    codec = make_codec(tokenizer, cfg.protocol, schemas, enable_thinking=cfg.model.enable_thinking)
     codec.check_result_room(cfg.rollout.max_result_tokens)
     chosen, absent = select(cfg.eval.benchmarks, cfg.eval.data_dir)
-    sets, overlong = load_questions(cfg.eval, chosen, codec)
+    sets, overlong = load_questions(cfg.eval, chosen, codec, schemas)
     muted = {name + MUTED: prompts[: cfg.eval.num_muted] for name, prompts in sets.items() if cfg.eval.num_muted}
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function).try_on(next(iter(sets.values()))[0])
-    tools = make_tools(cfg.tools.replayed() if cfg.eval.replay else cfg.tools)
+    tools = make_tools(tool_cfg)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     runner = team.tool_runner(tools)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in tools})
@@ -126,7 +130,7 @@ def main(cfg: EvalConfig) -> None:
     judge = None
     if dist.is_main:
         served = served_model(cfg) if cfg.eval.server else ""
-        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served)
+        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served, codec.format)
         claim_run(folder, settings, resume=cfg.run.resume)
         save_config(cfg, folder / "config.yaml")
         judge = open_judge(cfg.judge, folder, probe=True)
@@ -158,7 +162,7 @@ def main(cfg: EvalConfig) -> None:
             no_branching,
             description=name,
             is_part=False,
-            on_group=partial(save_group, path, name, metric, cfg.tools.names) if team.is_first else None,
+            on_group=partial(save_group, path, name, metric, codec) if team.is_first else None,
             max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
         )
     runner.close()
@@ -172,30 +176,31 @@ def main(cfg: EvalConfig) -> None:
 
 
 def load_questions(
-    cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec
+    cfg: EvalSection, chosen: dict[str, Benchmark], codec: Codec, schemas: dict[str, ToolSchema]
 ) -> tuple[dict[str, list[Prompt]], dict[str, int]]:
     """Return the tokenized questions of the chosen benchmarks, by name, and of the question files, by file stem.
 
     Also the number of questions of each that were left out as too long.
     """
-    sets = {name: questions(name, b, cfg.data_dir, max_questions=cfg.max_questions) for name, b in chosen.items()}
+    how = {"max_questions": cfg.max_questions, "form": codec.format}
+    sets = {name: questions(name, b, cfg.data_dir, **how) for name, b in chosen.items()}
     for file in cfg.files:
         path = local_file(file)
         if path.stem in sets or file.endswith(f"{MUTED}{path.suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         sets[path.stem] = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
         check_offered(sets[path.stem], codec.tools, file)
-    system_prompt = system_prompt_for(cfg.system_prompt, codec.tools)
+    system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
     overlong = {}
     for name, prompts in sets.items():
-        asked = [asked_as(prompt, system_prompt) for prompt in prompts]
+        asked = [asked_as(prompt, system_prompt, codec.format) for prompt in prompts]
         sets[name] = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
         overlong[name] = len(prompts) - len(sets[name])
     return sets, overlong
 
 
-def save_group(path: Path, name: str, metric: str, tools: tuple[str, ...], group: Group, wall_s: list[float]) -> None:
-    append_records(path, group_records(group, name, metric, wall_s, tools))
+def save_group(path: Path, name: str, metric: str, codec: Codec, group: Group, wall_s: list[float]) -> None:
+    append_records(path, group_records(group, name, metric, wall_s, codec.tools, codec.format))
 
 
 def served_model(cfg: EvalConfig) -> str:

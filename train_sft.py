@@ -15,7 +15,7 @@ from arpo.config import load_or_exit, run_or_exit
 from arpo.errors import require
 from arpo.inputs import check_inputs
 from arpo.options import OptimConfig
-from arpo.run_options import ModelConfig, RunConfig
+from arpo.run_options import ModelConfig, ProtocolConfig, RunConfig
 from arpo.sft.options import SFTDataConfig
 
 
@@ -29,6 +29,7 @@ class SFTConfig:
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=7e-6, schedule="cosine", warmup_ratio=0.1, weight_decay=0.0)
     )
@@ -65,10 +66,10 @@ from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model_folder import check_model_folder
 from arpo.nonfinite import NonFinite, report
-from arpo.protocol import Codec
 from arpo.ranks import Ranks
 from arpo.run_folder import check_run_folder
 from arpo.sft.token_store import tokenise
+from arpo.tools import make_codec
 from arpo.trajectory import Metrics
 
 
@@ -86,7 +87,8 @@ def main(cfg: SFTConfig) -> None:
     check_run_folder(cfg.run, cfg)
     check_model_folder(cfg.model.path)
     check_memory(read_job(cfg.model, dist.mesh.shape[-1], cfg.data.max_tokens_per_microbatch), dist.device)
-    codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
+    tokenizer = load_tokenizer(cfg.model.path)
+    codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     saver = Saver(cfg.run, dist, source=cfg.model.path)
     train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run_dir / "tokens" / "train", dist)
     valid_rows = []

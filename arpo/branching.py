@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from arpo.entropy import signal_of
@@ -242,6 +242,11 @@ class BranchBudget:
         num_turns = claim[0] - key[0] + 1
         return (1 + self.max_children) ** num_turns - 1
 
+    def undecided(self) -> Iterator[tuple[int, Path]]:
+        """Yield the (turn, path) at which children may still be granted."""
+        yield from self.waiting
+        yield from ((turn, path) for path, turn in self.open.items())
+
     def budget_before(self, turn: int, path: Path) -> int:
         """Budget left when (turn, path) decides, in canonical order."""
         assert self.budget is not None
@@ -257,8 +262,10 @@ class Decision:
 
     evidence: Evidence
     wants: bool
-    probability: float
+    probability: float | None
     draw: float | None
+    refused_by: str = ""
+    """The tool whose open session forbids a branch: then nothing was drawn."""
 
 
 @dataclass
@@ -276,6 +283,9 @@ class Live:
     """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
     began_at_s: float | None = None
     """Time of its first own token."""
+    num_calling: int = 0
+    """Number of the current turn's calls whose results are not there yet. `has_failed`: one failed through us."""
+    has_failed: bool = False
 
     @property
     def turn_index(self) -> int:
@@ -324,7 +334,14 @@ class GroupState:
                 statistics=d.evidence.statistics,
                 budget_left=self.budget.budget_before(turn, path),
                 num_children=children,
-                outcome="declined" if not d.wants else "branched" if children else "no_budget",
+                outcome="refused"
+                if d.refused_by
+                else "declined"
+                if not d.wants
+                else "branched"
+                if children
+                else "no_budget",
+                refused_by=d.refused_by,
             )
         trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
         assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))

@@ -232,11 +232,16 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
             if isinstance(value, dict):
                 walk(value, f"{key}.")
             else:
-                found[key] = [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
+                found[key] = [_flag_of(entry) for entry in value] if isinstance(value, list) else [str(value)]
 
     walk(tree, "")
     walk(own, "")
     return found
+
+
+def _flag_of(entry: Any) -> str:
+    """Return a list's entry as it stands on the command line: a mapping as JSON."""
+    return json.dumps(entry) if isinstance(entry, dict) else str(entry)
 
 
 def check_no_key_twice(node: Any, path: Path) -> None:

@@ -264,16 +264,20 @@ def _plain(value: object) -> object:
 
 def tokenize_prompts(
     prompts: list[Prompt],
-    render: Callable[[list[dict[str, str]]], list[int]],
+    render: Callable[..., list[int]],
     max_prompt_tokens: int,
     overlong: Literal["drop", "error"],
     path: str | Path,
 ) -> list[Prompt]:
-    """Fill `token_ids` with `render(messages)`; prompts over `max_prompt_tokens` are dropped with their number logged.
+    """Fill `token_ids`; prompts over `max_prompt_tokens` are dropped with their number logged.
 
+    `render` gets the messages, and the tools of a prompt that names some.
     Raises UserError where `overlong` is "error" and one is too long, and where nothing remains.
     """
-    prompts = [replace(prompt, token_ids=tuple(render(prompt.messages))) for prompt in prompts]
+    prompts = [
+        replace(p, token_ids=tuple(render(p.messages) if p.tools is None else render(p.messages, p.tools)))
+        for p in prompts
+    ]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     num_dropped = len(prompts) - len(kept)

@@ -15,8 +15,9 @@ from arpo.evals.benchmarks import questions, select
 from arpo.hub import check_hub_model, local_file
 from arpo.model_folder import check_model_folder
 from arpo.run_folder import check_run_folder
+from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
-from arpo.tools import check_known, tool_class
+from arpo.tools import check_known, tool_schemas
 from arpo.trackers import check_installed
 
 NUM_ROWS = 50
@@ -35,20 +36,20 @@ def check_inputs(cfg: Any) -> None:
 def _check_sft(cfg: Any) -> None:
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        for _ in islice(read_conversations(local_file(path)), NUM_ROWS):
+        for _ in islice(read_conversations(local_file(path), parse=PARSERS[cfg.protocol.format]), NUM_ROWS):
             pass
 
 
 def _check_rl(cfg: Any) -> None:
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    _check_tools(cfg)
+    tools = _check_tools(cfg)
     for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
         if not Path(file).is_file():
             raise UserError(f"reward.terms: {file}: there is no such file; check the path")
     if "judge" in cfg.reward.weights and not (cfg.judge.url and cfg.judge.model):
         raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        _check_questions(path, cfg.tools.names)
+        _check_questions(path, tools)
 
 
 def _check_evaluation(cfg: Any) -> None:
@@ -57,18 +58,19 @@ def _check_evaluation(cfg: Any) -> None:
     if not cfg.eval.server:
         prompts = "eval.max_prompt_tokens"
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=prompts)
-    _check_tools(cfg)
+    tools = _check_tools(cfg)
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     for path in cfg.eval.files:
-        _check_questions(path, cfg.tools.names)
+        _check_questions(path, tools)
 
 
-def _check_tools(cfg: Any) -> None:
-    for name in cfg.tools.names:
-        tool_class(name)
+def _check_tools(cfg: Any) -> tuple[str, ...]:
+    """Return the names of the tools, those of MCP servers included."""
     if cfg.reward.file and not Path(cfg.reward.file).is_file():
         raise UserError(f"reward.file={cfg.reward.file}: there is no such file; check the path")
+    replays = cfg.SCRIPT == "evaluate" and cfg.eval.replay
+    return tuple(tool_schemas(cfg.tools.replayed() if replays else cfg.tools))
 
 
 def _check_questions(path: str, tools: tuple[str, ...]) -> None:

@@ -32,13 +32,18 @@ MAX_SOURCES = 16
 GIB = 2**30
 
 
-def rollout_metrics(groups: list[Group], sources: Mapping[str, str] | None = None) -> Metrics:
+def rollout_metrics(
+    groups: list[Group], sources: Mapping[str, str] | None = None, num_mcp_restarts: int = 0
+) -> Metrics:
     """Rewards, lengths, entropies, branching and tool calls of all trajectories.
 
     sources: data source -> the name that its accuracy is logged under (`source_names`); none = no such metrics.
+    num_mcp_restarts: MCP servers that this rank started again.
     """
     m = Metrics()
     m.sum("tools/all/calls", 0)  # a number also in a step without calls
+    if num_mcp_restarts:
+        m.sum("tools/mcp_restarts", num_mcp_restarts)
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.is_judged]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
@@ -83,6 +88,10 @@ def _tools(m: Metrics, t: Trajectory) -> None:
     calls, own = t.tool_calls, t.own_tool_calls
     m.mean("tools/calls_per_trajectory", len(calls))
     m.sum("tools/inherited", len(calls) - len(own))
+    for call in own:
+        if call.replayed:
+            m.sum("tools/replayed", call.replayed)
+            m.sum("tools/replay_mismatch", call.replay_mismatches)
     for call in own:
         m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")  # of right and wrong answers
         if call.cost:
@@ -161,6 +170,7 @@ def console_text(values: dict[str, float]) -> str:
         *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
+        *([_replays(values)] if "tools/replayed" in values else []),
         f"tokens {values['response/tokens']:.0f}",
         f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
         if "loss/entropy" in values
@@ -168,6 +178,11 @@ def console_text(values: dict[str, float]) -> str:
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
     return "  ".join(parts)
+
+
+def _replays(values: dict[str, float]) -> str:
+    mismatches = values["tools/replay_mismatch"]
+    return f"replayed {values['tools/replayed']:.0f}" + (f" ({mismatches:.0f} otherwise)" if mismatches else "")
 
 
 class ToolHealth:

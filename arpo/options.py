@@ -28,7 +28,7 @@ class RolloutConfig:
     max_calls_per_tool: tuple[str, ...] = ()
     """Lower limits of single tools, like python=5. A further call is refused, but counts among max_tool_calls."""
     max_result_tokens: int = 1024
-    """Longer tool results are cut, with a visible mark."""
+    """Longer tool results are cut, with a visible mark. The results of one turn's calls share it."""
     answer_reserve_tokens: int = 256
     """Tokens at the end of max_response_tokens that tool results leave free, so that an answer still fits."""
     temperature: float = 1.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from arpo.branching import GroupState, Path
@@ -161,19 +161,27 @@ NEED_REWARDS = {"tail", "mixed"}
 # ---- rounds of forks in a group that the rollout lets grow
 
 
-def next_forks(group: GroupState, finished: Group, cfg: BranchingConfig, seed: str) -> list[Fork]:
+def next_forks(
+    group: GroupState, finished: Group, cfg: BranchingConfig, seed: str, refusal: Callable[[Iterable[str]], str]
+) -> list[Fork]:
     """Return the forks of the group's next round, and note them in the turns they chose.
 
-    Each round may make an equal part of the forks that are left. `seed` names the rollout.
+    Each round may make an equal part of the forks that are left. `seed` names the rollout. `refusal` returns the tool,
+    of those called before a fork, whose session allows none; such a fork is noted and left out.
     """
     left = group.size - len(group.trajectories)
     budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
     group.num_rounds += 1
     rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
     forks = EXPANSIONS[cfg.selector](finished, budget, cfg, rng)[:budget]
-    for number, fork in enumerate(forks):
-        _record(group, fork, left - number)
-    return forks
+    by_id = {t.trajectory_id: t for t in finished.trajectories}
+    allowed = []
+    for fork in forks:
+        called = [call for t in by_id[fork.trajectory_id].turns[: fork.turn] for call in t.tool_calls]
+        refused_by = refusal(call.tag for call in called if call.executed)
+        _record(group, fork, left - len(allowed), refused_by)
+        allowed += [] if refused_by else [fork]
+    return allowed
 
 
 def finished_part(group: GroupState) -> Group | None:
@@ -201,7 +209,7 @@ def _writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
     return path
 
 
-def _record(group: GroupState, fork: Fork, budget_left: int) -> None:
+def _record(group: GroupState, fork: Fork, budget_left: int, refused_by: str) -> None:
     """Note in its turn that the selector has chosen it; a turn that is chosen again keeps count."""
     trajectory = group.trajectories[_writer(group, fork.trajectory_id, fork.turn)]
     turn = trajectory.turns[fork.turn]
@@ -212,7 +220,8 @@ def _record(group: GroupState, fork: Fork, budget_left: int) -> None:
         draw=None,
         consecutive=0,
         budget_left=budget_left,
-        num_children=1 + (turn.decision.num_children if turn.decision else 0),
-        outcome="branched",
+        num_children=(not refused_by) + (turn.decision.num_children if turn.decision else 0),
+        outcome="refused" if refused_by else "branched",
         score=fork.score,
+        refused_by=refused_by,
     )

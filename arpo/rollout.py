@@ -26,9 +26,9 @@ from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED, parse_call, stop_strings
+from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
 from arpo.retrospective import EXPANSIONS, NEED_REWARDS
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
 
@@ -60,20 +60,23 @@ def rollout(
     loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics, score)
     waiting = deque(prompts)
     groups = []
-    while waiting or loop.num_unfinished:
-        while waiting and (not max_at_once or loop.num_unfinished < max_at_once):
-            groups.append(loop.start_group(waiting.popleft()))
-        idle = engine.num_running == 0
-        assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
-        for call_id, result in tools.collect(block=idle):
-            loop.on_tool_result(call_id, result)
-        for chunk in engine.step() if engine.num_running else ():
-            loop.on_chunk(chunk)
-        for group in loop.whole if on_group else ():
-            on_group(group.finish(), [seconds for _, seconds in sorted(group.wall_s.items())])
-        loop.whole.clear()
-        if on_progress:
-            on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
+    try:
+        while waiting or loop.num_unfinished:
+            while waiting and (not max_at_once or loop.num_unfinished < max_at_once):
+                groups.append(loop.start_group(waiting.popleft()))
+            idle = engine.num_running == 0
+            assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
+            for call_id, result in tools.collect(block=idle):
+                loop.on_tool_result(call_id, result)
+            for chunk in engine.step() if engine.num_running else ():
+                loop.on_chunk(chunk)
+            for group in loop.whole if on_group else ():
+                on_group(group.finish(), [seconds for _, seconds in sorted(group.wall_s.items())])
+            loop.whole.clear()
+            if on_progress:
+                on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
+    finally:
+        tools.sessions.end_all()  # an exception, or Ctrl-C, leaves some open
     return [group.finish() for group in groups]
 
 
@@ -95,7 +98,7 @@ class _Loop:
         self.cfg, self.branching, self.seed, self.statistics = cfg, branching, seed, statistics
         self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
-        self.calling: dict[str, tuple[Live, str, str]] = {}  # call id -> (live, tag, argument)
+        self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
         self.num_unfinished = 0
         self.whole: list[GroupState] = []  # groups that became so since `rollout` last looked
 
@@ -142,6 +145,7 @@ class _Loop:
             fork_at=at,
         )
         group.trajectories[path] = child
+        self.tools.sessions.fork((parent.prompt_id, parent.trajectory_id), turn, (child.prompt_id, child.trajectory_id))
         self.start_turn(Live(child, group, path, evidence))
 
     def grow(self, group: GroupState) -> None:
@@ -154,6 +158,8 @@ class _Loop:
             self.expand(group)
         elif group.budget.budget is not None and group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
+        undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
+        self.tools.sessions.retain(group.prompt.prompt_id, undecided)
 
     def expand(self, group: GroupState) -> None:
         """Once all trajectories have ended, fork them as a retrospective selector says; fresh roots are the rest."""
@@ -162,7 +168,8 @@ class _Loop:
             return
         if self.score:
             self.score([finished])
-        forks = retrospective.next_forks(group, finished, self.branching, self.seed)
+        refuses = self.tools.sessions.refusal
+        forks = retrospective.next_forks(group, finished, self.branching, self.seed, refuses)
         for fork in forks:
             parent, child = retrospective.place(group, fork)
             if parent:
@@ -193,12 +200,14 @@ class _Loop:
             max_tokens=self.cfg.max_response_tokens - start,
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
-            stop=stop_strings(self.offered_tools(live.group.prompt)),
-            seed=int.from_bytes(hashlib.blake2b(f"{self.seed}|{live.key}".encode(), digest_size=4).digest()),
+            stop=self.codec.stop_strings(self.offered_tools(live.group.prompt)),
+            seed=_number(f"{self.seed}|{live.key}"),
             num_entropy_tokens=self.num_entropy_tokens,
             num_top_logprobs=self.num_top_logprobs,
         )
         self.decoding[live.key] = live
+        if live.group.budget.open.get(live.path) == live.turn_index:
+            self.tools.sessions.mark((trajectory.prompt_id, trajectory.trajectory_id), live.turn_index)
         self.engine.submit(live.key, [*live.group.prompt.token_ids, *trajectory.token_ids], spec)
 
     def offered_tools(self, prompt: Prompt) -> tuple[str, ...]:
@@ -230,29 +239,42 @@ class _Loop:
             return
         rng = random.Random(f"{self.seed}|{live.key}")
         evidence = replace(live.evidence, statistics=self.statistics)
-        decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
+        if refused_by := self.tools.sessions.refusal(live.trajectory.called):
+            decision = Decision(evidence, False, None, None, refused_by)
+        else:
+            decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)
         self.grow(group)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
-        if chunk.finish != "stop":
+        """End the trajectory with its answer, or start all calls of the turn."""
+        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        sampled, offered = trajectory.token_ids[turn.start : turn.end], self.offered_tools(live.group.prompt)
+        calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, offered)
+        if not calls:
             self.end(live, StopReason.EOS if chunk.finish == "eos" else StopReason.LENGTH)
             return
-        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        tag = chunk.stop_string.strip("</>")
-        call = parse_call(self.codec.decode(trajectory.token_ids[turn.start : turn.end]), tag)
-        # Every earlier turn ended in a call, so the turn index is the number of calls made so far.
-        if live.turn_index > self.cfg.max_tool_calls:  # it was told to answer, and called again
+        if len(trajectory.tool_calls) > self.cfg.max_tool_calls:  # it was told to answer, and called again
             self.end(live, StopReason.TOOL_LIMIT)
-        elif refusal := self.refusal(trajectory, tag):
-            self.append_result(live, ToolCall(tag, call.argument, refusal, False, "limit", executed=False))
-        elif call.error_kind:
-            self.append_result(live, ToolCall(tag, "", call.error, False, call.error_kind, executed=False))
-        else:
-            self.calling[live.key] = (live, tag, call.argument)
-            self.tools.start(live.key, tag, call.argument)
+            return
+        for number, call in enumerate(calls):
+            refusal = self.refusal(trajectory, call.tag)
+            error, kind = (refusal, "limit") if refusal else (call.error, call.error_kind)
+            turn.tool_calls.append(ToolCall(call.tag, call.argument, error, False, kind, executed=not kind))
+            if not kind:
+                call_id = f"{live.key}|{number}"
+                self.calling[call_id] = (live, number)
+                live.num_calling += 1
+                self.tools.start(call_id, call.tag, call.argument, self.context(live))
+        if not live.num_calling:
+            self.append_results(live)
+
+    def context(self, live: Live) -> ToolContext:
+        prompt, trajectory = live.group.prompt, live.trajectory
+        seed = _number(f"{self.seed}|{prompt.prompt_id}")
+        return ToolContext(prompt.prompt_id, trajectory.trajectory_id, live.turn_index, seed, prompt.meta)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
         """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
@@ -262,27 +284,32 @@ class _Loop:
         return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
-        live, tag, argument = self.calling.pop(call_id)
-        call = ToolCall(
-            tag, argument, result.text, result.ok, result.error_kind,
-            cached=result.cached, seconds=result.seconds, cost=result.cost,
+        live, number = self.calling.pop(call_id)
+        calls = live.trajectory.turns[-1].tool_calls
+        calls[number] = replace(
+            calls[number], result=result.text, ok=result.ok, error_kind=result.error_kind,
+            cached=result.cached, seconds=result.seconds, cost=result.cost, info=dict(result.info),
+            replayed=result.replayed, replay_mismatches=result.replay_mismatches,
         )  # fmt: skip
-        if result.infra_error:  # our failure, not the model's: it neither reads it nor is trained on it
-            live.trajectory.turns[-1].tool_call = call
-            self.end(live, StopReason.ERROR)
-        else:
-            self.append_result(live, call)
+        live.num_calling -= 1
+        live.has_failed |= result.infra_error
+        if not live.num_calling:
+            if live.has_failed:  # our failure, not the model's: it neither reads it nor is trained on it
+                self.end(live, StopReason.ERROR)
+            else:
+                self.append_results(live)
 
-    def append_result(self, live: Live, call: ToolCall) -> None:
+    def append_results(self, live: Live) -> None:
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
         left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
-        rendered = self.codec.encode_result(call.result, min(self.cfg.max_result_tokens, left))
-        if rendered is None:  # no room for a result and an answer
-            turn.tool_call = replace(call, result="")
+        room, last_token = min(self.cfg.max_result_tokens, left), trajectory.token_ids[-1]
+        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=last_token)
+        if rendered is None:  # no room for results and an answer
+            turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
             return
-        text, token_ids = rendered
-        turn.tool_call = replace(call, result=text)
+        texts, token_ids = rendered
+        turn.tool_calls = [replace(call, result=text) for call, text in zip(turn.tool_calls, texts, strict=True)]
         trajectory.token_ids += token_ids
         trajectory.loss_mask += [0] * len(token_ids)
         trajectory.rollout_logprobs += [0.0] * len(token_ids)
@@ -298,6 +325,7 @@ class _Loop:
         trajectory.text = "".join(text for text, _ in trajectory.segments)
         trajectory.token_chars = self.codec.token_chars(trajectory.token_ids, trajectory.loss_mask, trajectory.segments)
         self.num_unfinished -= 1
+        self.tools.sessions.end((trajectory.prompt_id, trajectory.trajectory_id))
         group.budget.close(live.path)
         if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
             self.split_budget(group, trajectory)
@@ -306,6 +334,12 @@ class _Loop:
         group.wall_s[live.path] = now_s - (live.began_at_s or now_s)
         if len(group.wall_s) == group.size:
             self.whole.append(group)
+            self.tools.sessions.forget(trajectory.prompt_id)
+
+
+def _number(text: str) -> int:
+    """Return 32 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def _name(path: br.Path) -> str:

@@ -96,6 +96,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class ProtocolConfig:
+    """The form in which the model calls tools: the same in SFT, RL and evaluation."""
+
+    format: Literal["tags", "hermes"] = "tags"
+    """tags = <python> code </python>, all within one assistant turn, as the papers' models; hermes = JSON in
+    <tool_call> blocks, with the chat template's own list of tools and its turns for results, as Qwen2.5, Qwen3 and
+    Hermes models were trained to (set system_prompt=default too: prompts of files speak of tags)."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Prompts for RL and validation."""
 

@@ -5,7 +5,7 @@ What a reward is stands in `rewards`, which is pure; here it meets files, ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from arpo.engine.team import Team
 from arpo.evals.options import TrainingJudgeConfig
 from arpo.evals.training_judge import TrainingJudge
 from arpo.options import TrainingRewardConfig
+from arpo.protocol import Codec
 from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom
 from arpo.rewards.terms import load_terms
@@ -28,14 +29,14 @@ class Scoring:
         cfg: TrainingRewardConfig,
         judge: TrainingJudgeConfig,
         team: Team,
+        codec: Codec,
         max_response_tokens: int,
         *,
-        tools: Sequence[str],
         folder: Path,
     ):
         """`folder` is the run's. Raises UserError for files and functions that cannot be used, and where the judge
         cannot be reached."""
-        self.cfg, self.tools, self.team = cfg, tools, team
+        self.cfg, self.team, self.codec = cfg, team, codec
         self.custom = load_custom(cfg.file, cfg.function) if cfg.file else None
         self.terms = load_terms(cfg, max_response_tokens)
         self.num_judge_calls = 0
@@ -62,7 +63,8 @@ class Scoring:
         terms = self.terms
         if self.judge:
             terms = replace(terms, judgements=self.judge.collect(groups))
-        rewards.score_groups(groups, self.cfg, self.custom, tools=self.tools, terms=terms, only_new=True)
+        written = {"tools": self.codec.tools, "form": self.codec.format}
+        rewards.score_groups(groups, self.cfg, self.custom, terms=terms, only_new=True, **written)
 
     def end_step(self) -> dict[str, float]:
         """Return the judge's numbers of the step, over all ranks; none without a judge. Collective with one."""

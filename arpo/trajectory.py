@@ -52,7 +52,7 @@ class ToolCall:
     tag: str
     argument: str
     result: str
-    """The text between <result> and </result>, as the model read it (escaped, truncated)."""
+    """The result as the model read it (escaped, truncated): with tags the text between <result> and </result>."""
     ok: bool
     error_kind: str | None = None
     """Short stable name of the failure ("timeout", "error", "empty_call", "unopened_tag", "limit", ...); None if ok."""
@@ -62,6 +62,12 @@ class ToolCall:
     seconds: float = 0.0
     cost: float = 0.0
     """Money, in the currency of tools.price_per_call; 0 where a cache answered."""
+    info: dict = field(default_factory=dict)
+    """What the tool says of the call besides its text, for rewards: an environment's own reward, say."""
+    replayed: int = 0
+    """Calls of the trajectory that this one branched from, run again before this call to give it their state."""
+    replay_mismatches: int = 0
+    """Those of them that answered otherwise than the first time: the state is not what the model has read of it."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +91,22 @@ class BranchDecision:
     root_entropy: float
     """H_root: the same over the first k tokens of the trajectory's first turn."""
     probability: float | None
-    """P(branch); None where a retrospective selector chose, after all had ended."""
+    """P(branch); None where a retrospective selector chose, after all had ended, and where a tool refused."""
     draw: float | None
-    """The uniform number compared with `probability`; None under the threshold rule."""
+    """The uniform number compared with `probability`; None under the threshold rule, and where that is None."""
     consecutive: int
     """Branching decisions in a row on this chain before this one (AEPO's l)."""
     budget_left: int
     """Trajectories the group could still start when the decision was taken."""
     num_children: int
     outcome: str
-    """"branched" | "declined" | "no_budget" """
+    """"branched" | "declined" | "no_budget" | "refused" """
     statistics: SignalStatistics | None = None
     """What the signal was compared with; None in the first step."""
     score: float | None = None
     """What a retrospective selector chose the turn by (its newest choice, where it chose the turn again)."""
+    refused_by: str = ""
+    """refused: the tool that has a session open here, of which there can be no second one."""
 
 
 @dataclass
@@ -108,12 +116,13 @@ class Turn:
     start: int
     end: int = 0
     result_end: int = 0
-    """One past the last token of the appended tool result; equals `end` when no tool was called."""
+    """One past the last token of the appended tool results; equals `end` when no tool was called."""
     entropy: float | None = None
     """Mean over the first k sampled tokens of the next-token entropy, nats; None until known."""
-    tool_call: ToolCall | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls that the turn ended in, in order: none in an answer, one with tags, one or more in JSON."""
     inherited: bool = False
-    """True where a branch took the turn over from its parent: its tool call was not executed again."""
+    """True where a branch took the turn over from its parent: its tool calls were not executed again."""
     decision: BranchDecision | None = None
     token_entropies: list[float] = field(default_factory=list)
     """Next-token entropy (nats) of each of the first k sampled tokens, as far as the engine measured them."""
@@ -181,12 +190,22 @@ class Trajectory:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        return [t.tool_call for t in self.turns if t.tool_call is not None]
+        return [call for t in self.turns for call in t.tool_calls]
 
     @property
     def own_tool_calls(self) -> list[ToolCall]:
         """Calls made for this trajectory itself; a branch's inherited calls belong to its parent."""
-        return [t.tool_call for t in self.turns if t.tool_call is not None and not t.inherited]
+        return [call for t in self.turns for call in t.tool_calls if not t.inherited]
+
+    @property
+    def called(self) -> list[str]:
+        """Tags of the tools that ran for it or for those it was forked from, call by call."""
+        return [call.tag for call in self.tool_calls if call.executed]
+
+    @property
+    def has_replay_mismatch(self) -> bool:
+        """True where a replay did not give it the state that its parent had, or so with one it was forked from."""
+        return any(call.replay_mismatches for call in self.tool_calls)
 
     def to_dict(self) -> dict:
         """Return all fields in plain types, for the trajectory dump (jsonl). Long lists are shared, not copied."""

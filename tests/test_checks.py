@@ -38,7 +38,8 @@ ALWAYS = {
     "answer_reserve_tokens",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
-    "tools": "names price_per_call",
+    "protocol": "format",
+    "tools": "names mcp price_per_call",
     "reward": "terms",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
@@ -84,9 +85,10 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
-    "loss.rollout_correction": "mis", "optim.schedule": "linear", "tools.names": ("python", "search"),
+    "loss.rollout_correction": "mis", "optim.schedule": "linear",
+    "tools.names": ("python", "search", "sql", "notebook"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
-    "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+    "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
 }  # fmt: skip
 OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
@@ -99,7 +101,7 @@ OFF = {
     "loss.kl_in": "reward",
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
-    "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+    "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
 }  # fmt: skip
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
     ("reward.compat", "reward.file"): "",
@@ -136,6 +138,7 @@ SPECIAL_OFF = {
     ("advantage.normalize_std", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
     ("tools.python.mode", "eval.replay"): True,
+    ("tools.notebook.mode", "eval.replay"): True,
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",

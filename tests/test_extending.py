@@ -76,6 +76,45 @@ def test_an_edit_in_a_place_that_is_not_there_is_noticed(tmp_path):
         edited_copy(tmp_path, [("One line in `LOSSES` of `arpo/losses.py`:", "    1: 1,\n")])
 
 
+# ---- a tool with state
+
+USE_LEDGER = """
+from helpers.fakes import ScriptedEngine, byte_tokenizer
+
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.tools import make_tools, system_prompt_for
+from arpo.tools.base import ToolRunner
+from arpo.tools.options import ToolsConfig
+from arpo.trajectory import Prompt
+
+tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=("ledger",)))
+codec, runner = Codec(tokenizer, tools=tools), ToolRunner(tools)
+ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
+script = lambda _prompt, path, turn: f"<ledger>{turn - len(path)}</ledger>" if turn < 3 else "done"
+[group] = rollout(
+    [Prompt("p", [], [], meta={"balance": 7}, token_ids=ids)], ScriptedEngine(tokenizer, script), runner, codec,
+    RolloutConfig(group_size=6, max_response_tokens=900, answer_reserve_tokens=60),
+    BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2), seed=0,
+)
+runner.close()
+for t in group.trajectories:
+    balance = 7
+    for call in t.tool_calls:
+        balance += int(call.argument)
+        assert (call.result, call.info, call.replayed) == (str(balance), {"balance": balance}, 0), call
+print(sum(t.parent_id is not None for t in group.trajectories))
+print("an account" in system_prompt_for("default", ["ledger"]))
+"""
+
+
+def test_a_tool_with_state_is_one_file_and_one_line(tmp_path):
+    edits = edits_of("A tool with state")
+    assert len(edits) == 2 and edits[1][1].count("\n") == 1
+    assert run_in(edited_copy(tmp_path, edits), USE_LEDGER).split() == ["4", "True"]
+
+
 # ---- a branching rule on token entropies
 
 USE_SPIKES = '''
@@ -186,6 +225,43 @@ def test_a_retrospective_selector_is_one_function_and_one_line(tmp_path):
     assert "did you mean 'middle'" in misspelt and "base=0.4 is ignored unless branching.selector=arpo" in useless
 
 
+# ---- a tool from a function
+
+USE_AGE = """
+import asyncio
+from dataclasses import dataclass, field
+
+from arpo.config import load_config
+from arpo.tools import make_tools, system_prompt_for, tool_schemas
+from arpo.tools.options import ToolsConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+
+
+cfg = load_config(Config, ["--tools.names", "age", "--tools.price_per_call", "age=0.5"]).tools
+tool = make_tools(cfg)["age"]
+for argument in ('{"born": 1912, "year": 1950}', '{"born": "1912"}', "1912"):
+    result = asyncio.run(tool.run(argument))
+    print(result.ok, result.cost, result.text)
+print(list(tool_schemas(cfg)))
+print(system_prompt_for("default", cfg.names))
+"""
+
+
+def test_a_tool_from_a_function_is_the_function_and_one_line(tmp_path):
+    edits = edits_of("A tool from a function")
+    assert edits[0][1].count("def ") == 1 and [code.count("\n") for _, code in edits[1:]] == [1]
+    right, mistyped, bare, names, *prompt = run_in(edited_copy(tmp_path, edits), USE_AGE).splitlines()
+    assert right == "True 0.5 38" and names == "['age']"
+    assert mistyped == 'False 0.0 Error: the argument "born" of age must be an integer, not "1912".'
+    assert bare.startswith("False 0.0 Error: the arguments of age must be a JSON object")
+    assert '<age> {"born": 1} </age>' in prompt and "Tell how old somebody is at the end of a year." in prompt
+    assert '"description": "the year of birth"' in prompt[-1]
+
+
 # ---- a tool with a knob
 
 USE_CALCULATOR = r"""
@@ -285,13 +361,13 @@ def test_an_unclosed_or_unopened_call_of_the_tool_loses_what_one_of_python_loses
 
 
 def test_the_tools_tags_in_a_search_result_are_escaped(found):
-    [call] = [turn["tool_call"] for turn in found["plain"]["search"]["turns"] if turn["tool_call"]]
+    [call] = [call for turn in found["plain"]["search"]["turns"] for call in turn["tool_calls"]]
     assert call["ok"] and "&lt;calculator&gt;1&lt;/calculator&gt; &lt;answer&gt;5" in call["result"]
     assert "<calculator>" not in call["result"] and found["plain"]["search"]["reward"] == 1.0
 
 
 def test_the_tools_knob_acts(found):
-    assert found["plain"]["calculator"]["turns"][0]["tool_call"]["result"] == "6.67"
+    assert found["plain"]["calculator"]["turns"][0]["tool_calls"][0]["result"] == "6.67"
 
 
 def test_the_bonus_can_be_for_the_tool(found):

@@ -259,8 +259,9 @@ def test_both_nodes_write_their_searches_to_one_redis(trained, shared_redis):
     for file in sorted((trained / "trajectories").glob("step_*.jsonl.gz")):
         for number, record in enumerate(read_jsonl(file)):
             for turn in record["turns"]:
-                if (call := turn.get("tool_call")) and call["tag"] == "search" and call["ok"]:
-                    asked[number // 8 % 2].add(call["argument"].strip())
+                for call in turn["tool_calls"]:
+                    if call["tag"] == "search" and call["ok"]:
+                        asked[number // 8 % 2].add(call["argument"].strip())
     kept = redis.Redis(host=shared_redis.address, port=shared_redis.port).dbsize()
     assert asked[0] - asked[1] and asked[1] - asked[0] and kept >= len(asked[0] | asked[1]) > 4
 

@@ -72,8 +72,8 @@ UNRECORDED_CODE = ToolCall("python", "1", "Error", ok=False, error_kind="not_rec
 
 def calls(*made: ToolCall, inherited: tuple[ToolCall, ...] = ()) -> list[Group]:
     """One group, whose one trajectory made these calls after those that it has from its parent."""
-    turns = [Turn(0, tool_call=call, inherited=True) for call in inherited]
-    turns += [Turn(0, tool_call=call) for call in made]
+    turns = [Turn(0, tool_calls=[call], inherited=True) for call in inherited]
+    turns += [Turn(0, tool_calls=[call]) for call in made]
     prompt = Prompt("p", messages=[], answers=["1"])
     return [Group(prompt, [Trajectory("p", "0", turns=turns, stop_reason=StopReason.EOS)])]
 
@@ -159,10 +159,10 @@ def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_
     assert not any("optim/grad_norm" in row for row in rows)  # nothing was learned of the misses
     assert all(row["tools/search/failed_not_recorded"] > 0.2 * row["tools/search/calls"] > 0 for row in rows)
     kinds = {
-        turn["tool_call"]["error_kind"]
+        call["error_kind"]
         for record in read_jsonl(run / "trajectories" / "step_000001.jsonl.gz")
         for turn in record["turns"]
-        if turn["tool_call"]
+        for call in turn["tool_calls"]
     }
     assert "not_recorded" in kinds  # what the model read
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from arpo.errors import UserError
 from arpo.ranks import Ranks
-from arpo.tools.base import Tool, ToolResult, ToolRunner
+from arpo.tools.base import Tool, ToolContext, ToolResult, ToolRunner
+from arpo.tools.sessions import Sessions
 from arpo.trajectory import Group
 
 T = TypeVar("T")
@@ -106,10 +107,12 @@ class TeamToolRunner(ToolRunner):
     def __init__(self, tools: dict[str, Tool], group: dist.ProcessGroup):
         super().__init__(tools)
         self.group, self.is_first = group, dist.get_rank(group) == 0
+        if not self.is_first:
+            self.sessions = Sessions(tools, None)
 
-    def start(self, call_id: str, tag: str, argument: str) -> None:
+    def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         if self.is_first:
-            super().start(call_id, tag, argument)
+            super().start(call_id, tag, argument, context)
         else:
             self.num_pending += 1
 

@@ -89,8 +89,12 @@ def _check_name(word: str) -> None:
     raise UserError(f"eval.benchmarks: unknown benchmark {word!r}; {hint}There are {', '.join(known)}")
 
 
-def questions(name: str, benchmark: Benchmark, data_dir: str | Path, *, max_questions: int = 0) -> list[Prompt]:
+def questions(
+    name: str, benchmark: Benchmark, data_dir: str | Path, *, max_questions: int = 0, form: str = "tags"
+) -> list[Prompt]:
     """Read the first questions of a benchmark (0 = all), with its system prompt; `meta` holds the split alone.
+
+    `form` is the value of protocol.format.
 
     Raises UserError naming file, line and field at the first row that cannot be used: a score over part of a published
     set would be compared with scores over all of it.
@@ -108,7 +112,7 @@ def questions(name: str, benchmark: Benchmark, data_dir: str | Path, *, max_ques
         label = split if isinstance(split, str) else f"{benchmark.split.lower()} {split}"
         in_chinese = benchmark.mixed_languages and is_chinese(prompt.messages[-1]["content"])
         kind = "chinese" if in_chinese else benchmark.prompt
-        prompts.append(asked_as(replace(prompt, data_source=name, meta={"split": label}), kind))
+        prompts.append(asked_as(replace(prompt, data_source=name, meta={"split": label}), kind, form))
     return prompts
 
 

@@ -6,7 +6,8 @@
     reward    reward, well_formed         the reward's accuracy part: what training optimises
 
 The answer that counts is looked for in what the model wrote, never in tool results: the last box of the last <answer>
-block, else the block's text, else the last box after the thoughts. `reward` has the format's own, stricter rule.
+block, else the block's text, else the last box after the thoughts (with calls in JSON: of the last turn). `reward` has
+the format's own, stricter rule.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.options import RewardConfig
-from arpo.rewards import score_trajectories
+from arpo.rewards import FORMATS, score_trajectories
 from arpo.rewards.custom import CustomReward
-from arpo.rewards.format import derive_segments, format_error, last_box, model_text
+from arpo.rewards.format import last_box, model_text
+from arpo.rewards.hermes_format import answer_text
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import option_letter, qa_accuracy, tokens, wanted_option
 from arpo.trajectory import Prompt, ToolCall, Trajectory, Turn
@@ -75,7 +77,7 @@ def grade_records(
     """
     if metric == "reward":
         return _reward_grades(records, reward or RewardConfig(), custom)
-    answered = [(record, extract_prediction(segments_of(record))) for record in records]
+    answered = [(record, prediction_of(record)) for record in records]
     if metric == "math":
         return [_math_grade(record, prediction) for record, prediction in answered]
     if judge is None:
@@ -87,7 +89,14 @@ def grade_records(
 
 def segments_of(record: Record) -> list[tuple[str, bool]]:
     """Return a record's (text, written by the model) runs, which are derived if only the text is known."""
-    return [(text, bool(by_model)) for text, by_model in record.segments] or derive_segments(record.text, record.tools)
+    derive = FORMATS[record.protocol].derive_segments
+    return [(text, bool(by_model)) for text, by_model in record.segments] or derive(record.text, record.tools)
+
+
+def prediction_of(record: Record) -> str:
+    """Return the answer that the model gave; "" = none. With calls in JSON only the last turn can give one."""
+    segments = segments_of(record)
+    return extract_prediction([(answer_text(segments), True)] if record.protocol == "hermes" else segments)
 
 
 def extract_prediction(segments: list[tuple[str, bool]]) -> str:
@@ -141,15 +150,16 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
     for r in records:
         messages = [{"role": "user", "content": r.question}]
         prompts[r.question_id] = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
-        turns = [Turn(0, tool_call=ToolCall(**call)) for call in r.tool_calls]
+        turns = [Turn(0, tool_calls=[ToolCall(**call)]) for call in r.tool_calls]
         segments = [(text, bool(by_model)) for text, by_model in r.segments]
         trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=segments))
     tools = records[0].tools if records else ()  # the same in all records of a run
-    score_trajectories(trajectories, prompts, cfg, custom, tools=tools)
+    form = records[0].protocol if records else "tags"
+    score_trajectories(trajectories, prompts, cfg, custom, tools=tools, form=form)
     grades = []
     for record, t in zip(records, trajectories, strict=True):
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
-        grade = _grade(record, "reward", scores, extract_prediction(segments_of(record)))
+        grade = _grade(record, "reward", scores, prediction_of(record))
         # a custom reward without an accuracy part is its own measure
         correct = t.reward_parts.get("accuracy", t.reward)
         grades.append(replace(grade, correct=correct, reason=t.reward_reason))
@@ -164,7 +174,7 @@ def _grade(record: Record, metric: str, scores: dict[str, float], prediction: st
 
 def well_formed(record: Record) -> bool:
     """Return whether the response is in the format of training."""
-    return not format_error(segments_of(record), record.tools)
+    return not FORMATS[record.protocol].format_error(segments_of(record), record.tools)
 
 
 def write_grades(path: Path, grades: Sequence[Grade]) -> None:

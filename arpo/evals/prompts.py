@@ -53,9 +53,14 @@ PROMPTS: dict[str, AskedAs] = {
 """Kind -> system prompt and tools. code_search is the prompt of training."""
 
 
-def asked_as(prompt: Prompt, system_prompt: str) -> Prompt:
-    """Give a prompt the system prompt and tools of a kind of PROMPTS; other texts act as in `with_system_prompt`."""
+def asked_as(prompt: Prompt, system_prompt: str, form: str = "tags") -> Prompt:
+    """Give a prompt the system prompt and tools of a kind of PROMPTS; other texts act as in `with_system_prompt`.
+
+    Where `form`, which is protocol.format, is not tags, a kind's text is replaced by the format's own.
+    """
     kind = PROMPTS.get(system_prompt) or AskedAs(system_prompt, prompt.tools)
+    if system_prompt in PROMPTS and form != "tags":
+        kind = replace(kind, system_prompt=system_prompt_for("default", kind.tools, form=form))
     return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
 
 

@@ -52,10 +52,17 @@ class Record:
     """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
     tools: list[str] = field(default_factory=lambda: list(PAPER_TOOLS))
     """Tags of the tools that were loaded; their calls must be well-formed."""
+    protocol: str = "tags"
+    """The protocol.format of the run."""
 
 
 def group_records(
-    group: Group, benchmark: str, metric: str, wall_s: Sequence[float], tools: Sequence[str] = PAPER_TOOLS
+    group: Group,
+    benchmark: str,
+    metric: str,
+    wall_s: Sequence[float],
+    tools: Sequence[str] = PAPER_TOOLS,
+    protocol: str = "tags",
 ) -> list[Record]:
     """Make a record of each trajectory of a finished group; `wall_s[i]` are the seconds of trajectory i."""
     prompt = group.prompt
@@ -78,6 +85,7 @@ def group_records(
             tool_calls=[asdict(call) for call in t.tool_calls],
             meta=prompt.meta,
             tools=list(tools),
+            protocol=protocol,
         )
         for sample, (t, seconds) in enumerate(zip(group.trajectories, wall_s, strict=True))
     ]
@@ -140,7 +148,7 @@ def _parse(line: bytes) -> Record:
         raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object, not {type(row).__name__}")
-    row = {"tools": list(PAPER_TOOLS)} | row  # older records do not name them: there were no others
+    row = {"tools": list(PAPER_TOOLS), "protocol": "tags"} | row  # older records name neither: there were no others
     for f in fields(Record):
         if not isinstance(row.get(f.name), kinds.get(f.name, str)):
             raise ValueError(f"field {f.name!r} is missing or of the wrong kind")

@@ -43,13 +43,19 @@ def model_identity(path: str) -> str:
 
 
 def what_decides(
-    seed: int, cfg: EvalSection, model: ModelConfig, rollout: RolloutConfig, tools: ToolsConfig, served: str = ""
+    seed: int,
+    cfg: EvalSection,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    tools: ToolsConfig,
+    served: str = "",
+    form: str = "tags",
 ) -> dict:
     """Return the settings that must not change within a run. (More questions or benchmarks may be added to it.)
 
-    served: the model that cfg.server says it has.
+    served: the model that cfg.server says it has. form: protocol.format; runs of a time without it have tags.
     """
-    return {
+    settings = {
         "model": f"server {served}" if cfg.server else model_identity(model.path),
         "enable_thinking": model.enable_thinking,
         "seed": seed,
@@ -58,6 +64,7 @@ def what_decides(
         "rollout": {name: value for name, value in asdict(rollout).items() if name != "group_size"},
         "tools": tools.what_decides(),
     }
+    return settings if form == "tags" else settings | {"protocol": form}
 
 
 def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from arpo.errors import UserError
 from arpo.protocol.tags import (
     PAPER_TOOLS,
     TRUNCATION_MARK,
+    Call,
     escape_result,
     merge_tool_messages,
+    parse_call,
     render_result,
     reserved_tags,
+    stop_strings,
 )
 from arpo.protocol.token_texts import TokenTexts
+from arpo.trajectory import ToolCall
 
 _RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
 # Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
@@ -25,6 +29,10 @@ DATA = "\U0010ffff"
 """Stands before and behind each special token that a message's text contains, while the template renders it. Unicode
 keeps this character out of text."""
 THINK = "<think>"
+REWRITES = (
+    "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot train them all; "
+    "set data.train_turns=last"
+)
 
 
 class Rendered(NamedTuple):
@@ -38,7 +46,8 @@ class Rendered(NamedTuple):
 
 
 class Codec:
-    """Turns text into tokens and back. What the model sampled is never re-tokenised; only our own text is.
+    """Turns text into tokens and back, with calls in tags. What the model sampled is never re-tokenised; only our own
+    text is. (For calls in JSON see hermes_codec.py.)
 
     Special tokens that a question, a tool result or an assistant message of SFT contains are plain characters, so that
     none of these can end a turn. But a tag of the protocol that the tokenizer declares special stays the one token that
@@ -48,6 +57,9 @@ class Codec:
     prompt, assistant turns that do not end with the tokenizer's EOS.
     """
 
+    format = "tags"
+    """Value of protocol.format."""
+
     def __init__(self, tokenizer, *, tools: Sequence[str] = PAPER_TOOLS, enable_thinking: bool = False):
         """`tools` are the tags of the loaded tools, which are escaped in results."""
         name = tokenizer.name_or_path
@@ -56,7 +68,7 @@ class Codec:
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
         self.enable_thinking = enable_thinking
-        tags = {f"<{slash}{tag}>" for tag in reserved_tags(self.tools) for slash in ("", "/")}
+        tags = {f"<{slash}{tag}>" for tag in self.reserved for slash in ("", "/")}
         special = {
             token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -67,7 +79,20 @@ class Codec:
         self._after_eos, self._trims, self._opened = self._probe_template()
         self._texts = TokenTexts(tokenizer, self.decode, self._encode_data("a"))
         self.vocab_size = len(tokenizer)
-        self._min_result_tokens = len(self.encode(render_result(TRUNCATION_MARK)))
+        self._min_result_tokens = self._count_min_result_tokens()
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """Names of the protocol's tags."""
+        return reserved_tags(self.tools)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
+        return {}
+
+    def _count_min_result_tokens(self) -> int:
+        return len(self.encode(render_result(TRUNCATION_MARK)))
 
     def encode(self, text: str) -> list[int]:
         """Tokenise text that is data: without BOS, and with special tokens in it as plain characters, except tags."""
@@ -96,6 +121,14 @@ class Codec:
     def _marked(self, text: str) -> str:
         return self._control.sub(rf"{DATA}\g<0>{DATA}", text.replace(DATA, ""))
 
+    def _all_marked(self, value: Any) -> Any:
+        """Return messages or schemas whose texts, at every depth, are `_marked`."""
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, list):
+            return [self._all_marked(one) for one in value]
+        return {name: self._all_marked(one) for name, one in value.items()} if isinstance(value, dict) else value
+
     def _encode_rendered(self, text: str) -> list[int]:
         """Tokenise what the template rendered: special tokens are the template's, except those marked as data."""
         token_ids = []
@@ -104,9 +137,10 @@ class Codec:
             token_ids += self.encode(piece) if is_data else self.tokenizer.encode(piece, add_special_tokens=False)
         return token_ids
 
-    def _template(self, messages: list[dict[str, str]], *, generation: bool) -> str:
+    def _template(self, messages: list[dict[str, Any]], *, generation: bool, tools: list[dict] | None = None) -> str:
         return self.tokenizer.apply_chat_template(
-            [{**message, "content": self._marked(message["content"])} for message in messages],
+            self._all_marked(messages),
+            tools=self._all_marked(tools),
             tokenize=False,
             add_generation_prompt=generation,
             enable_thinking=self.enable_thinking,
@@ -140,9 +174,36 @@ class Codec:
         _, think, rest = prompt.removeprefix(asked).rpartition(THINK)
         return closing[len(eos) :], trims, think + rest if think and "</think>" not in rest else ""
 
-    def render_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Tokenise chat messages up to where the response begins."""
+    def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
+        """Tokenise chat messages up to where the response begins. `tools` are those that the prompt offers, None = all;
+        with tags it is the system prompt that speaks of them."""
         return self._encode_rendered(self._template(messages, generation=True))
+
+    # -- a turn's calls and their results
+
+    def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts, besides end tokens, that end a turn where these tools are offered."""
+        return stop_strings(tuple(offered))
+
+    def calls(
+        self, token_ids: Sequence[int], finish: str, stop_string: str | None, offered: Sequence[str]
+    ) -> list[Call]:
+        """Return the calls that a finished turn ends in; none where it is the answer, or was cut off.
+
+        `finish` and `stop_string` are those of the engine's last chunk.
+        """
+        return [parse_call(self.decode(token_ids), stop_string.strip("</>"))] if finish == "stop" else []
+
+    def encode_results(
+        self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
+    ) -> tuple[list[str], list[int]] | None:
+        """Escape, render and tokenise the results of a turn's calls within `max_tokens`, up to where the model goes on.
+
+        `last_token` is the last one that the model sampled. Returns (results as the model reads them, token ids); None
+        where results are too long and there is not even room for the mark that they were cut.
+        """
+        rendered = self.encode_result(calls[0].result, max_tokens)
+        return rendered and ([rendered[0]], rendered[1])
 
     def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
         """Escape, render and tokenise a result within `max_tokens`; return (text as the model reads it, token ids).
@@ -215,10 +276,7 @@ class Codec:
         for i in assistant if train_turns == "all" else assistant[-1:]:
             prompt = self._template(messages[:i], generation=True)
             if not prompt.startswith(done):
-                raise ValueError(
-                    "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot "
-                    "train them all; set data.train_turns=last"
-                )
+                raise ValueError(REWRITES)
             self._add(row, self._encode_rendered(prompt[len(done) :]), False)
             text = messages[i]["content"].strip() if self._trims else messages[i]["content"]
             if self._opened:

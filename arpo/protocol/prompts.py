@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from arpo.protocol.schema import ToolSchema, example_call
+
 ANSWER_RULE = r"When you are sure, give the final answer inside <answer> </answer>, the exact answer in \boxed{}."
+BOX_RULE = r"When you are sure, give the final answer, the exact answer in \boxed{}."
 _EXAMPLE_END = r"<answer> The final answer is \[ \boxed{42} \] </answer>"
 
 
@@ -20,25 +24,55 @@ class About(NamedTuple):
     """A call and its result. The last tool's is followed by the answer 42, which its result should lead to."""
 
 
-def default_system_prompt(tools: Sequence[About]) -> str:
+def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] = ()) -> str:
     r"""Return the protocol's own system prompt, for these tools in this order.
 
-    >>> default_system_prompt([About("a clock", "to know the time, write <clock> UTC </clock>", "...")])[71:142]
+    `listed` are tools that are introduced by their schemas, in a list at the end.
+
+    >>> default_system_prompt([About("a clock", "to know the time, write <clock> UTC </clock>", "...")])[73:144]
     'with the help of a clock.\nThink inside <think> </think>. To know the ti'
     """
     head = "You are a helpful assistant that solves the given question step by step"
-    if not tools:
+    if not tools and not listed:
         example = f"<think> what is needed, and what follows </think>{_EXAMPLE_END}"
         return f"{head}.\nThink inside <think> </think>. {ANSWER_RULE}\nExample: {example}"
+    if listed:
+        tools = [*tools, _about_listed(listed[0], has_example=bool(tools))]
     nouns = " and ".join(filter(None, (", ".join(tool.noun for tool in tools[:-1]), tools[-1].noun)))
     usage = "; ".join(tool.usage for tool in tools)
-    example = "<think> what follows </think>".join(tool.example for tool in tools)
+    example = "<think> what follows </think>".join(tool.example for tool in tools if tool.example)
     return (
         f"{head}, with the help of {nouns}.\n"
         f"Think inside <think> </think>. {usage[0].upper()}{usage[1:]}. After each call the result appears between "
         f"<result> and </result>; then think again, and call again if you need to. {ANSWER_RULE}\n"
         f"Example: <think> what is needed </think>{example}<think> done </think>{_EXAMPLE_END}"
+        f"{''.join(map(_listing, listed))}"
     )
+
+
+def json_system_prompt(tools: Sequence[str]) -> str:
+    """Return the system prompt for calls in JSON. The chat template lists the tools, so it names none."""
+    call = " Call tools wherever they help." if tools else ""
+    return f"You are a helpful assistant that solves the given question step by step.{call} {BOX_RULE}"
+
+
+def _about_listed(first: ToolSchema, *, has_example: bool) -> About:
+    """Return how the listed tools are spoken of together; with an example of their own only where no other is shown."""
+    call = f"<{first.name}> {example_call(first)} </{first.name}>"
+    usage = f"to call a tool of the list, write its arguments between its tags, like {call}"
+    return About("the tools listed at the end", usage, "" if has_example else f"{call} <result> 42 </result>")
+
+
+def _listing(schema: ToolSchema) -> str:
+    r"""Return the entry of a tool in the list: a call, what the tool does, and what it takes.
+
+    >>> _listing(ToolSchema("now", "Tell the time.", {"type": "object", "properties": {}}))
+    '\n\n<now> {} </now>\nTell the time.\nArguments, as a JSON schema: {"type": "object", "properties": {}}'
+    """
+    takes = f"Arguments, as a JSON schema: {json.dumps(schema.parameters, ensure_ascii=False)}"
+    if name := schema.text_argument:
+        takes = f"{name}: {schema.properties[name].get('description', 'a text')}"
+    return f"\n\n<{schema.name}> {example_call(schema)} </{schema.name}>\n{schema.description.strip()}\n{takes}"
 
 
 def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:

@@ -37,6 +37,8 @@ class Call:
     argument: str
     error_kind: str | None = None
     error: str = ""
+    tag: str = ""
+    """Name of the tool."""
 
 
 def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
@@ -55,9 +57,9 @@ def parse_call(turn_text: str, tag: str) -> Call:
     head = turn_text[: turn_text.rfind(f"</{tag}>")]
     opened = head.rfind(f"<{tag}>")
     if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
-        return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag))
+        return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag), tag)
     argument = head[opened + len(tag) + 2 :].strip()
-    return Call(argument) if argument else Call("", "empty_call", EMPTY_CALL.format(tag=tag))
+    return Call(argument, tag=tag) if argument else Call("", "empty_call", EMPTY_CALL.format(tag=tag), tag)
 
 
 def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
@@ -66,7 +68,12 @@ def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
     >>> escape_result("see <answer>4</answer>")
     'see &lt;answer&gt;4&lt;/answer&gt;'
     """
-    return tag_pattern(reserved_tags(tools)).sub(r"&lt;\1\2&gt;", text)
+    return escape_tags(text, reserved_tags(tools))
+
+
+def escape_tags(text: str, tags: tuple[str, ...]) -> str:
+    """Make these tags plain text: no tokenizer that has a token for one of them takes it for that."""
+    return tag_pattern(tags).sub(r"&lt;\1\2&gt;", text)
 
 
 @cache

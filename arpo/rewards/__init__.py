@@ -16,8 +16,10 @@ from typing import Literal
 
 from arpo.options import RewardConfig
 from arpo.protocol.tags import PAPER_TOOLS
+from arpo.rewards import format as tags_format
+from arpo.rewards import hermes_format
 from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
-from arpo.rewards.format import Segments, answered_calls, derive_segments, extract_answer, format_error
+from arpo.rewards.format import Segments
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
 from arpo.rewards.qa import qa_accuracy
 from arpo.rewards.terms import RewardResult, Terms, score_terms
@@ -37,6 +39,8 @@ REWARDS: dict[str, RewardFn] = {
 }
 """Data source -> accuracy. A prompt's own `ability` comes first; sources of mixed content are not listed."""
 
+FORMATS = {"tags": tags_format, "hermes": hermes_format}
+"""protocol.format -> module with derive_segments, extract_answer, format_error and answered_calls of it."""
 _LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
 
 
@@ -51,21 +55,23 @@ def score(
     ability: str | None = None,
     tools: Sequence[str] = PAPER_TOOLS,
     bonus_tools: Sequence[str] = PAPER_TOOLS,
+    form: str = "tags",
 ) -> RewardResult:
     """Return the reward of one response. Without `segments` and `tool_calls`, both are derived from the text.
 
     `tools` are the tags of the loaded tools; all of `bonus_tools` must have succeeded for the bonus (none = no bonus).
-    `compat="upstream"` gives the released score and looks at nothing but text and answers.
+    `compat="upstream"` gives the released score and looks at nothing but text and answers. `form`: protocol.format.
     """
     if compat == "upstream":
         total, f1, bonus, reason = upstream_score(response_text, answers)
         return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
-    segments = derive_segments(response_text, tools) if segments is None else segments
-    answer, _ = extract_answer(segments)
+    judge = FORMATS[form]
+    segments = judge.derive_segments(response_text, tools) if segments is None else segments
+    answer, _ = judge.extract_answer(segments)
     accuracy = 0.0 if answer is None else accuracy_function(answers, data_source, ability)(answer, answers)
-    reason = format_error(segments, tools)
+    reason = judge.format_error(segments, tools)
     if tool_calls is None:
-        successful = answered_calls(segments, tools)
+        successful = judge.answered_calls(segments, tools)
     else:
         successful = {call.tag for call in tool_calls if call.ok and call.executed}
     earns_bonus = not reason and accuracy > 0 and bonus_tools and set(bonus_tools) <= successful
@@ -88,18 +94,19 @@ def score_trajectories(
     *,
     tools: Sequence[str],
     terms: Terms | None = None,
+    form: str = "tags",
 ) -> None:
     """Fill `reward`, `reward_parts` and `reward_reason` of each trajectory; `tools` are the tags of the loaded tools.
 
-    By `terms` where there are any, else by `custom`, else by rule. Raises UserError where a custom reward fails; it
-    names the file and the sample.
+    By `terms` where there are any, else by `custom`, else by rule. `form` is the value of protocol.format, in which the
+    trajectories are written. Raises UserError where a custom reward fails; it names the file and the sample.
     """
 
     def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
         return score(
             t.text, prompt.answers, prompt.data_source,
             compat=cfg.compat, segments=t.segments or None, tool_calls=t.tool_calls, ability=prompt.meta.get("ability"),
-            tools=tools, bonus_tools=cfg.bonus_tools,
+            tools=tools, bonus_tools=cfg.bonus_tools, form=form,
         )  # fmt: skip
 
     if terms is not None:
@@ -120,9 +127,10 @@ def score_groups(
     *,
     tools: Sequence[str],
     terms: Terms | None = None,
+    form: str = "tags",
     only_new: bool = False,
 ) -> None:
     """Apply `score_trajectories` to all trajectories of all groups at once; `only_new`: those without a reward."""
     prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
     trajectories = [t for group in groups for t in group.trajectories if not (only_new and t.reward is not None)]
-    score_trajectories(trajectories, prompts_by_id, cfg, custom, tools=tools, terms=terms)
+    score_trajectories(trajectories, prompts_by_id, cfg, custom, tools=tools, terms=terms, form=form)

@@ -57,6 +57,10 @@ def last_box(text: str) -> str | None:
     return None
 
 
+def has_box(text: str) -> bool:
+    return bool(_BOX.search(text))
+
+
 def extract_answer(segments: Segments) -> tuple[str | None, str]:
     """Return (the boxed answer, "") or (None, the defect): missing_answer, several_answers, unclosed_answer, ..."""
     text = model_text(segments)
@@ -69,7 +73,7 @@ def extract_answer(segments: Segments) -> tuple[str | None, str]:
         return None, "unclosed_answer"
     if (box := last_box(block)) is not None:
         return box, ""
-    return None, "unbalanced_box" if _BOX.search(block) else "missing_box"
+    return None, "unbalanced_box" if has_box(block) else "missing_box"
 
 
 def format_error(segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> str:

@@ -32,7 +32,9 @@ from arpo.protocol import Codec
 from arpo.protocol.codec import Rendered
 from arpo.protocol.prompts import with_system_prompt
 from arpo.ranks import Ranks
+from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
+from arpo.sft.json_calls import Conversation
 from arpo.sft.options import SFTDataConfig
 from arpo.tools import system_prompt_for
 
@@ -85,7 +87,7 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     there already, from the same file, tokenizer and options, are used again. Raises UserError, the same on every rank,
     for a conversation that cannot be used or masked exactly, and where none is short enough.
     """
-    cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, codec.tools))
+    cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, codec.tools, form=codec.format))
     origin = _origin(Path(path), cfg, codec)
     state = dist.all_gather_objects(_state(folder, origin) if dist.is_main else "")[0]
     if state != "ready":
@@ -151,10 +153,13 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
     part = _Part()
     try:
         with _part(folder, dist.rank).open("wb") as file:
-            conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size)
+            part_of_all = {"part": dist.rank, "num_parts": dist.world_size}
+            conversations = read_conversations(path, **part_of_all, parse=PARSERS[codec.format])
             silent = not (dist.is_main and sys.stderr.isatty())
-            for place, messages in tqdm(conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent):
-                rendered = _render(messages, cfg, codec, place)
+            for place, conversation in tqdm(
+                conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent
+            ):
+                rendered = _render(conversation, cfg, codec, place)
                 num_tokens = len(rendered.token_ids)
                 kept = num_tokens if num_tokens <= cfg.max_tokens else _cut(rendered.turn_ends, cfg)
                 if kept < num_tokens:
@@ -172,10 +177,12 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
     return part
 
 
-def _render(messages: list[dict[str, str]], cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
-    messages = with_system_prompt(messages, cfg.system_prompt)
+def _render(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
+    options = {"mask_results": cfg.mask_results, "train_turns": cfg.train_turns}
+    if isinstance(conversation, Conversation):
+        conversation, options["functions"] = conversation
     try:
-        return codec.render_conversation(messages, mask_results=cfg.mask_results, train_turns=cfg.train_turns)
+        return codec.render_conversation(with_system_prompt(conversation, cfg.system_prompt), **options)
     except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
         raise UserError(f"{place}: {error}") from None
 
@@ -207,6 +214,7 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
         "enable_thinking": codec.enable_thinking,
         "tools": sorted(codec.tools),
         **{name: getattr(cfg, name) for name in options},
+        **codec.origin,
     }
 
 

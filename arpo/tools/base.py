@@ -1,4 +1,4 @@
-"""The interface of a tool, and the background loop that runs tools while the engine keeps decoding."""
+"""The background loop that runs tools while the engine keeps decoding, and wrappers of tools."""
 
 from __future__ import annotations
 
@@ -8,42 +8,18 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from arpo.errors import UserError
+from arpo.tools.interface import CannotFork, SessionLost, SessionTool, Tool, ToolContext, ToolResult, answer
+from arpo.tools.sessions import CLOSE_TIMEOUT_S, Sessions
 
-CLOSE_TIMEOUT_S = 30.0
+__all__ = [
+    "CannotFork", "MutedTool", "PricedTool", "SessionLost", "SessionTool", "Tool", "ToolContext", "ToolResult",
+    "ToolRunner",
+]  # fmt: skip
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ToolResult:
-    """The outcome of a call."""
-
-    text: str
-    """Text for the model, raw: escaping and truncation are the rollout's business."""
-    ok: bool
-    seconds: float = 0.0
-    error_kind: str | None = None
-    cached: bool = False
-    cost: float = 0.0
-    """Price of the call, in the currency of tools.price_per_call."""
-    infra_error: bool = False
-    """True where the failure is ours (backend down, sandbox broken) and not the model's."""
-
-
-class Tool(Protocol):
-    """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
-
-    A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`.
-    """
-
-    tag: str
-    """Name of the tool; <tag>argument</tag> calls it."""
-
-    async def run(self, argument: str) -> ToolResult: ...
-
-    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,8 +33,14 @@ class PricedTool:
     def tag(self) -> str:
         return self.tool.tag
 
-    async def run(self, argument: str) -> ToolResult:
-        result = await self.tool.run(argument)
+    def __getattr__(self, name: str) -> Any:
+        """Have the sessions of a tool that has any."""
+        if name not in ("open", "fork", "close", "max_sessions", "may_branch"):
+            raise AttributeError(name)
+        return getattr(self.tool, name)
+
+    async def run(self, argument: str, context: ToolContext | None = None, session: Any = None) -> ToolResult:
+        result = await answer(self.tool, argument, context, session)
         return replace(result, cost=self.price) if result.ok and not result.cached else result
 
     async def aclose(self) -> None:
@@ -94,16 +76,21 @@ class ToolRunner:
         self._thread.start()
         self._told: set[tuple[str, type]] = set()
         self.num_pending = 0
+        self.sessions = Sessions(tools, self._loop)
+        """Those of the trajectories in tools that have any."""
 
-    def start(self, call_id: str, tag: str, argument: str) -> None:
-        """Begin a call; its result comes out of `collect` under `call_id`."""
+    def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
+        """Begin a call; its result comes out of `collect` under `call_id`. A tool with sessions needs the context."""
         self.num_pending += 1
-        asyncio.run_coroutine_threadsafe(self._run(call_id, self.tools[tag], argument), self._loop)
+        asyncio.run_coroutine_threadsafe(self._run(call_id, self.tools[tag], argument, context), self._loop)
 
-    async def _run(self, call_id: str, tool: Tool, argument: str) -> None:
+    async def _run(self, call_id: str, tool: Tool, argument: str, context: ToolContext | None) -> None:
         started = time.perf_counter()
         try:
-            result = await tool.run(argument)
+            if tool.tag in self.sessions.tools:
+                result = await self.sessions.call(tool.tag, argument, context)
+            else:
+                result = await answer(tool, argument, context)
             if not result.seconds:
                 result = replace(result, seconds=time.perf_counter() - started)
             self._done.put((call_id, result))
@@ -140,6 +127,7 @@ class ToolRunner:
 
     def close(self) -> None:
         """Close the tools, then the loop. A tool that cannot be closed is no reason to fail: the work is done."""
+        self.sessions.end_all()
         for tool in self.tools.values():
             try:
                 asyncio.run_coroutine_threadsafe(tool.aclose(), self._loop).result(timeout=CLOSE_TIMEOUT_S)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from arpo.errors import UserError
+from arpo.tools.mcp.servers import McpServer, entry_of, parse_servers
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ class PythonConfig:
     def what_decides(self) -> dict[str, object]:
         """Return the settings that make other trajectories: none, as limits depend on the machine."""
         return {}
+
+
+@dataclass(frozen=True)
+class NotebookConfig(PythonConfig):
+    """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
+
+    session_cpu_s: float = 60.0
+    """Longest time in seconds that all calls of a trajectory together may compute."""
+    max_sessions: int = 256
+    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
+    a process, which may keep memory_mib."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,22 @@ class SearchConfig:
 
 
 @dataclass(frozen=True)
+class SqlConfig:
+    """The <sql> tool: a SQLite database in memory for each trajectory."""
+
+    setup_column: str = "sql"
+    """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
+    max_sessions: int = 1024
+    """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
+    max_mib: int = 64
+    """Largest size of a database in MiB."""
+    max_steps: int = 50_000_000
+    """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
+    max_rows: int = 50
+    """Most rows of a result that are shown."""
+
+
+@dataclass(frozen=True)
 class ToolsConfig:
     """The tools of the policy. A field that has the name of a tool is that tool's own section.
 
@@ -124,11 +152,25 @@ class ToolsConfig:
 
     names: tuple[str, ...] = ("python", "search")
     """Tags of the tools that the policy may call."""
+    mcp: tuple[str, ...] = ()
+    """Servers of the Model Context Protocol (MCP), whose tools are offered beside those of tools.names. Each is a
+    mapping, on the command line as JSON, with command, args and env, or url and headers; docs/tools.md has the other
+    keys. Keys of services stand in the environment, and here as $NAME."""
     price_per_call: tuple[str, ...] = ()
     """Prices of tools that cost money, as NAME=PRICE, like search=0.0015, in any currency. The ledger charges them for
     calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    notebook: NotebookConfig = field(default_factory=NotebookConfig)
+    sql: SqlConfig = field(default_factory=SqlConfig)
+
+    def __post_init__(self) -> None:
+        parse_servers(self.mcp)
+
+    @property
+    def servers(self) -> tuple[McpServer, ...]:
+        """The servers of `mcp`."""
+        return parse_servers(self.mcp)
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -141,9 +183,14 @@ class ToolsConfig:
         for name, section in recorded.items():
             if not section.cache:
                 raise UserError(f"eval.replay needs a record: set tools.{name}.cache, or drop it from tools.names")
-        return replace(self, **{name: section.replayed() for name, section in recorded.items()})
+        for server in self.servers:
+            if not server.cache:
+                raise UserError(f"eval.replay needs a record: give {server.label} in tools.mcp a cache, or drop it")
+        servers = tuple(entry_of(replace(server, mode="replay_strict")) for server in self.servers)
+        return replace(self, mcp=servers, **{name: section.replayed() for name, section in recorded.items()})
 
     def what_decides(self) -> dict[str, Any]:
         """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""
         decides = {n: s.what_decides() if hasattr(s, "what_decides") else asdict(s) for n, s in self.sections.items()}
-        return {"names": self.names} | decides
+        servers = {"mcp": [server.what_decides() for server in self.servers]} if self.mcp else {}
+        return {"names": self.names} | servers | decides

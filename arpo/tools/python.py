@@ -16,6 +16,7 @@ from contextlib import nullcontext
 
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
+from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.rows import cache_key
@@ -48,6 +49,9 @@ class PythonTool:
         "to run code, write <python> code </python> and print what you need",
         "<python> print(6 * 7) </python> <result> 42 </result>",
     )
+    schema = text_schema(
+        "python", "Run Python code, and show what it prints.", "code", "The code. Print what you need."
+    )
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
         """Opens the cache, if the config names one, and starts the host, unless the config replays.
@@ -58,24 +62,24 @@ class PythonTool:
         self.cfg = cfg
         replays = cfg.mode in ("replay", "replay_strict")
         if replays and not cfg.cache:
-            raise UserError(f"tools.python.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
+            raise UserError(f"tools.{self.tag}.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
         uses_cache = cfg.cache and cfg.mode != "live"
-        self.cache = open_cache(cfg.cache, read_only=replays, setting="tools.python.cache") if uses_cache else None
-        interpreter = interpreter_of(cfg)
+        self.cache = open_cache(cfg.cache, read_only=replays, setting=f"tools.{self.tag}.cache") if uses_cache else None
+        interpreter = interpreter_of(cfg, self.tag)
         self.sandbox = self._slots = None
         if not replays:
-            check_limits(cfg)
+            check_limits(cfg, self.tag)
             if cfg.max_concurrent_per_node:
                 self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
-            limits = CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
+            limits = self.limits(cfg)
             options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s}
             try:
                 self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
             except SandboxUnavailable as error:
                 raise UserError(
-                    f"tools.python: no isolation for model-written code on this machine ({error}); allow user "
-                    "namespaces or Landlock, drop python from tools.names, or accept the risk with "
-                    "tools.python.allow_unsafe"
+                    f"tools.{self.tag}: no isolation for model-written code on this machine ({error}); allow user "
+                    f"namespaces or Landlock, drop {self.tag} from tools.names, or accept the risk with "
+                    f"tools.{self.tag}.allow_unsafe"
                 ) from error
             # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
             # shared with everybody and has few.
@@ -88,6 +92,9 @@ class PythonTool:
             "max_output_chars": MAX_OUTPUT_CHARS,
             "version": interpreter.version if interpreter else platform.python_version(),
         }
+
+    def limits(self, cfg: PythonConfig) -> CallLimits:
+        return CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
 
     async def run(self, argument: str) -> ToolResult:
         """Answer one call from the cache, or run it. Never raises for what the code does.
@@ -102,17 +109,21 @@ class PythonTool:
         if recorded is not None:
             return ToolResult(**recorded, cached=True)
         if self.sandbox is None:
-            if self.cfg.mode == "replay_strict":
-                miss = f"no recorded result of {code[:80]!r}"
-                raise UserError(f"{self.cache.path}: {miss}; record it, or set mode replay")
-            return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
+            return self._missed(code)
         result = self._result(await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code))
         if self.cache is None or result.infra_error:
             return result
         # Another rank may have been first, with another result where the code is random. A replay will show that one,
         # so this run has to show it too.
-        recorded = await asyncio.to_thread(self._record, code, result)
+        recorded = await asyncio.to_thread(self._record, result, code)
         return ToolResult(**recorded, seconds=result.seconds) if recorded else result
+
+    def _missed(self, code: str) -> ToolResult:
+        """Return a replay's answer to code that it does not hold."""
+        if self.cfg.mode == "replay_strict":
+            miss = f"no recorded result of {code[:80]!r}"
+            raise UserError(f"{self.cache.path}: {miss}; record it, or set mode replay")
+        return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
 
     def _run(self, code: str) -> Reply:
         """Wait for a place on this machine, which counts against no limit of the call, and run the code."""
@@ -123,15 +134,15 @@ class PythonTool:
         """Return the code's key in the cache, and its query there, which no search in the same cache can have."""
         return cache_key(PYTHON, self._params, code), f"<python>{code}</python>"
 
-    def _recorded(self, code: str) -> dict | None:
-        text = self.cache.get(*self._place(code))
+    def _recorded(self, *at: str) -> dict | None:
+        text = self.cache.get(*self._place(*at))
         return None if text is None else json.loads(text)
 
-    def _record(self, code: str, result: ToolResult) -> dict | None:
+    def _record(self, result: ToolResult, *at: str) -> dict | None:
         text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
-        key, query = self._place(code)
+        key, query = self._place(*at)
         self.cache.put(key, PYTHON, query, text)
-        return self._recorded(code)
+        return self._recorded(*at)
 
     async def aclose(self) -> None:
         """End the host; calls that still run end with infra_error. Safe to call twice."""
@@ -176,23 +187,23 @@ class PythonTool:
         return reasons.get(reply.status, message)
 
 
-def check_limits(cfg: PythonConfig) -> None:
+def check_limits(cfg: PythonConfig, tag: str) -> None:
     """Raises UserError for a limit with which nothing could run."""
     for name, least in LEAST.items():
         if not least <= getattr(cfg, name) < math.inf:
-            raise UserError(f"tools.python.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
+            raise UserError(f"tools.{tag}.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
     if cfg.max_concurrent_per_node < 0:
-        raise UserError("tools.python.max_concurrent_per_node must not be negative; 0 = no such limit")
+        raise UserError(f"tools.{tag}.max_concurrent_per_node must not be negative; 0 = no such limit")
 
 
-def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
+def interpreter_of(cfg: PythonConfig, tag: str) -> Interpreter | None:
     """Return the interpreter that the config names; None for this one. Raises UserError for one that cannot be used."""
     if not cfg.interpreter:
         return None
     try:
         return named_interpreter(cfg.interpreter)
     except ValueError as error:
-        raise UserError(f"tools.python.interpreter: {cfg.interpreter} {error}") from None
+        raise UserError(f"tools.{tag}.interpreter: {cfg.interpreter} {error}") from None
 
 
 def refuse(code: str) -> ToolResult | None:

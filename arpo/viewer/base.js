@@ -22,7 +22,8 @@ const short = (value, digits = 3) => isNumber(value) ? String(Number(value.toFix
 const sign = value => value > 0 ? "good" : value < 0 ? "bad" : "soft";
 const seconds = s => s < 1 ? `${(s * 1000).toFixed(s < 0.01 ? 1 : 0)} ms` : `${s.toFixed(1)} s`;
 const signed = value => (value > 0 ? "+" : "") + fixed(value);
-const OUTCOMES = {branched: ["◆", "good"], declined: ["◇", "soft"], no_budget: ["∅", "warn"]};  // mark, colour
+const OUTCOMES = {branched: ["◆", "good"], declined: ["◇", "soft"], no_budget: ["∅", "warn"],
+                  refused: ["⊘", "warn"]};  // mark, colour
 
 const mark = decision => OUTCOMES[decision.outcome]?.[0] ?? "?";
 
@@ -34,7 +35,8 @@ const isForward = d => d.probability !== null;  // else a retrospective selector
 
 function decisionRecord(d) {
   return `${mark(d)} ${d.outcome}, children: ${d.num_children}\n`
-    + (isForward(d) ? `P(branch) ${short(d.probability)}, draw ${short(d.draw)}\n`
+    + (d.refused_by ? `the open session of ${d.refused_by} allows no branch\n`
+      : isForward(d) ? `P(branch) ${short(d.probability)}, draw ${short(d.draw)}\n`
       : `score ${short(d.score, 4)}, chosen after all had ended\n`)
     + `H ${fixed(d.entropy, 4)}, baseline ${fixed(d.root_entropy, 4)}\n`
     + `ΔH ${fixed(d.entropy - d.root_entropy, 4)} nats\nbudget left ${d.budget_left}, consecutive ${d.consecutive}`

@@ -4,7 +4,7 @@ let haystacks = [];  // of each group, all its text in lower case
 
 const isBranched = group => group.trajectories.some(t => t.parent_id !== null);
 const reasonOf = t => t.reward_reason || "ok";
-const failuresOf = t => t.turns.map(turn => turn.tool_call).filter(call => call && !call.ok)
+const failuresOf = t => t.turns.flatMap(turn => turn.tool_calls).filter(call => !call.ok)
   .flatMap(call => [call.tag, `${call.tag}: ${call.error_kind ?? "failed"}`]);
 
 function fitsTrajectory(t) {  // one trajectory has to fit all three, not each of them another one

@@ -64,9 +64,9 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
 def parse_trajectory(row: dict) -> Trajectory:
     """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
     trajectory = Trajectory(**row)
-    trajectory.turns = [Turn(**turn) for turn in trajectory.turns]
+    trajectory.turns = [Turn(**_of_now(turn)) for turn in trajectory.turns]
     for turn in trajectory.turns:
-        turn.tool_call = ToolCall(**turn.tool_call) if turn.tool_call else None
+        turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
         turn.decision = BranchDecision(**turn.decision) if turn.decision else None
     if not isinstance(trajectory.reward, int | float | None):
         raise TypeError(f"reward {trajectory.reward!r} is not a number")
@@ -75,6 +75,14 @@ def parse_trajectory(row: dict) -> Trajectory:
         raise ValueError(f"{num_spans} spans of turns and results, but {len(trajectory.segments)} segments of text")
     trajectory.check()
     return trajectory
+
+
+def _of_now(turn: dict) -> dict:
+    """Return a dumped turn with today's fields: once a turn had one call, or None."""
+    if "tool_call" not in turn:
+        return turn
+    call = turn["tool_call"]
+    return {name: value for name, value in turn.items() if name != "tool_call"} | {"tool_calls": [call] if call else []}
 
 
 def trajectory_view(t: Trajectory) -> dict:
@@ -88,8 +96,8 @@ def trajectory_view(t: Trajectory) -> dict:
         shown = asdict(turn)
         shown["text"] = next(texts) if turn.end > turn.start else ""
         shown["result_text"] = next(texts) if turn.result_end > turn.end else ""
-        if shown["result_text"]:  # the same text, as the model read it
-            del shown["tool_call"]["result"]
+        for call in shown["tool_calls"] if shown["result_text"] else ():
+            del call["result"]  # the same text, as the model read it
         entropies = shown.pop("token_entropies")
         if not turn.inherited:  # else the parent has them
             shown["logprobs"] = [round(x, DIGITS) for x in t.rollout_logprobs[turn.start : turn.end]]

@@ -28,7 +28,7 @@ function choice(id, label, options, value, onchange) {  // a labelled select; op
 
 function drawAbout(group) {
   const all = group.trajectories, turns = all.flatMap(t => t.turns.filter(turn => !turn.inherited));
-  const calls = turns.map(turn => turn.tool_call).filter(Boolean);
+  const calls = turns.flatMap(turn => turn.tool_calls);
   const decided = name => count(turns, turn => turn.decision?.outcome === name);
   const branches = count(all, t => t.parent_id !== null);
   const scales = [["turns", "turns"], ["tokens", "tokens"]];
@@ -128,20 +128,21 @@ function difference(t, other) {  // [turn of t after which it is shown, element]
 // ---- the trajectory
 
 function drawTurn(group, t, turn, index) {
-  const d = turn.decision, call = turn.tool_call;
+  const d = turn.decision, calls = turn.tool_calls;
   const text = el("pre", {dir: "auto"}, ...(tokenNodes(group, t, index) ?? [plain(turn.text)]));
   const body = el("div", {class: "body"}, text);
   const chip = el("span", {class: "chip", style: `background: ${heat(turn.entropy)}`}, `H ${short(turn.entropy, 4)}`);
   const side = el("div", {class: "small"}, el("h3", {}, `turn ${index} `), chip,
     el("div", {class: "soft"}, `tokens ${turn.start}–${turn.end}` + (turn.inherited ? `, from ${t.parent_id}` : "")),
     d ? el("div", {class: `record ${OUTCOMES[d.outcome]?.[1]}`}, decisionRecord(d)) : null);
-  if (call) {
-    const [words, colour] = callStatus(call), size = turn.result_end - turn.end;
-    const note = size ? `${size} tokens, no loss` : "the model read no result";
+  for (const call of calls) {
+    const [words, colour] = callStatus(call), size = turn.result_end - turn.end, isLast = call === calls.at(-1);
+    const note = !isLast ? "" : size ? `${size} tokens, no loss` : "the model read no result";
     body.append(el("div", {class: "masked small"},
       el("b", {}, call.tag), " ", span(colour, words), ` ${seconds(call.seconds)} `, span("soft", note)));
-    if (turn.result_text || call.result) body.append(prose("pre", {class: "masked"}, turn.result_text || call.result));
+    if (call.result) body.append(prose("pre", {class: "masked"}, call.result));  // one that the model never read
   }
+  if (turn.result_text) body.append(prose("pre", {class: "masked"}, turn.result_text));
   return el("div", {class: "turn" + (turn.inherited ? " inherited" : ""), id: "turn-" + index}, side, body);
 }
 

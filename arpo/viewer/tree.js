@@ -50,7 +50,7 @@ function turnCells(t, turn, index, x, y, onPath) {
     const fitting = words.find(word => widthOf(word, kind.includes("small")) <= to - from - 8);
     if (fitting) cells.push(svg("text", {x: from + 6, y: y + 18 + 15 * line, class: kind}, fitting));
   };
-  const d = turn.decision, call = turn.tool_call;
+  const d = turn.decision, calls = turn.tool_calls;
   cell(left, middle, "", `fill: ${heat(turn.entropy)}`,
     `turn ${index}: H ${short(turn.entropy, 4)}, ${turn.end - turn.start} tokens\n` + (d ? decisionRecord(d) : ""));
   write(left, middle, 0, "", `H ${fixed(turn.entropy, 3)}`, fixed(turn.entropy), fixed(turn.entropy, 1));
@@ -58,13 +58,17 @@ function turnCells(t, turn, index, x, y, onPath) {
     const chance = `${mark(d)} ${fixed(isForward(d) ? d.probability : d.score)}`;
     write(left, middle, 1, `small ${d.outcome}`, `${chance} ${d.outcome}`, chance, mark(d));
   }
-  if (call) {
-    const [words, colour] = callStatus(call), took = call.executed ? seconds(call.seconds) : "";
-    cell(middle + 2, right, "tool", "", `${call.tag}: ${words} ${took}\n${call.argument.slice(0, 400)}`);
-    write(middle + 2, right, 0, "", `${call.tag} ${took}`, call.tag, call.tag.slice(0, 3) + "…");
+  if (calls.length) {  // several share the cell: what is said in a word is that of the worst
+    const call = calls.find(one => !one.ok) ?? calls[0], [words, colour] = callStatus(call);
+    const took = call.executed ? seconds(Math.max(...calls.map(one => one.seconds))) : "";
+    const name = calls.length > 1 ? `${calls.length} calls` : call.tag;
+    const about = one => `${one.tag}: ${callStatus(one)[0]} ${one.executed ? seconds(one.seconds) : ""}\n`
+      + one.argument.slice(0, 400);
+    cell(middle + 2, right, "tool", "", calls.map(about).join("\n"));
+    write(middle + 2, right, 0, "", `${name} ${took}`, name, name.slice(0, 3) + "…");
     write(middle + 2, right, 1, `small ${colour}`, words, call.ok ? "ok" : "failed", call.ok ? "✓" : "✗");
   }
-  if (index === t.turns.length - 1) write(call ? right : middle, Infinity, 0, "small soft", String(t.stop_reason));
+  if (index === t.turns.length - 1) write(calls.length ? right : middle, Infinity, 0, "small soft", String(t.stop_reason));
   return cells;
 }
 

@@ -82,8 +82,8 @@ def entropies_of(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         if t.parent_id is None and root is not None:
             values["H_root"].append(root)
         for before, turn in zip(t.turns, t.turns[1:], strict=False):
-            if not turn.inherited and turn.entropy is not None and before.tool_call:
-                outcome = "success" if before.tool_call.ok else "error"
+            if not turn.inherited and turn.entropy is not None and before.tool_calls:
+                outcome = "success" if all(call.ok for call in before.tool_calls) else "error"
                 values[f"H after {outcome}"].append(turn.entropy)
                 values[f"dH after {outcome}"].append(turn.entropy - root)
     return {name: np.array(found) for name, found in values.items()}

@@ -23,6 +23,7 @@ RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
     "dumps": ("slows_python", "written_s", "plain_s"),
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
+    "mcp_overhead": ("http", "stdio_per_s", "http_per_s", "direct_per_s"),
     "head_memory": ("time_ratio", "compiled_time_ratio"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),

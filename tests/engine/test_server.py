@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-import time
-import urllib.request
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.processes import free_port
-from helpers.ranks import PATIENCE_S
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
 from helpers.scripted_server import ScriptedServer
+from helpers.vllm_serve import serving
 from helpers.web_service import WebService, half_an_answer, never, resets, says
 
 from arpo.engine import Engine, SamplingSpec
@@ -202,35 +196,8 @@ def test_a_server_that_dies_ends_the_run_and_says_that_nothing_is_lost():
 @pytest.fixture(scope="module")
 def vllm_serve(tiny_model_dir, tmp_path_factory):
     """A `vllm serve` process of the tiny model; its address."""
-    if missing := [
-        name for name in ("uvicorn", "watchfiles", "model_hosting_container_standards") if not find_spec(name)
-    ]:
-        pytest.skip(f"vLLM's server needs {', '.join(missing)}; they are pinned in requirements/cpu.txt")
-    port, folder = free_port(), tmp_path_factory.mktemp("serve")
-    flags = {"model": tiny_model_dir, "host": "127.0.0.1", "port": port, "served-model-name": "tiny",
-             "dtype": "float32", "max-model-len": 500, "max-num-seqs": 16}  # fmt: skip
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not _answers(port):
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def _answers(port: int) -> bool:
-    try:
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).status == 200
-    except OSError:
-        return False
+    with serving(tiny_model_dir, tmp_path_factory.mktemp("serve"), max_model_len=500) as url:
+        yield url
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.fakes import EchoTool
+from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.models import build_tiny_model, searching_model
 from helpers.ranks import run_ranks
+from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, prompt
+from helpers.stateful import ForkedNotes, Notes
 from transformers import AutoTokenizer
 
 from arpo.batch import Row, microbatches
@@ -191,6 +193,33 @@ def test_what_ends_a_run_is_raised_on_every_rank_of_the_team(tiny_model_dir):
     first, second = run_ranks(2, collect_a_refusal, str(tiny_model_dir))
     assert first == "UserError: the key is refused"
     assert second.startswith("RuntimeError: a tool failed on the first") and second.endswith(first)
+
+
+def sessions_of_a_team(ranks: Ranks, folder: str) -> dict:
+    """A rollout with branches on a scripted engine, on two ranks that share it, with tools that have sessions."""
+    team = form_team(ranks, 2, folder)
+    tools = {"search": ForkedNotes(jitter_s=0.01), "python": Notes("python", may_branch=False)}
+    runner = team.tool_runner(tools)
+    always = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
+    calls = ["<search>a</search>", "<search>b</search>", "<python>c</python>"]
+    script = lambda _p, path, turn: f"{calls[turn][:8]}{path}{calls[turn][8:]}" if turn < 3 else ANSWER  # noqa: E731
+    try:
+        engine = ScriptedEngine(TOKENIZER, script)
+        [group] = rollout([prompt()], engine, runner, CODEC, replace(SHORT, group_size=6), always, seed=0)
+    finally:
+        runner.close()
+    return {"trajectories": [vars(t) for t in group.trajectories], "ran": len(tools["search"].ran)}
+
+
+@pytest.mark.slow
+def test_a_team_has_its_sessions_on_its_first_rank_and_the_same_trees_on_all(tiny_model_dir):
+    first, second = run_ranks(2, sessions_of_a_team, str(tiny_model_dir))
+    assert first["trajectories"] == second["trajectories"] and first["ran"] > 0 == second["ran"]
+    outcomes = [turn.decision.outcome for t in first["trajectories"] for turn in t["turns"] if turn.decision]
+    assert "branched" in outcomes and "refused" in outcomes
+    for t in first["trajectories"]:
+        calls = [call for turn in t["turns"] for call in turn.tool_calls if call.tag == "search"]
+        assert calls[-1].result == " ".join(call.argument for call in calls)
 
 
 def rank_of(world_size: int) -> Ranks:

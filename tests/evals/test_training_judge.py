@@ -7,6 +7,7 @@ import time
 import pytest
 from helpers.eval_records import reply
 from helpers.judge_server import RIGHT, judges_by_prediction
+from helpers.models import build_tiny_tokenizer
 from helpers.web_service import WebService, half_an_answer, never, says
 
 from arpo.engine.team import Team
@@ -16,6 +17,7 @@ from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
 from arpo.metrics import MAX_BAD_BATCHES, ToolHealth, rollout_metrics
 from arpo.options import TrainingRewardConfig
+from arpo.protocol import Codec
 from arpo.rewards.terms import Judgement
 from arpo.scoring import Scoring
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
@@ -206,6 +208,10 @@ def test_the_key_is_sent_and_is_in_no_message_file_or_number(make_judge, service
 # ---- in the scores of a run
 
 
+def codec() -> Codec:
+    return Codec(build_tiny_tokenizer())
+
+
 @pytest.fixture
 def make_scoring(service, tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
@@ -214,7 +220,7 @@ def make_scoring(service, tmp_path, monkeypatch):
     def make(*terms: str, **judge) -> Scoring:
         cfg = TrainingRewardConfig(terms=terms)
         settings = {"url": service.url, "model": "tester", "deadline_s": PATIENT_S} | judge
-        made.append(Scoring(cfg, TrainingJudgeConfig(**settings), Team(OneRank()), 100, tools=(), folder=tmp_path))
+        made.append(Scoring(cfg, TrainingJudgeConfig(**settings), Team(OneRank()), codec(), 100, folder=tmp_path))
         return made[-1]
 
     yield make
@@ -244,7 +250,7 @@ def test_a_resumed_run_goes_on_with_the_limit_that_is_left(make_scoring):
 
 
 def test_a_reward_without_a_judge_asks_nobody_and_logs_nothing(tmp_path):
-    scoring = Scoring(TrainingRewardConfig(), TrainingJudgeConfig(), Team(OneRank()), 100, tools=(), folder=tmp_path)
+    scoring = Scoring(TrainingRewardConfig(), TrainingJudgeConfig(), Team(OneRank()), codec(), 100, folder=tmp_path)
     assert scoring.on_group is None and scoring.end_step() == {}
     scoring([one := group("a", "4")])
     scoring.close()

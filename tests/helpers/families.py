@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from arpo.protocol import Codec
+from arpo.protocol.hermes_codec import HermesCodec
+from arpo.protocol.schema import ToolSchema
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -35,6 +37,31 @@ def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
 
 def codec_of(family: str, *, enable_thinking: bool = True) -> Codec:
     return Codec(family_tokenizer(family), enable_thinking=enable_thinking)
+
+
+HERMES_FAMILIES = ("qwen2_5", "qwen3", "hermes")
+HERMES_TOKENS = {
+    "qwen2_5": ("<tool_call>", "</tool_call>"),
+    "qwen3": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    "hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+}
+"""Tags for which these families have tokens, which are not special to the tokenizer."""
+
+
+def one_text(name: str, argument: str) -> ToolSchema:
+    """The schema of a tool that takes one text."""
+    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return ToolSchema(name, f"The {name} tool.", parameters)
+
+
+SCHEMAS = [one_text("python", "code"), one_text("search", "query")]
+
+
+def hermes_codec(family: str, *, enable_thinking: bool = True, special: bool = False, **changes: str) -> HermesCodec:
+    tokenizer = family_tokenizer(family, **changes)
+    tokens = HERMES_TOKENS.get(family, ())
+    tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in tokens], special_tokens=special)
+    return HermesCodec(tokenizer, tools=SCHEMAS, enable_thinking=enable_thinking)
 
 
 def dialogue(*turns: str) -> list[dict[str, str]]:

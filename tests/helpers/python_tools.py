@@ -24,12 +24,14 @@ OUR_FAULT = (*TOO_LATE, "self-test", "the host died")
 """A tier that the kernel refuses says which system call failed, and how. These say that the sandbox failed."""
 
 
-def start(cfg: PythonConfig = SMALL, tier: str | None = None, **kwargs) -> PythonTool:
+def start(
+    cfg: PythonConfig = SMALL, tier: str | None = None, *, kind: type[PythonTool] = PythonTool, **kwargs
+) -> PythonTool:
     """A tool in `tier`. Skips the test where the kernel refuses it; a machine that is too busy is waited for."""
     deadline = time.monotonic() + HANG_S
     while True:
         try:
-            return PythonTool(cfg, tier=tier, **kwargs)
+            return kind(cfg, tier=tier, **kwargs)
         except UserError as error:
             if any(words in str(error) for words in TOO_LATE) and time.monotonic() < deadline:
                 continue

@@ -51,9 +51,9 @@ def group() -> Group:
     call = ToolCall("search", "q", "found", ok=True)
     decision = BranchDecision(0.5, 0.2, 0.56, 0.1, 0, 1, 1, "branched")
     parent = Trajectory("p", "0", [1, 2, 3, 4], [1, 0, 1, 1], [-1.0, 0.0, -1.0, -1.0])
-    parent.turns = [Turn(0, 1, 2, 0.2, call), Turn(2, 4, 4, 0.5, decision=decision)]
+    parent.turns = [Turn(0, 1, 2, 0.2, [call]), Turn(2, 4, 4, 0.5, decision=decision)]
     child = Trajectory("p", "0.0", [1, 2, 5], [1, 0, 1], [-1.0, 0.0, -1.0], parent_id="0", fork_at=2)
-    child.turns = [Turn(0, 1, 2, 0.2, call, inherited=True), Turn(2, 3, 3, 0.4)]
+    child.turns = [Turn(0, 1, 2, 0.2, [call], inherited=True), Turn(2, 3, 3, 0.4)]
     for t, reward in ((parent, 1.0), (child, -1.0)):
         t.reward, t.reward_parts, t.stop_reason = reward, {"accuracy": float(reward > 0)}, StopReason.EOS
     child.reward_reason = "missing_answer"

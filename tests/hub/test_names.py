@@ -79,6 +79,7 @@ class Letters:
     """A codec whose tokens are letters."""
 
     tools = ("python", "search")
+    format = "tags"
 
     def render_prompt(self, messages):
         return [ord(letter) for message in messages for letter in message["content"]]

@@ -309,7 +309,7 @@ def make_group() -> Group:
     trajectories = [
         Trajectory("q-0", str(i), text=text, segments=derive_segments(text)) for i, text in enumerate(texts)
     ]
-    trajectories[0].turns = [Turn(0, tool_call=call), Turn(0)]
+    trajectories[0].turns = [Turn(0, tool_calls=[call]), Turn(0)]
     return Group(prompt, trajectories)
 
 

@@ -55,7 +55,7 @@ def groups(tmp_path_factory) -> list[Group]:
 def records(groups: list[Group]) -> list:
     """Calls of the dumps, as a reader of trajectories/step_*.jsonl would find them."""
     dumps = [t.to_dict() for group in groups for t in group.trajectories]
-    return [turn["tool_call"] for d in dumps for turn in d["turns"] if turn["tool_call"] and not turn["inherited"]]
+    return [call for d in dumps for turn in d["turns"] if not turn["inherited"] for call in turn["tool_calls"]]
 
 
 def test_sums_equal_the_records(groups):
@@ -78,7 +78,7 @@ def test_sums_equal_the_records(groups):
 def test_the_numbers_of_a_step_each_have_one_name():
     calls = [ToolCall("search", "q", "r", ok=True, cost=1.0), ToolCall("search", "", "limit", False, executed=False)]
     calls += [ToolCall("python", "1 / 0", "Error", ok=False, error_kind="error")]
-    trajectory = Trajectory("p", "0", reward=1.0, turns=[Turn(0, tool_call=call) for call in calls])
+    trajectory = Trajectory("p", "0", reward=1.0, turns=[Turn(0, tool_calls=[call]) for call in calls])
     values = rollout_metrics([Group(prompt(), [trajectory])]).values()
     each = ("calls", "cached", "failed", "bytes_in", "bytes_out", "seconds_p50", "seconds_p95", "seconds_max")
     assert sorted(name.removeprefix("tools/") for name in values if name.startswith("tools/")) == sorted([
@@ -120,7 +120,7 @@ def test_without_calls_their_number_is_zero_and_without_a_correct_answer_it_has_
         "tools/all/calls", "tools/calls_per_trajectory", "tools/inherited",
     }  # fmt: skip
     called = Trajectory(
-        "p", "0", reward=0.0, turns=[Turn(0, tool_call=ToolCall("search", "q", "r", ok=True, cost=1.0))]
+        "p", "0", reward=0.0, turns=[Turn(0, tool_calls=[ToolCall("search", "q", "r", ok=True, cost=1.0)])]
     )
     values = rollout_metrics([Group(prompt(), [called])]).values()
     assert values["tools/all/cost"] == 1.0 and not any(name.endswith("_per_correct") for name in values)

@@ -22,8 +22,8 @@ from arpo.tools.cache.store import Cache, CacheFile
 
 logger = logging.getLogger(__name__)
 
-PYTHON, PAGE, SUMMARY = "python", "page", "summary"
-"""Backends of what the python tool and the reading of pages recorded. The released format holds searches only."""
+PYTHON, PAGE, SUMMARY, MCP = "python", "page", "summary", "mcp"
+"""Backends of what other tools than search have recorded. The released format holds searches only."""
 
 
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
@@ -89,7 +89,7 @@ def write_released(cache: Cache, path: Path) -> int:
     """Write the first answer to each search query in the released format. Return their number."""
     entries: dict[str, str] = {}
     for _, backend, _, value, _, _ in _intact(cache):
-        if backend not in (PYTHON, PAGE, SUMMARY):
+        if backend not in (PYTHON, PAGE, SUMMARY, MCP):
             entries.setdefault(*unpack(value))
     writing = path.with_name(path.name + ".tmp")
     writing.write_text(json.dumps(entries, indent=2, ensure_ascii=False), encoding="utf-8")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from . import selftest, wire
 from .host_process import HostProcess, SandboxUnavailable, Tier
 from .interpreter import Interpreter
 from .limits import CallLimits
+from .session_client import SessionClient
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
 """The tiers that isolate, the best first."""
@@ -25,6 +28,7 @@ LIMITS = {
 """What a start says of each tier's limits; one process: namespaces without a /proc. A limit that is polled may be
 passed for as long as a poll takes (50 ms)."""
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Sandbox:
@@ -76,11 +80,18 @@ class Sandbox:
     def run(self, code: str) -> wire.Reply:
         """Run code, and wait for its end. Never raises: a call that fails repeatedly, and not because of its code, has
         the status sandbox_error."""
+        return self._attempt(lambda host: host.call(code, self.limits.wall_s, self.grace_s))
+
+    def open_session(self) -> SessionClient | wire.Reply:
+        """Return a new session (of a host with limits.session_cpu_s), or a sandbox_error. Never raises."""
+        return self._attempt(lambda host: host.open_session(self.grace_s))
+
+    def _attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
         error: Exception | None = None
         for _ in range(NUM_ATTEMPTS):
             host = self._host
             try:
-                return host.call(code, self.limits.wall_s, self.grace_s)
+                return action(host)
             except (OSError, EOFError, ValueError) as caught:
                 error = caught
             if self._closed:

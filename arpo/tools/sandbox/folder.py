@@ -83,6 +83,10 @@ class FolderJail:
         """Remove the folder (called in the supervisor, after `kill`)."""
         remove_tree(scratch)
 
+    def written(self, scratch: str) -> dict[str, set[str]]:
+        """Return the folders that a session may write to, each with the names in it that must stay."""
+        return {scratch: set()}
+
     def close(self) -> None:
         """Clean up when the trainer is gone (called in the zygote)."""
         remove_tree(self.base)

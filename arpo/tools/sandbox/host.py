@@ -24,6 +24,7 @@ from .landlock import LandlockJail
 from .limits import CallLimits
 from .meter import private_bytes
 from .namespaces import NamespaceJail
+from .session import Family
 from .supervisor import prepare_worker
 from .worker import SEED
 
@@ -157,7 +158,10 @@ def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: 
             os.write(taken, b"1")
             os.close(taken)
             with socket.socket(fileno=fds[0]) as conn:
-                spare.serve(conn, host_bytes)
+                if jail.limits.session_cpu_s:
+                    Family(spare, conn, host_bytes).serve()
+                else:
+                    spare.serve(conn, host_bytes)
     except BaseException:  # the caller sees the end of its connection, and tries again
         exit_code = 1
     with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now

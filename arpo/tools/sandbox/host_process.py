@@ -17,6 +17,7 @@ from . import wire
 from .host import ENVIRONMENT
 from .interpreter import PACKAGE_PARENT, Interpreter, own_interpreter
 from .limits import CallLimits
+from .session_client import SessionClient
 from .trees import remove_tree
 
 Tier = Literal["namespaces", "landlock", "none"]
@@ -38,6 +39,7 @@ class HostProcess:
     def __init__(self, tier: Tier, limits: CallLimits, interpreter: Interpreter | None = None):
         """Start on this Python, or on `interpreter`. Raises SandboxUnavailable if this tier is not allowed."""
         interpreter = interpreter or own_interpreter()
+        self.limits = limits
         self.base: str | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # No -E: PYTHONHASHSEED must count, and the environment is ours. -S: a .pth file (an editable install, say) runs
@@ -83,6 +85,9 @@ class HostProcess:
     def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
         """Run code in a fork that has run nothing else. Raises OSError (TimeoutError: the host or the call is stuck),
         EOFError if the fork was lost, ValueError for a reply that makes no sense."""
+        if self.limits.session_cpu_s:
+            with contextlib.closing(self.open_session(grace_s)) as session:
+                return session.run(code)
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -93,6 +98,20 @@ class HostProcess:
             wire.receive_exactly(ours, len(wire.HELLO))
             ours.settimeout(wall_s + grace_s)  # a net below the supervisor, who answers earlier than that
             return wire.receive_reply(ours)
+
+    def open_session(self, grace_s: float) -> SessionClient:
+        """Return a new session. Raises as `call`."""
+        ours, theirs = socket.socketpair()
+        session = SessionClient(ours, self.limits.wall_s, grace_s)
+        try:
+            with theirs:
+                self._control.settimeout(grace_s)
+                socket.send_fds(self._control, [b"call"], [theirs.fileno()])
+            session.greet()
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def is_gone(self) -> bool:
         """Return whether the process has ended, or has closed its connection."""

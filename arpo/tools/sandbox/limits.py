@@ -13,6 +13,8 @@ NICE = 5
 """Niceness of the code's processes, so that the supervisors, which must stop them, come first."""
 BUSY_NICE = 10
 """Niceness of a call that has computed for a while. With 19 it would hardly run beside a busy trainer."""
+MAX_FAMILY = 32
+"""Most sessions that are forked from one another; they are processes of one user namespace. More are replayed."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class CallLimits:
     """Number of bytes kept of each output stream; the rest is cut out of the middle."""
     max_output_bytes: int = 8 << 20
     """Number of bytes on both streams together above which the call ends."""
+    session_cpu_s: float = 0.0
+    """CPU time of all calls of a session together. 0: the host serves single calls; else it serves sessions only."""
 
 
 def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
     """Set the limits that the kernel enforces, for this process and its children. count_processes: only in a user
     namespace of its own; elsewhere the kernel counts all processes of the user on the machine."""
-    cpu_s = math.ceil(limits.cpu_s)
+    cpu_s = math.ceil(max(limits.cpu_s, limits.session_cpu_s))
     # RLIMIT_DATA is what makes allocations fail. The address space is larger: libraries and thread stacks are in it.
     address_space = limits.memory_bytes + (2 << 30)
     values = {
@@ -56,7 +60,7 @@ def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
         resource.RLIMIT_SIGPENDING: 256,
     }
     if count_processes:
-        values[resource.RLIMIT_NPROC] = limits.max_processes
+        values[resource.RLIMIT_NPROC] = limits.max_processes + (MAX_FAMILY if limits.session_cpu_s else 0)
     for kind, value in values.items():
         soft, hard = value if isinstance(value, tuple) else (value, value)
         ceiling = resource.getrlimit(kind)[1]

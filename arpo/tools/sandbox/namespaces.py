@@ -132,6 +132,9 @@ class NamespaceJail:
     def close_scratch(self, scratch: str) -> None:
         """Do nothing: the folder goes with the mount namespace."""
 
+    def written(self, scratch: str) -> dict[str, set[str]]:
+        return {scratch: {path.split("/")[2] for path in self.interpreter_in_tmp}, "/dev/shm": set()}
+
     def close(self) -> None:
         """Do nothing: everything of ours goes with the namespaces."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from . import syscalls as kernel
 from . import wire
 from .folder import FolderJail
-from .limits import BUSY_NICE, step_back
+from .limits import BUSY_NICE, CallLimits, step_back
 from .meter import Meter
 from .namespaces import NamespaceJail
 from .worker import HANDED_OVER, run_worker
@@ -74,8 +74,7 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     """Do everything that does not depend on the code, before there is a call. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     scratch = jail.open_scratch()
-    out_read, out_write = os.pipe2(os.O_CLOEXEC)
-    err_read, err_write = os.pipe2(os.O_CLOEXEC)
+    streams, (out_write, err_write) = prepare_streams(jail.limits)
     ours, theirs = socket.socketpair()
     worker = os.fork()
     if worker == 0:
@@ -84,10 +83,15 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     theirs.close()
     for fd in (out_write, err_write):
         os.close(fd)
-    for fd in (out_read, err_read):
+    return Spare(jail, worker, scratch, ours, *streams)
+
+
+def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
+    """Return a worker's stdout and stderr, and the descriptors that it writes to."""
+    pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
+    for fd, _ in pipes:
         os.set_blocking(fd, False)
-    stdout, stderr = (Stream(fd, jail.limits.kept_output_bytes) for fd in (out_read, err_read))
-    return Spare(jail, worker, scratch, ours, stdout, stderr)
+    return [Stream(fd, limits.kept_output_bytes) for fd, _ in pipes], [fd for _, fd in pipes]
 
 
 @dataclass

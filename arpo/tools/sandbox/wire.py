@@ -29,6 +29,8 @@ class Reply:
     stdout: str = ""
     stderr: str = ""
     wall_s: float = 0.0
+    is_open: bool = False
+    """True where the code ran in a session that goes on."""
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:

@@ -22,10 +22,8 @@ from . import syscalls as kernel
 from .folder import FolderJail
 from .limits import NICE
 from .namespaces import NamespaceJail
+from .session_worker import CHANNEL_FD, serve_cells
 
-CHANNEL_FD = 3
-"""Descriptor from which the code comes, and to which a worker writes why it could not be confined. It is closed before
-the code runs, which could else write there too."""
 HANDED_OVER = b"p"
 """First byte of the worker on the channel."""
 SEED = 0
@@ -53,9 +51,14 @@ def run_worker(
         os.write(CHANNEL_FD, repr(error).encode())
         os._exit(1)
     _prepare_interpreter()
+    if jail.limits.session_cpu_s:
+        try:
+            serve_cells(scratch, run_code, new_main())
+        finally:  # the supervisor is gone, or the code has broken what we need
+            os._exit(1)
     with open(CHANNEL_FD, "rb", buffering=0) as channel:
         code = channel.read().decode()
-    exit_code = _run(code)
+    exit_code = run_code(code, new_main())
     os._exit(_finish() or exit_code)
 
 
@@ -91,14 +94,19 @@ def _prepare_interpreter() -> None:
     gc.enable()
 
 
-def _run(code: str) -> int:
+def new_main() -> types.ModuleType:
+    """Return the module that the code runs in."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    return main
+
+
+def run_code(code: str, main: types.ModuleType) -> int:
     """Execute the code as a notebook cell, which shows the value of a last bare expression. Return the exit code.
 
     Of a traceback only the last line(s) go to stderr: the others would name our own files.
     """
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __annotations__={})
-    sys.modules["__main__"] = main
     try:
         tree = compile(code, "<string>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

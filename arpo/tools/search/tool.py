@@ -11,6 +11,7 @@ from typing import Protocol
 
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
+from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import Cache, open_cache
 from arpo.tools.cache.rows import cache_key, clean_query
@@ -94,6 +95,7 @@ class SearchTool:
         "to search, write <search> query </search>",
         "<search> query </search> <result> found passages </result>",
     )
+    schema = text_schema("search", "Search, and show the passages found.", "query", "What to look for.")
 
     def __init__(self, cfg: SearchConfig):
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""

@@ -143,8 +143,8 @@ def everything_of(groups: list[Group]) -> list[dict]:
     dumps = [t.to_dict() for group in groups for t in group.trajectories]
     for dump in dumps:
         for turn in dump["turns"]:
-            if turn["tool_call"]:
-                del turn["tool_call"]["seconds"], turn["tool_call"]["cached"]
+            for call in turn["tool_calls"]:
+                del call["seconds"], call["cached"]
     return dumps
 
 

@@ -1,0 +1,236 @@
+"""The codec of calls in JSON: prompts, results and conversations as the model's own chat template has them.
+
+Token in, token out: what the model sampled stays as it is. What the template writes between the end token of a turn
+with calls and the first token of the next depends on the results alone, not on the turn. It is taken from a short
+conversation with calls that stand for the sampled ones, and encoded by itself, which is exact because it begins behind
+a special token. So a template that shows earlier turns otherwise than they were sampled (Qwen3's drops empty thoughts,
+and thoughts before the newest question) is never given the chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import ceil
+from operator import itemgetter
+from typing import Any, Literal
+
+from arpo.errors import UserError
+from arpo.protocol.codec import DATA, REWRITES, Codec, Rendered
+from arpo.protocol.hermes import RESERVED, UNKNOWN, parse_calls
+from arpo.protocol.schema import ToolSchema
+from arpo.protocol.tags import TRUNCATION_MARK, Call, escape_tags, tag_pattern
+from arpo.trajectory import ToolCall
+
+MARK = "here the call ends"
+"""Argument of the last of the calls that stand for sampled ones."""
+QUESTION = {"role": "user", "content": "question"}
+
+
+class HermesCodec(Codec):
+    """Codec for models whose chat template lists tools, and has calls as JSON in <tool_call> blocks.
+
+    Raises UserError, besides that of Codec, for a template that does not.
+    """
+
+    format = "hermes"
+
+    def __init__(self, tokenizer, *, tools: Sequence[ToolSchema], enable_thinking: bool = False):
+        self.schemas = {schema.name: schema for schema in tools}
+        super().__init__(tokenizer, tools=tuple(self.schemas), enable_thinking=enable_thinking)
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        return RESERVED
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return {"protocol": self.format, "functions": self._functions(None)}
+
+    def _count_min_result_tokens(self) -> int:
+        self._probe_tools()
+        return len(self._encode_rendered(self._after_calls([UNKNOWN], [TRUNCATION_MARK])))
+
+    def _probe_tools(self) -> None:
+        """Raise UserError for a chat template that does not do what this codec is for."""
+        name, fix = self.tokenizer.name_or_path, "set protocol.format=tags, or take a model that was trained for it"
+        tool = ToolSchema(UNKNOWN, "", {"type": "object", "properties": {}}).as_function()
+        try:
+            shown, without = (self._template([QUESTION], generation=True, tools=tools) for tools in ([tool], None))
+            called = self._template(_conversation([UNKNOWN], [MARK]), generation=True)
+        except Exception as error:  # a template is a program of its own
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(f"{name}: the chat template has no turns for calls and results ({reason}); {fix}") from None
+        if shown == without:
+            raise UserError(f"{name}: the chat template ignores tools, which protocol.format=hermes needs; {fix}")
+        if "<tool_call>" not in called:
+            raise UserError(f"{name}: the chat template does not write calls as <tool_call> JSON </tool_call>; {fix}")
+        if MARK not in self._after_calls([UNKNOWN], [MARK]):
+            raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
+
+    def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
+        """Return `tools=` of the template, in the order in which the tools are loaded; None for no tools."""
+        return [s.as_function() for n, s in self.schemas.items() if offered is None or n in offered] or None
+
+    def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
+        if error := self._system_error(messages):
+            raise UserError(error)
+        return self._encode_rendered(self._template(messages, generation=True, tools=self._functions(tools)))
+
+    def _system_error(self, messages: list[dict[str, Any]]) -> str:
+        """Return the error of a system message that asks for calls in tags, as those of the published files do."""
+        called = tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system"))
+        return called and (
+            f"a prompt's system message speaks of {called[0]}, but protocol.format=hermes has calls in JSON; set "
+            "data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
+        )
+
+    # -- a turn's calls and their results
+
+    def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:
+        return ()
+
+    def calls(
+        self, token_ids: Sequence[int], finish: str, stop_string: str | None, offered: Sequence[str]
+    ) -> list[Call]:
+        if finish != "eos":
+            return []
+        return parse_calls(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
+
+    def encode_results(
+        self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
+    ) -> tuple[list[str], list[int]] | None:
+        names = [call.tag for call in calls]
+        texts = [escape_tags(call.result, RESERVED) for call in calls]
+        # Sampling also stops at other end tokens (Qwen's <|endoftext|>); then the turn's own end is yet to be written.
+        end = [] if last_token == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
+
+        def rendered(texts: list[str]) -> list[int]:
+            return end + self._encode_rendered(self._after_calls(names, texts))
+
+        token_ids = rendered(texts)
+        if len(token_ids) <= max_tokens:
+            return texts, token_ids
+        bodies, num_mark_tokens = [self.encode(text) for text in texts], len(self.encode(TRUNCATION_MARK))
+        room = max_tokens - len(rendered([""] * len(texts)))
+        keep = longest_share([len(body) for body in bodies], room) - num_mark_tokens
+        while keep >= 0:
+            is_cut = [len(body) > keep + num_mark_tokens for body in bodies]
+            cut = [
+                self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK if long else text
+                for text, body, long in zip(texts, bodies, is_cut, strict=True)
+            ]
+            token_ids = rendered(cut)
+            if len(token_ids) <= max_tokens:
+                return cut, token_ids
+            keep -= ceil((len(token_ids) - max_tokens) / max(sum(is_cut), 1))
+        return None
+
+    def _after_calls(self, names: Sequence[str], results: Sequence[str]) -> str:
+        """Return what the template writes behind the end token of a turn that called these tools."""
+        text = self._template(_conversation(names, results), generation=True, tools=self._functions(None))
+        return text.partition(MARK)[2].partition(self.tokenizer.eos_token)[2]
+
+    # -- conversations of SFT
+
+    def render_conversation(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        mask_results: bool = True,
+        train_turns: Literal["all", "last"] = "all",
+        functions: list[dict] | None = None,
+    ) -> Rendered:
+        """Tokenise an SFT conversation; the mask is 1 on what the assistant says, its calls and its end tokens.
+
+        An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
+        it in the order of the calls. `functions` is the template's `tools=`, None = the loaded tools, or none where the
+        system message lists some itself. From a question to its answer a row is what a rollout would have made of the
+        same texts. For the rest see Codec.
+        """
+        if error := self._system_error(messages):
+            raise ValueError(error)
+        lists_tools = messages[0]["role"] == "system" and "<tools>" in messages[0]["content"]
+        functions = self._functions(None) if functions is None and not lists_tools else functions or None
+        messages = [_as_the_template_takes_it(message) for message in messages]
+        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
+        row, done = Rendered([], [], []), ""
+        for start in asked if train_turns == "all" else asked[-1:]:
+            prompt = self._template(messages[:start], generation=True, tools=functions)
+            if not prompt.startswith(done):
+                raise ValueError(REWRITES)
+            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
+            done = prompt + self._add_run(row, _run(messages, start), mask_results)
+        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
+        return row
+
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
+        """Add the assistant's turns up to its answer, and the results between them. Returns what was written."""
+        written = ""
+        for role, group in groupby(run, key=itemgetter("role")):
+            if role == "assistant":
+                text = self._assistant_text(next(group))
+                self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], True)
+                row.turn_ends.append(len(row.token_ids))
+                written += self._marked(text) + self.tokenizer.eos_token
+            else:
+                results = list(group)
+                names = [message.get("name") or UNKNOWN for message in results]
+                after = self._after_calls(names, [message["content"] for message in results])
+                self._add(row, self._encode_rendered(after), not mask_results)
+                written += after
+        return written
+
+    def _assistant_text(self, message: dict[str, Any]) -> str:
+        """Return what the assistant says, as the file has it, and its calls as the template writes them."""
+        text = message["content"].strip() if self._trims else message["content"]
+        if message.get("tool_calls"):
+            asked = self._template([QUESTION], generation=False)
+            whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
+            calls = whole[whole.index("<tool_call>") : whole.rindex(self.tokenizer.eos_token)].replace(DATA, "")
+            text += "\n" * bool(text) + calls
+        return self._after_opening(text) if self._opened else text
+
+
+def longest_share(sizes: Sequence[int], room: int) -> int:
+    """Return how much each may have of a common room, where what small ones leave is for the others.
+
+    >>> longest_share([100, 10, 300], room=210)
+    100
+    """
+    for num_left, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
+        if size * num_left > room:
+            return room // num_left
+        room -= size
+    return max(sizes)
+
+
+def _conversation(names: Sequence[str], results: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a question, calls of these tools, the last of which holds MARK, and their results."""
+    ids = [f"call{i:05d}" for i in range(len(names))]
+    functions = [{"name": name, "arguments": {"argument": ""}} for name in names]
+    functions[-1]["arguments"] = {"argument": MARK}
+    calls = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)]
+    turns = [
+        {"role": "tool", "tool_call_id": i, "name": name, "content": result}
+        for i, name, result in zip(ids, names, results, strict=True)
+    ]
+    return [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]
+
+
+def _as_the_template_takes_it(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"name": UNKNOWN, **message, "content": escape_tags(message["content"], RESERVED)}
+    if message.get("tool_calls"):
+        calls = [{"type": "function", "function": call} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    return message
+
+
+def _run(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
+    """Return an assistant's message and what follows it up to its answer: results, and its turns after results."""
+    end = start + 1
+    roles = [message["role"] for message in messages]
+    while roles[end : end + 1] == ["tool"] or roles[end - 1 : end + 1] == ["tool", "assistant"]:
+        end += 1
+    return messages[start:end]

@@ -1,0 +1,330 @@
+"""What a tool takes: its name, its description and a JSON schema of its arguments. Made, checked and written as text.
+
+The text of a call is what the tags hold and what records show. Where a tool takes one text and nothing else, it is that
+text; else it is a JSON object:
+
+    <python> print(6 * 7) </python>        {"code": "print(6 * 7)"}
+    <add> {"a": 1, "b": 2} </add>          {"a": 1, "b": 2}
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from arpo.errors import UserError
+
+MAX_DEPTH = 50
+"""Levels of a schema that are looked at: one that refers to itself says nothing new below."""
+MAX_SHOWN_CHARS = 60
+"""Characters shown of a wrong value."""
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class ToolSchema:
+    """What a model must know to call a tool."""
+
+    name: str
+    """The tool's name, which is its tag too."""
+    description: str
+    """What it does, in a sentence or a paragraph for the model."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments: {"type": "object", "properties": {name: schema}, "required": [name, ...]}."""
+
+    def as_function(self) -> dict[str, Any]:
+        """Return the entry of `tools=` that chat templates and OpenAI's interface take."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """Schemas of the arguments, by name."""
+        return self.parameters.get("properties") or {}
+
+    @property
+    def required(self) -> list[str]:
+        """Names of the arguments that have no default."""
+        return self.parameters.get("required") or []
+
+    @property
+    def text_argument(self) -> str:
+        """Name of the only argument, where that is a required string, so that a call is a bare text; else ""."""
+        names = list(self.properties)
+        is_text = len(names) == 1 and names == self.required and _kind(self.properties[names[0]]) == "string"
+        return names[0] if is_text else ""
+
+
+def text_schema(name: str, description: str, argument: str, meaning: str) -> ToolSchema:
+    """Return the schema of a tool that takes one text and nothing else."""
+    properties = {argument: {"type": "string", "description": meaning}}
+    return ToolSchema(name, description, {"type": "object", "properties": properties, "required": [argument]})
+
+
+def example_call(schema: ToolSchema) -> str:
+    """Return what a call of a tool looks like, with values that only show the types.
+
+    >>> example_call(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    '{"a": 1}'
+    """
+    if schema.text_argument:
+        return schema.text_argument
+    shown = schema.required or list(schema.properties)[:1]
+    return _as_json({name: _example(schema.properties.get(name)) for name in shown})
+
+
+def check_arguments(schema: ToolSchema, arguments: Any) -> str:
+    """Return "" for arguments with which the tool can be called, else the one-line error that the model reads.
+
+    Checked are names and types, at every depth, and enumerations. What else a schema may ask for (ranges, patterns) is
+    left to the tool. `arguments` is whatever the model's JSON holds.
+
+    >>> check_arguments(ToolSchema("root", "", {"properties": {"x": {"type": "number"}}}), {"x": "4"})
+    'Error: the argument "x" of root must be a number, not "4".'
+    """
+    name = schema.name
+    if not isinstance(arguments, dict):
+        return f"Error: the arguments of {name} must be {_a_call(schema)}, not {_shown(arguments)}."
+    if problem := _no_json(arguments):
+        return f"Error: the arguments of {name} contain {problem}."
+    for required in schema.required:
+        if required not in arguments:
+            return f'Error: {name} needs the argument "{required}"; it takes {_a_call(schema)}.'
+    others = schema.parameters.get("additionalProperties", False)  # unlike JSON schema: a slip should be read as one
+    for argument, value in arguments.items():
+        if argument not in schema.properties and others is False:
+            takes = _a_call(schema) if schema.properties else "no arguments"
+            return f"Error: {name} has no argument {_shown(argument)}; it takes {takes}."
+        inner = schema.properties.get(argument, others)
+        if wrong := _mismatch(value, inner, schema.parameters, f'"{argument}"', 0):
+            place, need, found = wrong
+            return f"Error: the argument {place} of {name} must be {need}, not {_shown(found)}."
+    return ""
+
+
+def argument_of(schema: ToolSchema, arguments: Mapping[str, Any]) -> str:
+    """Return checked arguments as the text of a call: the bare text where the tool takes one, else canonical JSON.
+
+    >>> argument_of(ToolSchema("add", "", {"properties": {"a": {}, "b": {}}}), {"b": 2, "a": "é"})
+    '{"a": "é", "b": 2}'
+    """
+    if schema.text_argument:
+        return arguments[schema.text_argument]
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+
+
+def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
+    """Return the checked arguments that the text of a call stands for, or the one-line error that the model reads."""
+    if schema.text_argument:
+        arguments = {schema.text_argument: argument}
+    else:
+        try:
+            arguments = json.loads(argument)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "it cannot be read")
+            return f"Error: the call of {schema.name} is no JSON ({reason}); it takes {_a_call(schema)}."
+    return check_arguments(schema, arguments) or arguments
+
+
+def schema_of(function: Callable[..., Any]) -> ToolSchema:
+    """Return the schema that a function's name, docstring, types and defaults say.
+
+    Types are str, int, float, bool, list, dict, their list[...] and dict[str, ...], Literal, Optional and unions of
+    these. The docstring's first paragraph is the description; the lines `name: text` under its `Args:` describe the
+    arguments. Raises UserError for a function that does not say enough.
+    """
+    where = f"{function.__module__}.{function.__name__}"
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    if not paragraphs[0]:
+        raise UserError(f"{where}: a tool's function needs a docstring, for the model reads it; write what it does")
+    hints, described = get_type_hints(function), _described_arguments(function.__doc__)
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(f"{where}: a tool's arguments have names; the function must not take {parameter}")
+        if name not in hints:
+            raise UserError(f"{where}: the argument {name!r} has no type; annotate it, like {name}: str")
+        properties[name] = _schema_of_type(hints[name], f"{where}: the argument {name!r}")
+        if name in described:
+            properties[name]["description"] = described[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+        elif parameter.default is not None:
+            properties[name]["default"] = parameter.default
+    if unknown := described.keys() - properties.keys():
+        raise UserError(f"{where}: the docstring's Args describe {min(unknown)!r}, which is no argument; correct it")
+    parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
+    return ToolSchema(function.__name__, " ".join(paragraphs[0].split()), parameters)
+
+
+# ---- checking
+
+
+def _mismatch(value: Any, schema: Any, root: Mapping, place: str, depth: int) -> tuple[str, str, Any] | None:
+    """Return (place, what it must be, what it is) of the first value that a schema does not allow; None for none."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return None
+    if "$ref" in schema:
+        return _mismatch(value, _referred(schema["$ref"], root), root, place, depth + 1)
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if choices is not None and not any(choice == value and type(choice) is type(value) for choice in choices):
+        return place, ("" if len(choices) == 1 else "one of ") + ", ".join(map(_as_json, choices)), value
+    for ways in filter(None, (schema.get("anyOf"), schema.get("oneOf"))):
+        found = [_mismatch(value, way, root, place, depth + 1) for way in ways]
+        if all(found):
+            inside = next(
+                (one for one in found if one[0] != place), None
+            )  # the type is right, and what it holds is not
+            return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
+    kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type") or []
+    if kinds and not any(_is_a(value, kind) for kind in kinds):
+        return place, " or ".join(map(_with_article, kinds)), value
+    parts = [(part, place) for part in schema.get("allOf") or ()]
+    inner = ((value, part, place) for part, place in parts)
+    for one, part, where in [*inner, *_members(value, schema, place)]:
+        if wrong := _mismatch(one, part, root, where, depth + 1):
+            return wrong
+    if isinstance(value, dict):
+        for name in schema.get("required") or ():
+            if name not in value:
+                return place, f'an object with "{name}"', value
+        extra = value.keys() - (schema.get("properties") or {}).keys()
+        if extra and schema.get("additionalProperties") is False:
+            return place, f"an object without {_shown(min(extra))}", value
+    return None
+
+
+def _members(value: Any, schema: Mapping, place: str) -> list[tuple[Any, Any, str]]:
+    """Return (value, schema, place) of what an array or an object holds."""
+    if isinstance(value, list):
+        return [(one, schema.get("items"), f"{place}[{i}]") for i, one in enumerate(value)]
+    if isinstance(value, dict):
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        return [(one, known.get(name, others), f'{place}."{name}"') for name, one in value.items()]
+    return []
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    if kind == "boolean" or isinstance(value, bool):
+        return kind == "boolean" and isinstance(value, bool)
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _TYPES.get(kind, object))
+
+
+def _referred(reference: Any, root: Mapping) -> Any:
+    """Return the schema that a "#/$defs/Name" names; None, which allows anything, for what is not in the schema."""
+    found: Any = root
+    for step in str(reference).removeprefix("#").split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found if str(reference).startswith("#") else None
+
+
+def _no_json(value: Any) -> str:
+    """Return what in a value no JSON document has, though Python's reader lets it pass; else ""."""
+    if isinstance(value, str):
+        return "a half of a character (a lone surrogate)" if _SURROGATE.search(value) else ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else "a number that is not finite"
+    members = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_no_json, members)), "")
+
+
+def _a_call(schema: ToolSchema) -> str:
+    """Return how a call looks: {"a": integer, "b": string (optional)}"""
+    entries = [
+        f'"{name}": {_kind(inner)}' + ("" if name in schema.required else " (optional)")
+        for name, inner in schema.properties.items()
+    ]
+    return f"a JSON object {{{', '.join(entries)}}}"
+
+
+def _kind(schema: Any) -> str:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    return kind if isinstance(kind, str) else " or ".join(kind) if kind else "value"
+
+
+def _example(schema: Any) -> Any:
+    """Return some value of a type; "..." where the schema does not name one."""
+    if not isinstance(schema, Mapping):
+        return "..."
+    if choices := schema.get("enum"):
+        return choices[0]
+    values = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+    return values.get(_kind(schema), "...")
+
+
+def _with_article(kind: str) -> str:
+    return "null" if kind == "null" else f"a{'n' if kind[0] in 'aeiou' else ''} {kind}"
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as one line of JSON, cut where it is long."""
+    text = json.dumps(value)  # in ASCII: a wrong value may hold what no text can
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+# ---- from a function
+
+
+def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
+    """Return the schema of a type. Raises UserError for one that JSON has not."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return {}
+    if hint is None or hint is type(None):
+        return {"type": "null"}
+    if hint in _NAMES:
+        return {"type": _NAMES[hint]}
+    if origin is Literal and all(isinstance(choice, str | int | bool) for choice in inner):
+        kinds = {_NAMES[type(choice)] for choice in inner}
+        return ({"type": kinds.pop()} if len(kinds) == 1 else {}) | {"enum": list(inner)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema_of_type(one, where) for one in inner]}
+    if origin is list:
+        return {"type": "array", "items": _schema_of_type(inner[0], where)}
+    if origin is dict and inner[0] is str:
+        return {"type": "object", "additionalProperties": _schema_of_type(inner[1], where)}
+    raise UserError(
+        f"{where} has the type {hint}; use str, int, float, bool, list[...], dict[str, ...], Literal or unions of these"
+    )
+
+
+def _described_arguments(docstring: str | None) -> dict[str, str]:
+    """Return the texts of the arguments under `Args:`. A line that is indented deeper goes on with the one above."""
+    lines = inspect.cleandoc(docstring or "").split("\n")
+    start = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines)) + 1
+    described: dict[str, str] = {}
+    name, indent = "", 0
+    for line in lines[start:]:
+        depth = len(line) - len(line.lstrip())
+        if not line.strip() or not depth:
+            break
+        match = re.match(r"\s+(\w+)(?: \(.*?\))?:\s*(.*)", line)
+        if match and (not name or depth <= indent):
+            name, indent = match[1], depth
+            described[name] = match[2].strip()
+        elif name:
+            described[name] = f"{described[name]} {line.strip()}".strip()
+    return described

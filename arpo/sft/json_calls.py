@@ -1,0 +1,97 @@
+"""SFT conversations for protocol.format=hermes: calls stay what they are in the file, fields or <tool_call> text.
+
+A row may bring its own functions in `tools` (OpenAI's form or bare, as a list or as its JSON); else those of data.tools
+are listed, unless the system message lists some itself.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from arpo.data import BadRow, parse_message
+from arpo.protocol.hermes import call_bodies
+from arpo.sft.conversations import parse_turns, whole_call
+
+RESPONSE, END = "<tool_response>", "</tool_response>"
+
+
+class Conversation(NamedTuple):
+    """A conversation whose messages may have `tool_calls`, [{"name", "arguments"}, ...]."""
+
+    messages: list[dict[str, Any]]
+    functions: list[dict] | None
+    """The template's `tools=`; None = the loaded tools."""
+
+
+def parse_conversation(row: dict) -> Conversation:
+    """Parse one conversation of any style. Raises BadRow."""
+    messages = parse_turns(row, _turn)
+    names: list[str] = []
+    for role, group in groupby(messages, key=lambda message: message["role"]):
+        for number, message in enumerate(group):
+            if role == "tool":
+                message.setdefault("name", names[number] if number < len(names) else "unknown")
+            elif role == "assistant":
+                names = _names_of(message)
+    return Conversation(messages, _functions(row.get("tools")))
+
+
+def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
+    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+    if calls and not isinstance(calls, list):
+        raise BadRow(f"tool_calls must be a list, not {type(calls).__name__}")
+    message = parse_message({**turn, text_key: turn.get(text_key) or ""} if calls else turn, role_key, text_key)
+    if turn[role_key] == "function_call":
+        try:
+            found = json.loads(message["content"])
+        except ValueError:
+            raise BadRow("the text of a function_call is not valid JSON") from None
+        calls, message["content"] = found if isinstance(found, list) else [found], ""
+    if calls:
+        return [{**message, "tool_calls": [whole_call(call) for call in calls]}]
+    if message["role"] != "tool":
+        return [message]
+    named = {"name": turn["name"]} if isinstance(turn.get("name"), str) else {}
+    return [{**message, **named, "content": text} for text in _results(message["content"])]
+
+
+def _results(text: str) -> list[str]:
+    """Return the results of a message that has them in <tool_response> blocks, else its text alone."""
+    if not (text.strip().startswith(RESPONSE) and text.strip().endswith(END)):
+        return [text]
+    return [part.partition(END)[0].strip("\n") for part in text.split(RESPONSE)[1:]]
+
+
+def _names_of(message: dict[str, Any]) -> list[str]:
+    if "tool_calls" in message:
+        return [call["name"] for call in message["tool_calls"]]
+    names = []
+    for body, _ in call_bodies(message["content"]):
+        try:
+            names.append(str(json.loads(body)["name"]))
+        except (ValueError, KeyError, TypeError):
+            names.append("unknown")
+    return names
+
+
+def _functions(tools: object) -> list[dict] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return None  # names, as questions have them
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    tools = [_without_none(tool) for tool in tools]
+    if not all(isinstance(tool.get("function", tool).get("name"), str) for tool in tools):
+        raise BadRow("an entry of tools has no name")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _without_none(value: Any) -> Any:
+    """Return a schema as it was before parquet gave every object the keys of all objects."""
+    if isinstance(value, list):
+        return [_without_none(one) for one in value]
+    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value

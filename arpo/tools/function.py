@@ -1,0 +1,83 @@
+"""A typed Python function as a tool: its types and docstring are the schema."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from arpo.errors import UserError
+from arpo.protocol.schema import arguments_of, schema_of
+from arpo.tools.base import ToolResult
+
+DEADLINE_S = 30.0
+MAX_CONCURRENT = 32
+"""Most calls of one function that run at the same time; the others wait, which does not count against the deadline."""
+
+
+class FunctionTool:
+    """Calls a function with the arguments that the model wrote. What it returns, or raises, the model reads as text.
+
+    A coroutine function runs on the loop of the tools, any other in a thread. A thread cannot be ended: one that goes
+    on after the deadline is left to itself, and does not keep the run from ending.
+    """
+
+    about = None
+    """The default system prompt introduces it by its schema."""
+
+    def __init__(self, function: Callable[..., Any], *, deadline_s: float = DEADLINE_S):
+        """Raises UserError for a function whose types or docstring do not say what it takes."""
+        self.schema = schema_of(function)
+        self.tag = self.schema.name
+        self.deadline_s = deadline_s
+        self._function = function
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def run(self, argument: str) -> ToolResult:
+        """Answer a call. Only a UserError of the function, which says that the run cannot go on, is raised."""
+        arguments = arguments_of(self.schema, argument)
+        if isinstance(arguments, str):
+            return ToolResult(arguments, ok=False, error_kind="bad_arguments")
+        for name, value in arguments.items():  # JSON has one kind of number: 3.0 is an integer
+            if isinstance(value, float) and self.schema.properties[name].get("type") == "integer":
+                arguments[name] = int(value)
+        async with self._slots:
+            deadline = asyncio.timeout(self.deadline_s)
+            try:
+                async with deadline:
+                    return ToolResult(_text_of(await self._call(arguments)), ok=True)
+            except UserError:
+                raise
+            except Exception as error:
+                if deadline.expired():
+                    text = f"Error: {self.tag} gave no answer within {self.deadline_s:g} s."
+                    return ToolResult(text, ok=False, error_kind="timeout")
+                return ToolResult(f"{type(error).__name__}: {error}", ok=False, error_kind="error")
+
+    async def _call(self, arguments: dict[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**arguments)
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            answer.set_running_or_notify_cancel()
+            try:
+                answer.set_result(self._function(**arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name=f"arpo-{self.tag}", daemon=True).start()
+        return await asyncio.wrap_future(answer)
+
+    async def aclose(self) -> None:
+        """Nothing to release."""
+
+
+def _text_of(value: Any) -> str:
+    if value is None:
+        return "(no output)"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

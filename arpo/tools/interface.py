@@ -1,0 +1,123 @@
+"""The interface of a tool: what a call gets, what it returns, and the sessions of a tool with state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class ToolContext:
+    """What a call belongs to. A tool whose `run` has a parameter `context` gets it."""
+
+    prompt_id: str
+    trajectory_id: str
+    turn: int
+    """Index of the turn that the call ended."""
+    seed: int = 0
+    """32 bits that depend on the run's seed, the step and the prompt: all trajectories of a group have the same, so
+    that they begin in the same world."""
+    row: Mapping[str, object] = field(default_factory=dict)
+    """The prompt's columns of the data file (Prompt.meta)."""
+    history: str = ""
+    """Digest of all calls that the tool's session has answered before, in order; "" before the first, and for a tool
+    without sessions. With the argument it is the key under which a result may be recorded."""
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """The trajectory, among all of a rollout."""
+        return self.prompt_id, self.trajectory_id
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The outcome of a call."""
+
+    text: str
+    """Text for the model, raw: escaping and truncation are the rollout's business."""
+    ok: bool
+    seconds: float = 0.0
+    error_kind: str | None = None
+    cached: bool = False
+    cost: float = 0.0
+    """Price of the call, in the currency of tools.price_per_call."""
+    infra_error: bool = False
+    """True where the failure is ours (backend down, sandbox broken) and not the model's."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What a reward may want to know besides the text, in plain types (JSON): an environment's reward, say."""
+    replayed: int = 0
+    """Calls of the trajectory that it branched from, run again to give this call its session."""
+    replay_mismatches: int = 0
+    """Those of them that answered otherwise than the first time."""
+
+
+class Tool(Protocol):
+    """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
+
+    A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`. `run` may
+    have a parameter `context`, a ToolContext. A tool with state is a `SessionTool`.
+    """
+
+    tag: str
+    """Name of the tool; <tag>argument</tag> calls it."""
+
+    async def run(self, argument: str) -> ToolResult: ...
+
+    async def aclose(self) -> None: ...
+
+
+class SessionTool(Protocol):
+    """A tool that keeps a session per trajectory: one that has `open`.
+
+    A session begins with the trajectory's first call of the tool, and is closed when the trajectory ends, however it
+    ends. Calls of a session come one after the other. A branch gets a session in the state at which it left its parent:
+    by `fork`, where the tool has that method; else a new session answers the parent's calls again (a replay).
+    """
+
+    tag: str
+    max_sessions: int
+    """Most sessions at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
+    may_branch: bool
+    """False: no trajectory branches while it has such a session."""
+
+    async def open(self, context: ToolContext) -> Any:
+        """Return a new session. The same context (but for the trajectory and the turn) must give the same state."""
+
+    async def run(self, argument: str, context: ToolContext, session: Any) -> ToolResult: ...
+
+    async def fork(self, session: Any, context: ToolContext) -> Any:
+        """Return a copy that shares nothing with the session. Optional. Raises CannotFork for one that must be replayed
+        instead. `context` is that of the session's newest call."""
+
+    async def close(self, session: Any) -> None:
+        """Release the session, also in the middle of a call that is given up."""
+
+    async def aclose(self) -> None: ...
+
+
+class CannotFork(Exception):
+    """Raised by `fork` for a session that cannot be copied exactly: the branch replays its calls."""
+
+
+class SessionLost(Exception):
+    """Raised by `run` where the session is gone through a failure of ours: its calls are replayed in a new one."""
+
+
+def is_stateful(tool: Tool) -> bool:
+    """Return whether the tool keeps sessions."""
+    return hasattr(tool, "open")
+
+
+@functools.cache
+def _wanted(run: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(run).parameters) & {"context", "session"}
+
+
+async def answer(tool: Tool, argument: str, context: ToolContext | None, session: Any = None) -> ToolResult:
+    """Run a call, with what the tool's `run` has parameters for."""
+    wanted = _wanted(getattr(type(tool), "run", tool.run))
+    given = {"context": context, "session": session}
+    return await (tool.run(argument, **{name: given[name] for name in wanted}) if wanted else tool.run(argument))

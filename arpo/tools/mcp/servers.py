@@ -1,0 +1,196 @@
+"""The entries of `tools.mcp`: how a server is started or reached, which of its tools are offered, and its limits.
+
+An entry is JSON, in a YAML file a mapping. Keys of services stand in the environment, and here only their names:
+
+    tools:
+      mcp:
+        - {command: npx, args: [-y, some-server], env: {API_KEY: $SOME_KEY}}
+        - {url: https://host/mcp, headers: {Authorization: Bearer $OTHER_KEY}, prefix: web_}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from arpo.errors import UserError
+
+MODES = ("live", "record", "replay", "replay_strict")
+SECRET = re.compile(
+    r"(?:^|[_-])(?:key|token|secret|password|passwd|auth|authorization|cookie|credentials?)s?(?:$|[_-])|api_?key",
+    re.IGNORECASE,
+)
+"""Names of values that must not stand in a config, which is copied into the run's folder."""
+_REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_LEAST_SECRET_CHARS = 4
+"""Shorter values of the environment are no secrets: hiding every "1" would only mangle results."""
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """One server of the Model Context Protocol: a process that is started (`command`), or an address (`url`)."""
+
+    command: str = ""
+    """Program that speaks MCP on its standard input and output. Every rank starts its own."""
+    args: tuple[str, ...] = ()
+    """Its arguments."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Its environment beside PATH, HOME, USER, LOGNAME, SHELL and TERM. $NAME stands for a variable of ours."""
+    url: str = ""
+    """Address of a streamable HTTP server, like http://host:8000/mcp."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Headers of every request to it. $NAME stands for a variable of the environment."""
+    prefix: str = ""
+    """Stands before the names of the server's tools."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that are offered, as the server calls them; none = all."""
+    deadline_s: float = 60.0
+    """Longest time of one call in seconds, all tries included. Waiting for its turn, or for a server that starts again,
+    is not counted."""
+    start_s: float = 60.0
+    """Longest time that the server may take to start and to list its tools, in seconds."""
+    max_concurrent: int = 8
+    """Most calls of a rank that are under way at the same time."""
+    max_tries: int = 3
+    """Most times that a call is sent where connections break; 1 = what may have been carried out is not repeated."""
+    cache: str = ""
+    """Cache of call -> result, a file or redis://host:port/db; empty = every call is made."""
+    mode: str = "record"
+    """Use of the cache, as in tools.search.mode; a replay needs no server."""
+
+    @property
+    def label(self) -> str:
+        """Name of the server in messages, without anything secret."""
+        return self.url or " ".join([self.command, *self.args])[:80]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What decides which server answers; part of the keys of its cache."""
+        return {"url": self.url} if self.url else {"command": self.command, "args": list(self.args)}
+
+    @property
+    def replays(self) -> bool:
+        """True where nothing but the cache is asked."""
+        return self.mode in ("replay", "replay_strict")
+
+    def what_decides(self) -> dict[str, object]:
+        """Return the settings that make other trajectories."""
+        return self.identity | {"prefix": self.prefix, "tools": list(self.tools)}
+
+    def secrets(self) -> dict[str, str]:
+        """Return the variables of the environment that the entry refers to. Raises UserError for a missing one."""
+        names = {name for _, text in (*self.env, *self.headers) for name in references(text)}
+        for name in sorted(names):
+            if name not in os.environ:
+                raise UserError(f"tools.mcp: {self.label} needs {name} in the environment; set it")
+        return {name: os.environ[name] for name in sorted(names)}
+
+    def resolved(self, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+        """Return `env` or `headers` with the values of the environment. For the server only, never to be written."""
+        values = self.secrets()
+        return {name: _REFERENCE.sub(lambda m: values[m[1] or m[2]], text) for name, text in pairs}
+
+    def redacted(self, text: str) -> str:
+        """Return a text of the server in which no value of the environment stands that was given to it."""
+        for name, value in sorted(self.secrets().items(), key=lambda item: -len(item[1])):
+            if len(value) >= _LEAST_SECRET_CHARS:
+                text = text.replace(value, f"${name}")
+        return text
+
+
+def references(text: str) -> list[str]:
+    """Return the names of the environment in a text. "Bearer $A" -> ["A"], "x${B}" -> ["B"]"""
+    return [match[1] or match[2] for match in _REFERENCE.finditer(text)]
+
+
+def parse_servers(entries: Iterable[str]) -> tuple[McpServer, ...]:
+    """Return the servers of `tools.mcp`. Raises ValueError, which names the entry, for one that makes no sense."""
+    return tuple(parse_server(entry, f"tools.mcp[{number}]") for number, entry in enumerate(entries))
+
+
+def parse_server(entry: str, where: str) -> McpServer:
+    """Return the server of one entry. Raises ValueError."""
+    try:
+        tree = json.loads(entry)
+    except ValueError:
+        tree = None
+    if not isinstance(tree, dict):
+        raise ValueError(f'{where} must be a mapping like {{"command": ...}} or {{"url": ...}}, not {entry[:60]!r}')
+    known = {f.name: f.default for f in fields(McpServer)}
+    for key, value in tree.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+        tree[key] = _value(value, known[key], pairs=key in ("env", "headers"), where=f"{where}.{key}")
+    server = McpServer(**tree)
+    _check(server, where)
+    return server
+
+
+def entry_of(server: McpServer) -> str:
+    """Return the entry of a server, without what is as ever. The other way round than `parse_server`."""
+    default = asdict(McpServer())
+    values = {k: dict(v) if k in ("env", "headers") else v for k, v in asdict(server).items() if v != default[k]}
+    return json.dumps(values)
+
+
+def _value(value: Any, default: Any, *, pairs: bool, where: str) -> Any:
+    """Return a value as the field has it. Raises ValueError for one of another type."""
+    if pairs:
+        if not isinstance(value, Mapping) or not all(isinstance(one, str | int | float) for one in value.values()):
+            raise ValueError(f"{where} must be a mapping of names to texts")
+        return tuple((str(name), str(one)) for name, one in value.items())
+    if isinstance(default, tuple):
+        if not isinstance(value, list) or not all(isinstance(one, str | int | float) for one in value):
+            raise ValueError(f"{where} must be a list of texts, not {value!r}")
+        return tuple(map(str, value))
+    kinds = {str: "a text", int: "a whole number", float: "a number"}
+    fits = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, fits) or isinstance(value, bool):
+        raise ValueError(f"{where} must be {kinds[type(default)]}, not {value!r}")
+    return type(default)(value)
+
+
+def _check(server: McpServer, where: str) -> None:
+    """Raise ValueError for values with which no call could be made, or with which a secret would be written down."""
+    if bool(server.command) == bool(server.url):
+        raise ValueError(f"{where} must have either a command or a url")
+    useless = ("args", "env") if server.url else ("headers",)
+    for key in useless:
+        if getattr(server, key):
+            raise ValueError(f"{where}.{key} has no effect beside {'url' if server.url else 'command'}; drop it")
+    for key in ("deadline_s", "start_s", "max_concurrent", "max_tries"):
+        if not 0 < getattr(server, key) < math.inf:
+            raise ValueError(f"{where}.{key} must be finite and above 0, not {getattr(server, key):g}")
+    if server.mode not in MODES:
+        raise ValueError(f"{where}.mode must be one of {', '.join(MODES)}, not {server.mode!r}")
+    if server.mode != "record" and not server.cache:
+        raise ValueError(f"{where}.mode={server.mode} is ignored unless {where}.cache names a cache")
+    if not _PREFIX.fullmatch(server.prefix):
+        raise ValueError(f"{where}.prefix may have letters, digits and _.- only, not {server.prefix!r}")
+    for key, pairs in (("env", server.env), ("headers", server.headers)):
+        for name, text in pairs:
+            if SECRET.search(name) and text and not references(text):
+                raise ValueError(
+                    f"{where}.{key}.{name} looks like a secret, and the config is copied into the run's folder; put it "
+                    f"into the environment, and its name here: ${re.sub('[^A-Za-z0-9_]', '_', name).upper()}"
+                )
+    if server.url:
+        _check_url(server.url, where)
+
+
+def _check_url(url: str, where: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{where}.url must be like http://host:8000/mcp, not {url!r}")
+    if parts.password or any(SECRET.search(name) for name, _ in parse_qsl(parts.query)):
+        raise ValueError(f"{where}.url has a secret in it; put it into the environment, and its name into headers")

@@ -1,0 +1,271 @@
+"""The tools of MCP servers. Each is a tool like our own: checked arguments, a cache, results and errors as text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from arpo.errors import UserError
+from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
+from arpo.tools.base import ToolResult
+from arpo.tools.cache.cache import MCP, Cache, open_cache
+from arpo.tools.cache.rows import cache_key
+from arpo.tools.http.policy import HttpPolicy
+from arpo.tools.mcp.connection import Connection, ConnectionLost, program_of
+from arpo.tools.mcp.servers import McpServer
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult
+
+logger = logging.getLogger(__name__)
+
+UNAVAILABLE = "Error: the {tag} tool is unavailable."
+NOT_RECORDED = "Error: there is no recorded result of this call."
+MAX_RESULT_CHARS = 100_000
+"""Longest text of a result; rollout.max_result_tokens cuts what the model reads."""
+LISTING = "<tools>"
+"""Query under which a cache holds the list of its server's tools."""
+
+
+class McpTool:
+    """One tool of a server. All tools of a server share its connection, its limit of calls and its cache."""
+
+    def __init__(self, schema: ToolSchema, name: str, service: Service):
+        """`name` is what the server calls the tool; the schema's has the prefix."""
+        self.tag, self.schema = schema.name, schema
+        self._name, self.service = name, service
+
+    async def run(self, argument: str) -> ToolResult:
+        """Answer a call from the cache, or by the server. Never raises for what the model wrote or the server says.
+
+        `infra_error` says that the server could not be reached, or went away. Raises UserError when `replay_strict`
+        misses, or a replay's cache breaks.
+        """
+        arguments = arguments_of(self.schema, argument)
+        if isinstance(arguments, str):
+            return ToolResult(arguments, ok=False, error_kind="bad_arguments")
+        service = self.service
+        if service.cache is None:
+            return await service.call(self.tag, self._name, arguments)
+        query = f"<{self._name}>{argument_of(self.schema, arguments)}</{self._name}>"
+        recorded = await asyncio.to_thread(service.recorded, query)
+        if recorded is not None:
+            return ToolResult(**json.loads(recorded), cached=True)
+        if service.server.replays:
+            if service.server.mode == "replay_strict":
+                miss = f"no recorded result of {query[:80]!r}"
+                raise UserError(f"{service.cache.path}: {miss}; record it, or set mode replay")
+            return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
+        result = await service.call(self.tag, self._name, arguments)
+        if result.infra_error:
+            return result
+        # Another rank may have been first, and a replay will show its result, so this run has to show it too.
+        text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
+        recorded = await asyncio.to_thread(service.record, query, text)
+        return ToolResult(**json.loads(recorded)) if recorded else result
+
+    async def aclose(self) -> None:
+        """Close the server's connection and cache. Safe to call twice, so each of its tools may."""
+        await self.service.aclose()
+
+
+class Service:
+    """What the tools of one server share. For one event loop."""
+
+    policy = HttpPolicy(backoff_cap_s=5.0)
+
+    def __init__(self, server: McpServer, cache: Cache | None):
+        self.server, self.cache = server, cache
+        self.connection: Connection | None = None
+        self._slots = asyncio.Semaphore(server.max_concurrent)
+        self._num_told = 0
+        self._rng = random.Random()
+
+    async def call(self, tag: str, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Call the server, again where the connection breaks, within the deadline."""
+        from mcp import MCPError
+
+        async with self._slots:
+            if self.connection is None:
+                self.connection = Connection(self.server)
+            left_s, num_tries = self.server.deadline_s, 0
+            while True:
+                num_tries += 1
+                started = math.inf
+                try:
+                    client = await self.connection.opened()
+                    started = time.monotonic()
+                    return self._result(await client.call(name, arguments, left_s))
+                except TimeoutError:
+                    text = f"Error: {tag} gave no answer within {self.server.deadline_s:g} s."
+                    return ToolResult(text, ok=False, error_kind="timeout")
+                except MCPError as error:
+                    text = f"Error: {tag}: {self.server.redacted(' '.join(error.message.split()))}"
+                    return ToolResult(text[:MAX_RESULT_CHARS], ok=False, error_kind="refused")
+                except (RuntimeError, ValueError) as error:  # of the client, of an answer that breaks the protocol
+                    reason = self.server.redacted(" ".join(str(error).split()))[:300]
+                    logger.warning("MCP server %s: the answer of %s is none: %s", self.server.label, name, reason)
+                    text = UNAVAILABLE.format(tag=tag)
+                    return ToolResult(text, ok=False, error_kind="bad_answer", infra_error=True)
+                except ConnectionLost:
+                    pause_s = self.policy.backoff_s(num_tries, self._rng)
+                    left_s -= max(time.monotonic() - started, 0.0) + pause_s
+                    if num_tries == self.server.max_tries or left_s <= 0:
+                        text = UNAVAILABLE.format(tag=tag)
+                        return ToolResult(text, ok=False, error_kind="unavailable", infra_error=True)
+                await asyncio.sleep(pause_s)
+
+    def _result(self, answer: CallToolResult) -> ToolResult:
+        text = self.server.redacted(text_of(answer))[:MAX_RESULT_CHARS]
+        return ToolResult(text, ok=not answer.is_error, error_kind="tool_error" if answer.is_error else None)
+
+    def take_restarts(self) -> int:
+        """Return how often the server was started again since the last time that this was asked."""
+        number = self.connection.num_restarts if self.connection else 0
+        self._num_told, new = number, number - self._num_told
+        return new
+
+    def recorded(self, query: str) -> str | None:
+        """Return the recorded answer to a query. Raises UserError where a replay's cache breaks."""
+        return self.cache.get(cache_key(MCP, self.server.identity, query), query)
+
+    def record(self, query: str, text: str) -> str | None:
+        """Record an answer unless there is one. Return what is recorded; None where the cache cannot be used."""
+        self.cache.put(cache_key(MCP, self.server.identity, query), MCP, query, text)
+        return self.recorded(query)
+
+    async def aclose(self) -> None:
+        if self.connection is not None:
+            await self.connection.aclose()
+        if self.cache is not None:
+            self.cache.close()
+
+
+def mcp_tools(server: McpServer) -> dict[str, McpTool]:
+    """Return a server's tools, by tag. Raises UserError where it cannot be reached or its cache not be used."""
+    setting = f"the cache of {server.label} in tools.mcp"
+    schemas = mcp_schemas(server)
+    uses_cache = server.cache and server.mode != "live"
+    cache = open_cache(server.cache, read_only=server.replays, setting=setting) if uses_cache else None
+    service = Service(server, cache)
+    return {tag: McpTool(schema, tag.removeprefix(server.prefix), service) for tag, schema in schemas.items()}
+
+
+@cache
+def mcp_schemas(server: McpServer) -> dict[str, ToolSchema]:
+    """Return what a server's tools take, by tag; in a replay from the cache. It is asked once per process.
+
+    Raises UserError for a server that cannot be reached, lists nothing, or lacks a tool that the config names.
+    """
+    listed = _recorded_listing(server) if server.replays else _live_listing(server)
+    schemas = [ToolSchema(server.prefix + one["name"], one["description"], one["parameters"]) for one in listed]
+    found = {schema.name: schema for schema in schemas}
+    if len(found) < len(schemas):
+        twice = next(one.name for number, one in enumerate(schemas) if one.name in [s.name for s in schemas[:number]])
+        raise UserError(f"tools.mcp: {server.label} lists the tool {twice!r} twice; have it list each once")
+    wanted = [server.prefix + name for name in server.tools] or list(found)
+    for name in wanted:
+        if name not in found:
+            there = ", ".join(one["name"] for one in listed)
+            raise UserError(
+                f"tools.mcp: {server.label} has no tool {name.removeprefix(server.prefix)!r}; it has {there}"
+            )
+    if not wanted:
+        raise UserError(f"tools.mcp: {server.label} lists no tools; correct its settings, or drop it")
+    return {name: found[name] for name in wanted}
+
+
+def _live_listing(server: McpServer) -> list[dict[str, Any]]:
+    """Return the tools of a running server, and record them where it has a cache to be replayed from."""
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"tools.mcp needs the package mcp ({error}); pip install -e '.[mcp]'") from None
+    server.secrets()
+    if server.command:
+        program_of(server)
+
+    async def ask() -> list[dict[str, Any]]:
+        connection = Connection(server)
+        try:
+            tools = await connection.tools()
+        finally:
+            await connection.aclose()
+        return [
+            {
+                "name": tool.name,
+                "description": tool.description or tool.title or "",
+                "parameters": without_titles(tool.input_schema),
+            }
+            for tool in tools
+        ]
+
+    try:
+        listing = asyncio.run(ask())
+    except ConnectionLost as error:
+        fix = "correct the url, or start the server" if server.url else "correct the command, its args or env"
+        raise UserError(f"tools.mcp: {server.label} cannot be used: {error}; {fix}") from None
+    if server.cache and server.mode == "record":
+        recorded = _with_cache(server, lambda service: service.record(LISTING, json.dumps(listing)))
+        if recorded and json.loads(recorded) != listing:
+            changed = (
+                "its tools are not those that %s was recorded with, which a replay offers; take a new cache for them"
+            )
+            logger.warning(f"MCP server %s: {changed}", server.label, server.cache)
+    return listing
+
+
+def _recorded_listing(server: McpServer) -> list[dict[str, Any]]:
+    listing = _with_cache(server, lambda service: service.recorded(LISTING))
+    if listing is None:
+        raise UserError(f"{server.cache}: holds no calls of {server.label} to replay; record them first")
+    return json.loads(listing)
+
+
+def _with_cache(server: McpServer, action: Callable[[Service], str | None]) -> str | None:
+    setting = f"the cache of {server.label} in tools.mcp"
+    store = open_cache(server.cache, read_only=server.replays, setting=setting)
+    try:
+        return action(Service(server, store))
+    finally:
+        store.close()
+
+
+def without_titles(schema: Any) -> Any:
+    """Return a schema without the titles that some servers add: they repeat the names, and the model reads them all."""
+    if isinstance(schema, list):
+        return [without_titles(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    as_it_is = ("default", "const", "enum", "examples")
+    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    return {key: value if key in as_it_is else without_titles(value) for key, value in kept.items()}
+
+
+def text_of(answer: CallToolResult) -> str:
+    """Return a result as text: texts joined, other content described; structured content only where it is all."""
+    parts = [_described(block) for block in answer.content]
+    if not parts and answer.structured_content is not None:
+        parts = [json.dumps(answer.structured_content, ensure_ascii=False)]
+    text = "\n".join(part for part in parts if part) or "(no output)"
+    return text.encode("utf-8", "replace").decode()
+
+
+def _described(block: Any) -> str:
+    if block.type == "text":
+        return block.text
+    if block.type in ("image", "audio"):
+        return f"[{block.type}, {block.mime_type}, {len(block.data) * 3 // 4} bytes]"
+    if block.type == "resource_link":
+        return f"[resource {block.name}: {block.uri}]"
+    resource = getattr(block, "resource", None)
+    if text := getattr(resource, "text", None):
+        return text
+    return f"[{block.type} {getattr(resource, 'uri', '')}]"

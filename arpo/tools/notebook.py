@@ -1,0 +1,150 @@
+"""The <notebook> tool: Python whose variables, functions and imports stay from call to call, in the jail of <python>.
+
+A trajectory's notebook is a process in the jail that waits for its next cell; a branch's is a fork of it, made at the
+result where the branch begins. Files are not part of the state: a cell begins in an empty folder. Nor are threads and
+processes: a cell's processes end with it, and a notebook with threads, or with a file that is still open or mapped, is
+not forked but replayed. A cell that hits a limit ends the notebook, and the next one begins anew.
+
+With a cache, a cell's result is recorded under the cells before it in its notebook (ToolContext.history), never under
+its own code alone. A recorded cell is not run until a later one has to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from arpo.errors import UserError
+from arpo.protocol.prompts import About
+from arpo.protocol.schema import text_schema
+from arpo.tools.cache.cache import PYTHON
+from arpo.tools.cache.rows import cache_key
+from arpo.tools.interface import CannotFork, SessionLost, ToolContext, ToolResult
+from arpo.tools.options import NotebookConfig
+from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, shorten, strip_fences
+from arpo.tools.sandbox.client import GRACE_S
+from arpo.tools.sandbox.host_process import Tier
+from arpo.tools.sandbox.limits import CallLimits
+from arpo.tools.sandbox.session_client import SessionClient
+from arpo.tools.sandbox.wire import Reply
+
+ENDED = "The notebook has ended; the next call begins a new one, without the variables."
+
+
+@dataclass
+class Notebook:
+    """A trajectory's session."""
+
+    process: SessionClient | None = None
+    """None before the first cell that is not answered from the cache."""
+    cells: list[str] = field(default_factory=list)
+    """Cells that were answered from the cache, and must run before the next one."""
+    is_closed: bool = False
+
+
+class NotebookTool(PythonTool):
+    """Runs cells in the trajectory's notebook; see the module. Without a session (`run(code)`), in one of its own."""
+
+    tag = "notebook"
+    about = About(
+        "a Python notebook",
+        "to run code, write <notebook> code </notebook> and print what you need; variables and functions stay, files "
+        "do not",
+        "<notebook> x = 6 * 7\nprint(x) </notebook> <result> 42 </result>",
+    )
+    schema = text_schema(
+        "notebook", "Run Python code, and show what it prints. Variables and functions stay, files do not.", "code",
+        "The code. Print what you need.",
+    )  # fmt: skip
+    may_branch = True
+
+    def __init__(self, cfg: NotebookConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
+        """Raises as PythonTool; also for a session_cpu_s that is less than a call may take."""
+        if cfg.session_cpu_s < cfg.cpu_s:
+            least = f"at least half of tools.notebook.wall_s, which one call may compute: {cfg.cpu_s:g}"
+            raise UserError(f"tools.notebook.session_cpu_s={cfg.session_cpu_s:g} must be {least}")
+        super().__init__(cfg, tier=tier, grace_s=grace_s)
+        self.max_sessions = cfg.max_sessions
+        self._params["session_cpu_s"] = cfg.session_cpu_s
+
+    def limits(self, cfg: NotebookConfig) -> CallLimits:
+        return replace(super().limits(cfg), session_cpu_s=cfg.session_cpu_s)
+
+    async def open(self, context: ToolContext) -> Notebook:
+        return Notebook()
+
+    async def run(
+        self, argument: str, context: ToolContext | None = None, session: Notebook | None = None
+    ) -> ToolResult:
+        """Answer a cell. Raises SessionLost where the notebook's process is gone, through no fault of the code's."""
+        if session is None:
+            session = Notebook()
+            try:
+                return await self.run(argument, context, session)
+            finally:
+                await self.close(session)
+        code, history = strip_fences(argument), context.history if context else ""
+        if refusal := refuse(code):
+            return refusal
+        recorded = await asyncio.to_thread(self._recorded, code, history) if self.cache else None
+        if recorded is not None:
+            session.cells.append(code)
+            return ToolResult(**recorded, cached=True)
+        if self.sandbox is None:
+            return self._missed(code)
+        reply = await self._on_thread(self._run_cell, session, code)
+        result = self._result(reply)
+        if result.infra_error:
+            return result
+        if not reply.is_open:
+            result = replace(result, text=shorten(f"{result.text}\n{ENDED}", MAX_OUTPUT_CHARS))
+        if self.cache is None:
+            return result
+        recorded = await asyncio.to_thread(self._record, result, code, history)
+        return ToolResult(**recorded, seconds=result.seconds) if recorded else result
+
+    def _place(self, code: str, history: str) -> tuple[bytes, str]:
+        return cache_key(PYTHON, self._params | {"history": history}, code), f"<notebook {history}>{code}</notebook>"
+
+    def _run_cell(self, session: Notebook, code: str) -> Reply:
+        """Run what was answered from the cache so far, then the code."""
+        with self._slots.take() if self._slots else nullcontext():
+            for cell in [*session.cells, code]:
+                if session.is_closed:
+                    raise SessionLost
+                if session.process is None:
+                    process = self.sandbox.open_session()
+                    if isinstance(process, Reply):
+                        return process
+                    session.process = process
+                    if session.is_closed:  # meanwhile
+                        process.close()
+                try:
+                    reply = session.process.run(cell)
+                except (OSError, EOFError, ValueError) as error:
+                    raise SessionLost(f"{type(error).__name__}: {error}") from None
+                if not reply.is_open:
+                    session.process.close()
+                    session.process = None
+            session.cells.clear()
+            return reply
+
+    async def fork(self, session: Notebook, context: ToolContext) -> Notebook:
+        process = None
+        if session.process:
+            try:
+                process = await self._on_thread(session.process.fork)
+            except (OSError, EOFError, ValueError):
+                process = None
+            if process is None:
+                raise CannotFork("threads, open files or processes cannot be copied")
+        return Notebook(process, list(session.cells))
+
+    async def _on_thread(self, action, *arguments):
+        return await asyncio.get_running_loop().run_in_executor(self._threads, action, *arguments)
+
+    async def close(self, session: Notebook) -> None:
+        session.is_closed = True
+        if session.process:
+            session.process.close()

@@ -1,0 +1,268 @@
+"""S, the supervisor of sessions that were forked from one another: it serves their cells, one at a time.
+
+A session is a worker (session_worker.py) that waits for its next cell. What it may leave behind is in its memory:
+between two cells it is stopped, the processes that it has started are killed, and the files it has written are removed,
+so no session can reach another, and a fork of the worker is all of it. A session that a fork would not copy whole (it
+has threads, children, open or mapped files) is not forked, and its branch replays.
+
+    client                               supervisor S (PID 1 of the family's namespace)
+      == session 1's socket ==>            worker 1, stopped      (READY, cells, exit codes on its channel)
+      == session 2's socket ==>            worker 2, a fork of worker 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+from . import syscalls as kernel
+from . import wire
+from .limits import MAX_FAMILY, step_back
+from .meter import Meter
+from .session_client import COPY, RUN
+from .session_worker import CELL, FORK, READY
+from .supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_streams
+from .trees import remove_tree
+
+KILL_PATIENCE_S = 2.0
+OWN_FDS = {"0", "1", "2", "3"}
+CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass
+class Member(Spare):
+    """One session: a worker, its client's socket, and what it has used."""
+
+    conn: socket.socket | None = None
+    cpu_s: float = 0.0
+    """CPU seconds of all its cells, those before it was forked included."""
+    others: tuple[int, ...] = ()
+    """Workers of the other sessions, while a cell runs."""
+    cell_cpu_s: float = 0.0
+    _before_s: float | None = None
+
+    def run(self, code: bytes, host_bytes: int) -> tuple[dict[str, object], bytes, bytes]:
+        """Run a cell. Return the reply's header, stdout and stderr."""
+        started = time.monotonic()
+        self.stdout, self.stderr = (Stream(s.fd, s.kept_bytes) for s in (self.stdout, self.stderr))
+        self.cell_cpu_s, self._before_s = 0.0, None
+        pidfd = kernel.pidfd_open(self.worker)
+        if not is_stopped(self.worker):
+            raise ConnectionError("the worker was lost between two cells")  # which is not this cell's fault
+        meter = Meter(self.jail.limits.memory_bytes, host_bytes)
+        self._exceeded(meter)
+        with contextlib.suppress(BlockingIOError):  # what the code may have written there after its last cell
+            self.channel.settimeout(0)
+            while self.channel.recv(4096):
+                pass
+        os.kill(self.worker, signal.SIGCONT)
+        with contextlib.suppress(OSError):  # the worker is not there any more, which `_watch` notices
+            self.channel.settimeout(IO_TIMEOUT_S)
+            self.channel.sendall(CELL)
+            wire.send_block(self.channel, code)
+        verdict = self._watch(self.conn, self.channel.fileno(), started + self.jail.limits.wall_s, meter)
+        answer = b""
+        with contextlib.suppress(OSError):
+            self.channel.settimeout(0)
+            answer = self.channel.recv(1)
+        if answer and not verdict and stop(self.worker):
+            verdict = self._exceeded(meter)
+        else:
+            answer = b""
+        self.cpu_s += self.cell_cpu_s
+        if answer and not verdict:
+            for stream in (self.stdout, self.stderr):
+                stream.drain()
+            header = {"status": "error" if answer[0] else "ok", "exit_code": answer[0], "is_open": True}
+        else:
+            with contextlib.suppress(OSError):
+                os.kill(self.worker, signal.SIGKILL)
+            header = self._bury(pidfd, verdict)
+        os.close(pidfd)
+        header["wall_s"] = round(time.monotonic() - started, 4)
+        return header, self.stdout.text(), self.stderr.text()
+
+    def _exceeded(self, meter: Meter) -> str | None:
+        pids = [pid for pid in self.jail.processes(self.worker) if pid not in self.others]
+        memory_bytes, cpu_s, num_tasks = meter.measure(pids)
+        self._before_s = cpu_s if self._before_s is None else self._before_s
+        self.cell_cpu_s = cpu_s - self._before_s
+        limits = self.jail.limits
+        if self.cell_cpu_s > BUSY_CPU_S:
+            step_back(pids)
+            self._step_group_back()
+        if self.cell_cpu_s > limits.cpu_s or self.cpu_s + self.cell_cpu_s > limits.session_cpu_s:
+            return "cpu_limit"
+        if memory_bytes > limits.memory_bytes:
+            return "memory_limit"
+        if num_tasks > limits.max_processes:
+            return "process_limit"
+        return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
+
+    def is_whole(self) -> bool:
+        """Return whether a fork of the worker copies all of the session."""
+        folder = f"/proc/{self.worker}"
+        try:
+            with open(f"{folder}/maps", "rb") as file:
+                has_lost_files = b" (deleted)\n" in file.read()
+            alone = len(os.listdir(f"{folder}/task")) == 1 and set(os.listdir(f"{folder}/fd")) <= OWN_FDS
+            with open(f"{folder}/task/{self.worker}/children") as file:
+                return alone and not has_lost_files and not file.read().split()
+        except OSError:
+            return False
+
+
+class Family:
+    """The sessions that one supervisor serves."""
+
+    def __init__(self, spare: Spare, conn: socket.socket, host_bytes: int):
+        """Takes the spare's worker for the first session. Raises OSError if that could not be confined."""
+        self.host_bytes = host_bytes
+        first = Member(**{name: getattr(spare, name) for name in spare.__dataclass_fields__}, conn=conn)
+        first.channel.settimeout(IO_TIMEOUT_S)
+        if not first.has_group:
+            _, first.group_files, _, _ = socket.recv_fds(first.channel, 1, 1)
+            first.has_group = True
+        if first.channel.recv(4096) != READY:
+            raise ConnectionError("the worker could not be confined")
+        stop(first.worker)
+        self.jail, self.members = first.jail, {conn.fileno(): first}
+        conn.settimeout(IO_TIMEOUT_S)
+        conn.sendall(wire.HELLO)
+
+    def serve(self) -> None:
+        """Answer the clients until all of them have closed their sessions."""
+        poller = select.poll()
+        for fd in self.members:
+            poller.register(fd, select.POLLIN)
+        while self.members:
+            for fd, _ in poller.poll():
+                member = self.members[fd]
+                copy = None
+                try:
+                    is_open, copy = self._answer(member)
+                except (OSError, EOFError, ValueError):  # the client is gone
+                    is_open = False
+                if copy:
+                    self.members[copy.conn.fileno()] = copy
+                    poller.register(copy.conn.fileno(), select.POLLIN)
+                if not is_open:
+                    poller.unregister(fd)
+                    self._close(self.members.pop(fd))
+
+    def _answer(self, member: Member) -> tuple[bool, Member | None]:
+        """Answer a request. Return whether the session goes on, and a copy of it where that was asked for."""
+        request, fds, _, _ = socket.recv_fds(member.conn, 1, 1)
+        if request == RUN:
+            code = wire.receive_block(member.conn, wire.MAX_CODE_BYTES)
+            member.conn.sendall(wire.HELLO)
+            member.others = tuple(m.worker for m in self.members.values() if m is not member)
+            header, stdout, stderr = member.run(code, self.host_bytes)
+            self._clean(member)
+            wire.send_reply(member.conn, header, stdout, stderr)
+            return bool(header.get("is_open")), None
+        if request == COPY and fds:
+            conn = socket.socket(fileno=fds[0])
+            conn.settimeout(IO_TIMEOUT_S)
+            copy = self._copy(member, conn) if len(self.members) < MAX_FAMILY and member.is_whole() else None
+            if copy is None:
+                conn.close()
+            wire.send_reply(member.conn, {"status": "ok" if copy else "cannot_fork"}, b"", b"")
+            return True, copy
+        return False, None
+
+    def _copy(self, member: Member, conn: socket.socket) -> Member | None:
+        """Have the worker fork. Return its copy; None where it does not."""
+        streams, theirs = prepare_streams(self.jail.limits)
+        ours, channel = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ours.settimeout(IO_TIMEOUT_S)
+        os.kill(member.worker, signal.SIGCONT)
+        try:
+            with channel:
+                member.channel.settimeout(IO_TIMEOUT_S)
+                socket.send_fds(member.channel, [FORK], [*theirs, channel.fileno()])
+            ready, notes, _, _ = ours.recvmsg(1, socket.CMSG_SPACE(CREDENTIALS.size))
+            answered = member.channel.recv(1) == FORK
+            worker = next(CREDENTIALS.unpack(data)[0] for _, kind, data in notes if kind == socket.SCM_CREDENTIALS)
+            if ready != READY or not answered or worker not in self.jail.processes(member.worker):
+                raise ConnectionError("no copy has come")
+        except (OSError, StopIteration):
+            ours.close()
+            for stream in streams:
+                os.close(stream.fd)
+            self._clean(member)  # whatever it has made in place of a copy
+            return None
+        finally:
+            for fd in theirs:
+                os.close(fd)
+            stop(member.worker)
+        stop(worker)
+        return Member(self.jail, worker, member.scratch, ours, *streams, has_group=True, conn=conn, cpu_s=member.cpu_s)
+
+    def _close(self, member: Member) -> None:
+        with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
+            if os.waitpid(member.worker, os.WNOHANG) == (0, 0):
+                os.kill(member.worker, signal.SIGKILL)
+                os.waitpid(member.worker, 0)
+        member.conn.close()
+        member.channel.close()
+        for fd in (member.stdout.fd, member.stderr.fd, *member.group_files):
+            os.close(fd)
+
+    def _clean(self, member: Member) -> None:
+        """Leave nothing of the cell but its worker's memory: end other processes, remove files."""
+        workers = {m.worker for m in self.members.values()}
+        deadline = time.monotonic() + KILL_PATIENCE_S
+        while strays := [pid for pid in self.jail.processes(member.worker) if pid not in workers and _is_alive(pid)]:
+            for pid in strays:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:  # they fork faster than they die: all go, and are replayed
+                self.jail.kill(member.worker)
+                break
+        for pid in self.jail.processes(member.worker):
+            if pid not in workers:
+                with contextlib.suppress(ChildProcessError):  # a worker's child, for which that one may yet wait
+                    os.waitpid(pid, os.WNOHANG)
+        for folder, kept in self.jail.written(member.scratch).items():
+            _empty(folder, kept)
+
+
+def stop(worker: int) -> bool:
+    """Stop a child of ours, and wait until it is. Return False if it has ended."""
+    os.kill(worker, signal.SIGSTOP)
+    return os.waitid(os.P_PID, worker, os.WEXITED | os.WSTOPPED | os.WNOWAIT).si_code == os.CLD_STOPPED
+
+
+def is_stopped(worker: int) -> bool:
+    """Return whether a child of ours is stopped; not if it has ended, or is about to."""
+    state = os.waitid(os.P_PID, worker, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
+    return state is not None and state.si_code == os.CLD_STOPPED
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether the process runs; a zombie, which its parent has not waited for, does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _empty(folder: str, kept: set[str]) -> None:
+    """Remove all that is in a folder, but for these names."""
+    with contextlib.suppress(OSError):
+        for name in set(os.listdir(folder)) - kept:
+            path = os.path.join(folder, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                remove_tree(path)
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)

@@ -1,0 +1,58 @@
+"""The trainer's end of one session in the jail."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from . import wire
+from .limits import MAX_FAMILY
+
+RUN, COPY = b"r", b"k"
+"""Requests: run a cell, whose code follows; make a copy that serves the socket that comes along."""
+
+
+class SessionClient:
+    """A process in the jail that keeps its variables from call to call. Not thread-safe, but for `close`.
+
+    Its methods raise OSError or EOFError where the session is lost: it is of no use any more.
+    """
+
+    def __init__(self, conn: socket.socket, wall_s: float, grace_s: float):
+        self._conn, self._wall_s, self._grace_s = conn, wall_s, grace_s
+
+    def greet(self) -> None:
+        """Wait until the session is there."""
+        self._conn.settimeout(self._grace_s)
+        wire.receive_exactly(self._conn, len(wire.HELLO))
+
+    def run(self, code: str) -> wire.Reply:
+        """Run code, and wait for its end; the clock starts when the calls of sessions forked from it let it."""
+        self._conn.settimeout(MAX_FAMILY * (self._wall_s + self._grace_s))
+        self._conn.sendall(RUN)
+        wire.send_block(self._conn, code.encode())
+        wire.receive_exactly(self._conn, len(wire.HELLO))
+        self._conn.settimeout(self._wall_s + self._grace_s)
+        return wire.receive_reply(self._conn)
+
+    def fork(self) -> SessionClient | None:
+        """Return an exact copy; None for a session of which there can be none."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._conn.settimeout(MAX_FAMILY * (self._wall_s + self._grace_s))
+                socket.send_fds(self._conn, [COPY], [theirs.fileno()])
+            made = wire.receive_reply(self._conn).status == "ok"
+        except BaseException:
+            ours.close()
+            raise
+        if made:
+            return SessionClient(ours, self._wall_s, self._grace_s)
+        ours.close()
+        return None
+
+    def close(self) -> None:
+        """End the session, also from another thread that does not wait for a call of it."""
+        with contextlib.suppress(OSError):
+            self._conn.shutdown(socket.SHUT_RDWR)
+        self._conn.close()

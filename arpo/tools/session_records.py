@@ -1,0 +1,63 @@
+"""What `Sessions` keeps of a trajectory's session of a tool: its calls, and the copies that wait for branches."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from arpo.tools.interface import SessionTool, ToolContext, ToolResult
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call that a session has answered."""
+
+    turn: int
+    argument: str
+    answer: tuple[str, bool]
+    """(text, ok) of the result."""
+    history: str
+    """Digest of the session's calls up to this one; see ToolContext.history."""
+
+
+@dataclass
+class Copy:
+    """A session's copy, in the state after some call."""
+
+    tool: SessionTool
+    num_calls: int
+    task: asyncio.Task | None = None
+    """Returns the handle, or None where there could be no copy."""
+    claims: int = 0
+    """Branches that may still want it: those that have not called yet, and the decision that is not settled."""
+    has_place: bool = False
+
+
+@dataclass
+class Session:
+    """A trajectory's session of one tool."""
+
+    calls: list[RecordedCall] = field(default_factory=list)
+    """All that brought it into its state, its parent's before the fork included."""
+    source: Copy | None = None
+    """The copy that it will begin with; None where it opens, or has begun."""
+    handle: Any = None
+    is_open: bool = False
+    has_place: bool = False
+    context: ToolContext | None = None
+    """That of the newest call."""
+    newest_copy: Copy | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def history(self) -> str:
+        return self.calls[-1].history if self.calls else ""
+
+
+def recorded(session: Session, turn: int, argument: str, result: ToolResult) -> RecordedCall:
+    """Return the record of the session's next call."""
+    data = f"{session.history} {argument}".encode("utf-8", "surrogatepass")
+    history = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return RecordedCall(turn, argument, (result.text, result.ok), history)

@@ -1,0 +1,302 @@
+"""The sessions of tools with state: one per trajectory and tool, and how a branch gets one in its parent's state.
+
+A branch begins at the end of a tool result, but it is started later, when its parent has gone on decoding and may have
+called the tool again (a rule of `branching.RULES` sees the next turn's first tokens; the budget may make a claim wait
+longer; AEPO's pilot ends first). So where a decision can follow, and the tool can `fork`, a copy is made at the result,
+before the parent's next call, and kept until it is settled that no branch needs it. A branch takes that copy. Where
+there is none, it opens a session at its first call and runs its parent's calls before the fork again: for tools
+without `fork`, where a copy found no free place, and for retrospective selectors, which fork after all have ended.
+
+No limit can make trajectories wait for each other for ever. A copy never waits: without a free place there is none.
+So at most max_sessions - 1 copies exist, the remaining session belongs to a trajectory that grows and ends, and its
+place is the next one's. Who holds a session of another tool does not wait either, but goes over the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from arpo.tools.interface import (
+    CannotFork,
+    SessionLost,
+    SessionTool,
+    Tool,
+    ToolContext,
+    ToolResult,
+    answer,
+    is_stateful,
+)
+from arpo.tools.session_records import Copy, Session, recorded
+
+CLOSE_TIMEOUT_S = 30.0
+NUM_TRIES = 2
+"""Times that a call is tried whose session is lost under it."""
+Owner = tuple[str, str]
+"""A trajectory: (prompt_id, trajectory_id)."""
+logger = logging.getLogger(__name__)
+
+
+class Sessions:
+    """All sessions of a runner. The methods without `async` may be called from any thread, return at once (`end_all`
+    excepted), and take effect in the order of the calls; without a stateful tool they do nothing."""
+
+    def __init__(self, tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None):
+        """`loop` None: another process has the sessions, and this one only answers `refusal`."""
+        stateful = {tag: tool for tag, tool in tools.items() if is_stateful(tool)}
+        self.tools: dict[str, SessionTool] = stateful if loop else {}
+        """Those with sessions here."""
+        self._unbranchable = {tag for tag, tool in stateful.items() if not getattr(tool, "may_branch", True)}
+        self._loop = loop
+        limits = {tag: getattr(tool, "max_sessions", 0) for tag, tool in self.tools.items()}
+        self._places = {tag: asyncio.Semaphore(limit) for tag, limit in limits.items() if limit}
+        self._sessions: dict[Owner, dict[str, Session]] = {}
+        self._copies: dict[str, dict[tuple[int, str], dict[str, Copy]]] = {}
+        """prompt_id -> (turn, trajectory_id) -> tag -> the state before that turn, for branches there."""
+        self._calls: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task] = set()
+        self._told: set[tuple[str, type]] = set()
+
+    def refusal(self, tags: Iterable[str]) -> str:
+        """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
+        return next((tag for tag in tags if tag in self._unbranchable), "") if self._unbranchable else ""
+
+    # ---- what the rollout tells
+
+    def mark(self, owner: Owner, turn: int) -> None:
+        """A branch may begin at this turn: keep the state as it is now, before the trajectory's next call."""
+        self._post(self._mark, owner, turn)
+
+    def fork(self, owner: Owner, turn: int, child: Owner) -> None:
+        """`child` has branched from `owner`, and shares all turns before this one."""
+        self._post(self._fork, owner, turn, child)
+
+    def retain(self, prompt_id: str, places: Iterable[tuple[int, str]]) -> None:
+        """Branches can begin at these (turn, trajectory_id) only: copies of others go."""
+        if self.tools:
+            self._post(self._retain, prompt_id, set(places))
+
+    def end(self, owner: Owner) -> None:
+        """The trajectory has ended; close what it has open."""
+        self._post(self._end, owner)
+
+    def forget(self, prompt_id: str) -> None:
+        """All trajectories of the prompt have ended, and none can branch any more."""
+        self._post(self._forget, prompt_id)
+
+    def end_all(self) -> None:
+        """Give up calls that still run, and close everything. Blocks until that is done."""
+        if self.tools and self._loop.is_running():
+            try:
+                asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("sessions of %s are still open after %g s", ", ".join(self.tools), CLOSE_TIMEOUT_S)
+
+    def _post(self, action: Any, *arguments: Any) -> None:
+        if self.tools:
+            self._loop.call_soon_threadsafe(action, *arguments)
+
+    # ---- on the loop: a call
+
+    async def call(self, tag: str, argument: str, context: ToolContext | None) -> ToolResult:
+        """Answer a call in its trajectory's session. Calls of a session are answered in the order of their start."""
+        assert context is not None, f"the {tag} tool has sessions, and this call belongs to no trajectory"
+        session = self._sessions.setdefault(context.owner, {}).setdefault(tag, Session())
+        task = asyncio.current_task()
+        self._calls.add(task)
+        try:
+            async with session.lock:
+                return await self._answer(self.tools[tag], session, argument, context)
+        finally:
+            self._calls.discard(task)
+
+    async def _answer(self, tool: SessionTool, session: Session, argument: str, context: ToolContext) -> ToolResult:
+        before = ToolResult("", ok=True)
+        for tries_left in reversed(range(NUM_TRIES)):
+            try:
+                if not session.is_open:
+                    before = await self._begin(tool, session, context)
+                    if before.infra_error:
+                        return before
+                session.context = replace(context, history=session.history)
+                result = await answer(tool, argument, session.context, session.handle)
+                break
+            except SessionLost:
+                await self._close(tool, session)
+                if not tries_left:
+                    raise
+        if not result.infra_error:
+            session.calls.append(recorded(session, context.turn, argument, result))
+        return replace(
+            result, replayed=before.replayed, replay_mismatches=before.replay_mismatches, cost=result.cost + before.cost
+        )
+
+    async def _begin(self, tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
+        """Give a session its state: from its copy, else by opening one and replaying its calls."""
+        source = session.source
+        handle = await asyncio.shield(source.task) if source else None
+        session.source = None
+        if handle is not None and source.claims == 1:  # nobody else wants it
+            source.claims, session.handle, session.has_place = 0, handle, source.has_place
+            session.is_open = True
+            return ToolResult("", ok=True)
+        try:
+            session.has_place = await self._take_place(tool.tag, context.owner)
+            if handle is not None:
+                session.handle = await self._try_to_fork(tool, handle, context)
+                session.is_open = session.handle is not None
+        finally:
+            self._release(source)
+        if session.is_open:
+            return ToolResult("", ok=True)
+        session.handle = await tool.open(replace(context, history=""))
+        session.is_open = True
+        return await self._replay(tool, session, context)
+
+    async def _replay(self, tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
+        calls, session.calls = session.calls, []
+        mismatches, cost = 0, 0.0
+        try:
+            for call in calls:
+                at = replace(context, turn=call.turn, history=session.history)
+                result = await answer(tool, call.argument, at, session.handle)
+                if result.infra_error:
+                    return result
+                mismatches += (result.text, result.ok) != call.answer
+                cost += result.cost
+                session.calls.append(call)
+        finally:
+            session.calls = calls  # also for another try
+        return ToolResult("", ok=True, cost=cost, replayed=len(calls), replay_mismatches=mismatches)
+
+    # ---- on the loop: places, copies, ends
+
+    async def _take_place(self, tag: str, owner: Owner) -> bool:
+        """Wait for a place under the tool's limit. Return whether one was taken, which must be given back."""
+        places = self._places.get(tag)
+        if places is None or (places.locked() and self._holds_another(tag, owner)):
+            return False
+        await places.acquire()
+        return True
+
+    def _holds_another(self, tag: str, owner: Owner) -> bool:
+        return any(s.has_place or s.source for other, s in self._sessions.get(owner, {}).items() if other != tag)
+
+    def _give_place_back(self, tag: str, holder: Session | Copy) -> None:
+        if holder.has_place:
+            holder.has_place = False
+            self._places[tag].release()
+
+    async def _try_to_fork(self, tool: SessionTool, handle: Any, context: ToolContext) -> Any | None:
+        try:
+            return await tool.fork(handle, context)
+        except CannotFork:
+            return None
+        except Exception as error:  # a branch can still replay
+            if (tool.tag, type(error)) not in self._told:
+                self._told.add((tool.tag, type(error)))
+                logger.warning(
+                    "a session of the %s tool could not be copied; branches replay it", tool.tag, exc_info=error
+                )
+            return None
+
+    async def _make_copy(self, copy: Copy, session: Session, owner: Owner) -> Any | None:
+        tag = copy.tool.tag
+        async with session.lock:
+            if not session.is_open or (tag in self._places and self._places[tag].locked()):
+                return None
+            copy.has_place = await self._take_place(tag, owner)
+            handle = await self._try_to_fork(copy.tool, session.handle, session.context)
+            if handle is None:
+                self._give_place_back(tag, copy)
+            return handle
+
+    def _mark(self, owner: Owner, turn: int) -> None:
+        copies = {}
+        for tag, session in self._sessions.get(owner, {}).items():
+            if tag in self._unbranchable or not hasattr(self.tools[tag], "fork") or not session.calls:
+                continue
+            copy = session.source or session.newest_copy
+            if copy is None or not copy.claims or copy.num_calls != len(session.calls):
+                copy = session.newest_copy = Copy(self.tools[tag], len(session.calls))
+                copy.task = self._spawn(self._make_copy(copy, session, owner))
+            copy.claims += 1
+            copies[tag] = copy
+        self._copies.setdefault(owner[0], {})[turn, owner[1]] = copies
+
+    def _fork(self, owner: Owner, turn: int, child: Owner) -> None:
+        copies = self._copies.get(owner[0], {}).get((turn, owner[1]), {})
+        for tag, session in self._sessions.get(owner, {}).items():
+            if calls := [call for call in session.calls if call.turn < turn]:
+                source = copies.get(tag)
+                if source:
+                    source.claims += 1
+                self._sessions.setdefault(child, {})[tag] = Session(calls, source)
+
+    def _retain(self, prompt_id: str, places: set[tuple[int, str]]) -> None:
+        copies = self._copies.get(prompt_id, {})
+        for place in copies.keys() - places:
+            for copy in copies.pop(place).values():
+                self._release(copy)
+
+    def _release(self, copy: Copy | None) -> None:
+        if copy:
+            copy.claims -= 1
+            if not copy.claims:
+                self._spawn(self._drop(copy))
+
+    def _end(self, owner: Owner) -> None:
+        for tag, session in self._sessions.get(owner, {}).items():
+            self._spawn(self._finish(self.tools[tag], session))
+
+    def _forget(self, prompt_id: str) -> None:
+        self._retain(prompt_id, set())
+        self._copies.pop(prompt_id, None)
+        for owner in [owner for owner in self._sessions if owner[0] == prompt_id]:
+            del self._sessions[owner]
+
+    async def _drop(self, copy: Copy) -> None:
+        handle = await copy.task
+        if handle is not None:
+            await self._close_handle(copy.tool, handle)
+            self._give_place_back(copy.tool.tag, copy)
+
+    async def _finish(self, tool: SessionTool, session: Session) -> None:
+        async with session.lock:
+            source, session.source = session.source, None
+            self._release(source)
+            await self._close(tool, session)
+
+    async def _close(self, tool: SessionTool, session: Session) -> None:
+        if session.is_open:
+            session.is_open = False
+            await self._close_handle(tool, session.handle)
+        session.handle = None
+        self._give_place_back(tool.tag, session)
+
+    async def _close_handle(self, tool: SessionTool, handle: Any) -> None:
+        try:
+            await tool.close(handle)
+        except Exception:
+            logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
+
+    def _spawn(self, work: Coroutine) -> asyncio.Task:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _end_all(self) -> None:
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for prompt_id in {owner[0] for owner in self._sessions}:
+            for owner in [owner for owner in self._sessions if owner[0] == prompt_id]:
+                self._end(owner)
+            self._forget(prompt_id)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)

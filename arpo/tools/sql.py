@@ -1,0 +1,141 @@
+"""The <sql> tool: a SQLite database in memory for each trajectory, filled from the row's own column.
+
+An example of a tool with state whose branches are exact: everything that a statement can see is in the database, and a
+copy of it is a copy of the session. What would be outside (random numbers, temporary tables, files) is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+
+from arpo.protocol.prompts import About
+from arpo.protocol.schema import text_schema
+from arpo.tools.interface import CannotFork, ToolContext, ToolResult
+from arpo.tools.options import SqlConfig
+
+STEPS_PER_LOOK = 10_000
+"""Instructions of SQLite's machine between two looks at their number."""
+PAGE_BYTES = 4096
+MAX_CELL_CHARS = 200
+READABLE_PRAGMAS = {"table_info", "table_list", "index_list", "index_info", "foreign_key_list"}
+OUTSIDE = {"random", "randomblob", "last_insert_rowid", "changes", "total_changes", "load_extension"}
+"""Functions of what is not in the database."""
+DENIED = {
+    sqlite3.SQLITE_ATTACH,
+    sqlite3.SQLITE_DETACH,
+    sqlite3.SQLITE_CREATE_TEMP_INDEX,
+    sqlite3.SQLITE_CREATE_TEMP_TABLE,
+    sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
+    sqlite3.SQLITE_CREATE_TEMP_VIEW,
+}
+
+
+class SqlTool:
+    """Runs statements in the trajectory's database, and shows the rows of the last one that has any."""
+
+    tag = "sql"
+    about = About(
+        "a SQLite database",
+        "to query or change it, write <sql> statements </sql>; what you change stays",
+        "<sql> SELECT count(*) FROM films; </sql> <result> count(*)\n42 </result>",
+    )
+    schema = text_schema(
+        "sql", "Query or change a SQLite database. What you change stays.", "statements", "SQL, one or more statements."
+    )
+
+    def __init__(self, cfg: SqlConfig):
+        self.cfg = cfg
+        self.max_sessions = cfg.max_sessions
+
+    async def open(self, context: ToolContext) -> sqlite3.Connection:
+        """Return a database with what the row's `setup_column` makes. Raises ValueError for a script that fails."""
+        script = context.row.get(self.cfg.setup_column) or ""
+        return await asyncio.to_thread(self._open, str(script), context.prompt_id)
+
+    def _open(self, script: str, prompt_id: str) -> sqlite3.Connection:
+        database = self._connect()
+        try:
+            database.executescript(script)
+        except sqlite3.Error as error:
+            raise ValueError(f"{prompt_id}: the column {self.cfg.setup_column} cannot be run: {error}") from None
+        return self._confined(database)
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        database.execute(f"PRAGMA max_page_count = {self.cfg.max_mib * 2**20 // PAGE_BYTES}")
+        return database
+
+    def _confined(self, database: sqlite3.Connection) -> sqlite3.Connection:
+        database.set_authorizer(_authorize)
+        return database
+
+    async def run(self, argument: str, context: ToolContext, session: sqlite3.Connection) -> ToolResult:
+        return await asyncio.to_thread(self._run, session, argument)
+
+    def _run(self, database: sqlite3.Connection, text: str) -> ToolResult:
+        looks_left = self.cfg.max_steps // STEPS_PER_LOOK
+
+        def must_stop() -> bool:
+            nonlocal looks_left
+            looks_left -= 1
+            return looks_left < 0
+
+        shown = "(no rows)"
+        database.set_progress_handler(must_stop, STEPS_PER_LOOK)
+        try:
+            for statement in statements(text):
+                cursor = database.execute(statement)
+                if cursor.description:
+                    shown = self._table(cursor)
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            kind = "step_limit" if looks_left < 0 else "error"
+            reason = f"more than {self.cfg.max_steps} steps" if looks_left < 0 else str(error)
+            return ToolResult(f"Error: {reason}", ok=False, error_kind=kind)
+        finally:
+            database.set_progress_handler(None, 0)
+        return ToolResult(shown, ok=True)
+
+    def _table(self, cursor: sqlite3.Cursor) -> str:
+        """Return the first rows as text, their names above, in the order in which SQLite yields them."""
+        lines = [" | ".join(str(column[0]) for column in cursor.description)]
+        for number, row in enumerate(cursor):
+            if number == self.cfg.max_rows:
+                lines.append("...")
+                break
+            lines.append(" | ".join("NULL" if cell is None else str(cell)[:MAX_CELL_CHARS] for cell in row))
+        cursor.close()
+        return "\n".join(lines)
+
+    async def fork(self, session: sqlite3.Connection, context: ToolContext) -> sqlite3.Connection:
+        if session.in_transaction:  # a copy would have what was committed only
+            raise CannotFork("a transaction is open")
+        return await asyncio.to_thread(self._fork, session)
+
+    def _fork(self, database: sqlite3.Connection) -> sqlite3.Connection:
+        copy = self._connect()
+        database.backup(copy)
+        return self._confined(copy)
+
+    async def close(self, session: sqlite3.Connection) -> None:
+        session.interrupt()
+        await asyncio.to_thread(session.close)
+
+    async def aclose(self) -> None:
+        """Nothing to release: the sessions are closed."""
+
+
+def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+    is_outside = action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in OUTSIDE
+    is_setting = action == sqlite3.SQLITE_PRAGMA and (first or "").lower() not in READABLE_PRAGMAS
+    return sqlite3.SQLITE_DENY if action in DENIED or is_outside or is_setting else sqlite3.SQLITE_OK
+
+
+def statements(text: str) -> list[str]:
+    """Return the statements of a text, one by one. "a; b" -> ["a;", " b"]"""
+    found, start = [], 0
+    for end in [i + 1 for i, char in enumerate(text) if char == ";"]:
+        if sqlite3.complete_statement(text[start:end]):
+            found.append(text[start:end])
+            start = end
+    return [*found, text[start:]] if text[start:].strip() else found

@@ -1,0 +1,93 @@
+"""A tiny model that has learnt, in seconds, to call tools in JSON: well, twice in a turn, and wrongly."""
+
+from pathlib import Path
+
+import torch
+from helpers.families import TEMPLATES
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from arpo.protocol.hermes import A_CALL, BAD_JSON
+from arpo.protocol.hermes_codec import HermesCodec
+from arpo.tools import tool_class
+
+TOOLS = ("python", "search")
+ANSWER = "It is \\boxed{42}."
+
+
+def call(code: str) -> dict:
+    return {"name": "python", "arguments": {"code": code}}
+
+
+WRONG = '<tool_call>\n{"name": "python", "arguments": {"code": print(6 * 7)}}\n</tool_call>'
+ERROR = BAD_JSON.format(reason="Expecting value", call=A_CALL)
+DIALOGUES = {
+    "one call": [[call("print(6 * 7)")], ["42"]],
+    "two calls": [[call("print(6 * 7)"), call("print(7 * 6)")], ["42", "42"]],
+    "a wrong call": [WRONG, [ERROR], [call("print(6 * 7)")], ["42"]],
+}
+"""Question -> what is said and what is answered in turn, before the model answers."""
+
+
+def conversation(question: str) -> list[dict]:
+    messages = [{"role": "user", "content": question}]
+    for turn in DIALOGUES[question]:
+        if isinstance(turn, str):
+            messages.append({"role": "assistant", "content": turn})
+        elif isinstance(turn[0], dict):
+            messages.append({"role": "assistant", "content": "", "tool_calls": turn})
+        else:
+            messages += [{"role": "tool", "name": "python", "content": text} for text in turn]
+    return [*messages, {"role": "assistant", "content": ANSWER}]
+
+
+def codec_for(tokenizer) -> HermesCodec:
+    return HermesCodec(tokenizer, tools=[tool_class(name).schema for name in TOOLS])
+
+
+def build_calling_model(folder: Path, *, num_steps: int = 90, family: str = "qwen3") -> Path:
+    """Write a Qwen3 of two layers to `folder`, trained on DIALOGUES by SFT's own rows, with the family's template."""
+    tokenizer = _tokenizer((TEMPLATES / f"{family}.jinja").read_text())
+    rows = [codec_for(tokenizer).render_conversation(conversation(question)) for question in DIALOGUES]
+    config = Qwen3Config(
+        vocab_size=640, hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    width = max(len(row.token_ids) for row in rows)
+    ids = torch.tensor([row.token_ids + [0] * (width - len(row.token_ids)) for row in rows])  # (B, T)
+    mask = torch.tensor([row.loss_mask + [0] * (width - len(row.token_ids)) for row in rows])
+    for _ in range(num_steps):
+        loss = model(ids, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.05, f"the model has not learnt its dialogues: {loss}"
+    model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id])
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that has merged most of the template's own words, so that prompts are short."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    schemas = [str(tool_class(name).schema.as_function()).replace("'", '"') for name in TOOLS]
+    tokenizer.train_from_iterator([template, *schemas * 2, str(DIALOGUES)], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+    )

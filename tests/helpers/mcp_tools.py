@@ -1,0 +1,70 @@
+"""Tools of the real MCP server of mcp_server.py, on a runner's loop."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from arpo.tools import make_tools, take_restarts
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.options import ToolsConfig
+
+SERVER = Path(__file__).resolve().with_name("mcp_server.py")
+WAIT_S = 120
+
+
+def entry(*args: str, **settings) -> dict:
+    return {"command": sys.executable, "args": [str(SERVER), *args]} | settings
+
+
+def config(*entries: dict, names: tuple[str, ...] = (), **settings) -> ToolsConfig:
+    return ToolsConfig(names=names, mcp=tuple(map(json.dumps, entries)), **settings)
+
+
+class Running:
+    """The tools of a config, on a runner's loop."""
+
+    def __init__(self, *entries: dict, **settings):
+        self.tools = make_tools(config(*entries, **settings))
+        self.runner = ToolRunner(self.tools)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.runner.close()
+
+    def start(self, tag: str, **arguments) -> None:
+        argument = arguments.pop("argument", None) or json.dumps(arguments)
+        self.runner.start(f"{tag} {argument} {time.monotonic_ns()}", tag, argument)
+
+    def all(self) -> list[ToolResult]:
+        results = []
+        while self.runner.num_pending:
+            results += [result for _, result in self.runner.collect(block=True)]
+        return results
+
+    def call(self, tag: str, **arguments) -> ToolResult:
+        self.start(tag, **arguments)
+        [result] = self.all()
+        return result
+
+    def restarts(self) -> int:
+        """Times that servers were started again since this was last asked."""
+        return take_restarts(self.tools)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))) == 0

@@ -1,0 +1,77 @@
+"""A tool whose sessions are plain lists, which say whether a branch has got the state that it should have."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolResult
+
+
+@dataclass
+class Notes:
+    """Answers with all that its session has been told so far: "a", then "a b". Branches replay."""
+
+    tag: str = "search"
+    max_sessions: int = 0
+    may_branch: bool = True
+    jitter_s: float = 0.0
+    contexts: list[ToolContext] = field(default_factory=list)
+    """Those of `open`."""
+    ran: list[str] = field(default_factory=list)
+    """What each call answered, replays included."""
+    num_open: int = 0
+    most_open: int = 0
+
+    async def open(self, context: ToolContext) -> list[str]:
+        self.contexts.append(context)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(random.random() * self.jitter_s)
+        return []
+
+    async def run(self, argument: str, context: ToolContext, session: list[str]) -> ToolResult:
+        await asyncio.sleep(random.random() * self.jitter_s)
+        session.append(argument)
+        self.ran.append(" ".join(session))
+        return ToolResult(" ".join(session), ok=True)
+
+    async def close(self, session: list[str]) -> None:
+        session.append("closed")  # whoever still has it will see
+        self.num_open -= 1
+
+    async def aclose(self) -> None:
+        assert self.num_open == 0, f"{self.num_open} sessions were left open"
+
+
+@dataclass
+class ForkedNotes(Notes):
+    """The same with exact copies."""
+
+    num_forks: int = 0
+    refuses: bool = False
+    """Raise CannotFork."""
+
+    async def fork(self, session: list[str], context: ToolContext) -> list[str]:
+        await asyncio.sleep(random.random() * self.jitter_s)
+        if self.refuses:
+            raise CannotFork("a thread runs")
+        assert context.turn >= 0 and "closed" not in session
+        self.num_forks += 1
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        return list(session)
+
+
+@dataclass
+class Forgetful(Notes):
+    """Loses each session once, before its second call."""
+
+    lost: list[int] = field(default_factory=list)
+
+    async def run(self, argument: str, context: ToolContext, session: list[str]) -> ToolResult:
+        if session and not self.lost:
+            self.lost.append(len(session))
+            raise SessionLost
+        return await super().run(argument, context, session)

@@ -1,0 +1,140 @@
+"""Calls in JSON: which texts are calls, and what the model reads of those that are wrong."""
+
+import json
+
+import pytest
+
+from arpo.protocol.hermes import A_CALL, call_bodies, parse_calls
+from arpo.protocol.schema import ToolSchema
+
+ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
+CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+TOOLS = {"python": ToolSchema("python", "Runs code.", CODE), "add": ToolSchema("add", "Adds.", ADD)}
+
+
+def block(name: object, arguments: object, *, closed: bool = True) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n" + "</tool_call>" * closed
+
+
+PYTHON, SUM = block("python", {"code": "print(1)\n"}), block("add", {"b": 2, "a": 1.5})
+
+
+def calls_of(text: str) -> list[tuple[str, str, str | None]]:
+    return [(call.tag, call.argument, call.error_kind) for call in parse_calls(text, TOOLS)]
+
+
+def test_a_tool_of_one_text_gets_it_bare_and_another_gets_canonical_json():
+    assert calls_of(f"I add. {SUM}{PYTHON}") == [("add", '{"a": 1.5, "b": 2}', None), ("python", "print(1)", None)]
+
+
+@pytest.mark.parametrize("text", ["", "The answer is \\boxed{4}.", "</tool_call>", "<tool_calls>", "<think>x</think>"])
+def test_a_turn_without_a_block_has_no_calls(text):
+    assert parse_calls(text, TOOLS) == []
+
+
+def test_thoughts_contain_no_calls_but_arguments_may_contain_thoughts():
+    tricky = block("python", {"code": "print('<think>')"})
+    assert [call.argument for call in parse_calls(f"<think>or {SUM}?</think>{tricky}{PYTHON}", TOOLS)] == [
+        "print('<think>')", "print(1)",
+    ]  # fmt: skip
+    assert parse_calls(f"<think>never closed {SUM}", TOOLS) == []
+    assert calls_of(f"<think>a</think>{SUM}<think>{PYTHON}</think>") == calls_of(SUM)
+
+
+@pytest.mark.parametrize(
+    ("text", "tag", "kind", "error"),
+    [
+        ("<tool_call>{'name': 'python'}</tool_call>", "unknown", "bad_json", "not valid JSON (Expecting property name"),
+        ("<tool_call></tool_call>", "unknown", "bad_json", "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", "unknown", "bad_json", "no JSON object with a name and arguments"),
+        (block(3, {}), "unknown", "bad_json", "no JSON object with a name and arguments"),
+        ('<tool_call>{"name": "python"}</tool_call>', "unknown", "bad_json", A_CALL),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "unknown", "bad_json", "not valid JSON"),
+        ('<tool_call>{"name": "python", "arg', "unknown", "unclosed_call", "cut off"),
+        (block("Python", {"code": "1"}), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
+        (block("\ud800" + "x" * 99, {}), "unknown", "unknown_tool", '"\\ud800xxx'),
+        (block("python", {}), "python", "bad_arguments", 'needs the argument "code"'),
+        (block("python", {"code": 1}), "python", "bad_arguments", '"code" of python must be a string, not 1'),
+        (block("python", "print(1)"), "python", "bad_arguments", "must be a JSON object"),
+        (block("python", {"code": "x", "y": 1}), "python", "bad_arguments", 'no argument "y"'),
+        (block("add", {"a": float("nan"), "b": 1}), "add", "bad_arguments", "not finite"),
+        (block("python", {"code": " \n"}), "python", "empty_call", 'the argument "code" of python is empty'),
+    ],
+)
+def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
+    [call] = parse_calls(text, TOOLS)
+    assert (call.tag, call.error_kind) == (tag, kind)
+    assert call.error.startswith("Error: ") and error in call.error and len(call.error) < 300
+    call.error.encode()  # no half characters
+
+
+def test_a_wrong_call_leaves_the_others_as_they_are():
+    kinds = [call.error_kind for call in parse_calls(SUM + "<tool_call>{</tool_call>" + PYTHON, TOOLS)]
+    assert kinds == [None, "bad_json", None]
+
+
+def test_whole_json_whose_tag_is_not_closed_is_a_call():
+    assert calls_of(PYTHON.removesuffix("</tool_call>")) == calls_of(PYTHON)
+
+
+def test_a_tool_that_is_not_offered_is_unknown():
+    [call] = parse_calls(SUM, {"python": TOOLS["python"]})
+    assert (call.tag, call.error_kind) == ("unknown", "unknown_tool")
+    assert "There are: none." in parse_calls(SUM, {})[0].error
+
+
+# ---- vLLM's own parser as an oracle
+
+BODIES = [
+    '{"name": "python", "arguments": {"code": "print(1)"}}', '\n{"arguments": {"a": 1, "b": 2}, "name": "add"}\n',
+    '{"name": "add", "arguments": {"a": 1, "b": {"c": [null, true, "</think>"]}}}', '{"name": "é", "arguments": {}}',
+    "", "{", "{}", "[]", '{"name": "x"}', '{"name": "x", "arguments": }', "{'name': 'x', 'arguments': {}}",
+    '{"name": "x", "arguments": {"code": "a\nb"}}', '{"name": "x", "arguments": {"code": "a\\nb"}} {}', "null", "1",
+    '{"name": "x", "arguments": {"n": 1e999, "m": 12345678901234567890}}',
+    '{"name": "a", "name": "b", "arguments": {}}',
+]  # fmt: skip
+AROUND = ["{}", "I call. {}", "{} Then I go on.", "{}\n", "\n\n{}"]
+
+
+def texts() -> list[str]:
+    """One block of each kind in each place; each pair of blocks; and each that is cut off behind each character."""
+    blocks = [f"<tool_call>{body}</tool_call>" for body in BODIES]
+    singles = [around.replace("{}", one) for one in blocks for around in AROUND]
+    pairs = [a + "\n" + b for a in blocks for b in blocks]
+    cut = [blocks[0] + blocks[1][:end] for end in range(len(blocks[1]))]
+    return ["", "no call", "a <tool_call", "</tool_call>", *singles, *pairs, *cut]
+
+
+def ours(text: str) -> list[tuple[str, object]] | None:
+    """(name, arguments) of the blocks; None where one of them is no call."""
+    calls = []
+    for body, _ in call_bodies(text):
+        try:
+            call = json.loads(body)
+            calls.append((call["name"], call["arguments"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+    return calls
+
+
+@pytest.mark.slow
+def test_vllms_own_parser_finds_the_same_calls():
+    pytest.importorskip("vllm")
+    from helpers.families import family_tokenizer
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    parser = Hermes2ProToolParser(family_tokenizer("qwen2_5"))
+    num_calls = num_wrong = 0
+    for text in texts():
+        found = parser.extract_tool_calls(text, None)
+        theirs = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
+        calls = parse_calls(text, {name: ToolSchema(name, "", {"additionalProperties": True}) for name, _ in theirs})
+        if found.tools_called:
+            assert [json.dumps(call) for call in ours(text)] == [json.dumps(call) for call in theirs], text
+            assert [call.tag for call in calls] == [name for name, _ in theirs], text
+            wrong = [call.error_kind for call in calls if call.error_kind]
+            assert wrong == ["bad_arguments"] * sum("1e999" in body for body, _ in call_bodies(text)), text
+        else:
+            assert not calls or any(call.error_kind for call in calls), text
+        num_calls, num_wrong = num_calls + len(theirs), num_wrong + (not found.tools_called)
+    assert num_calls > 100 and num_wrong > 100

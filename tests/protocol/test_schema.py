@@ -1,0 +1,224 @@
+"""Schemas of tools: made from functions, checked against calls, written as the text of a call and read back."""
+
+import json
+from typing import Any, Literal, Optional
+
+import pytest
+
+from arpo.errors import UserError
+from arpo.protocol.prompts import About, default_system_prompt
+from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, schema_of, text_schema
+
+TEXT = {"type": "string"}
+
+
+def convert(
+    value: float,
+    unit: Literal["km", "mile"],
+    digits: int = 2,
+    labels: list[str] | None = None,
+    options: dict[str, bool] | None = None,
+    note: Optional[str] = None,  # noqa: UP045
+):
+    """Convert a length
+    to metres.
+
+    More, which the model does not read.
+
+    Args:
+        value: the length,
+            in `unit`
+        unit (str): its unit
+
+    Returns:
+        text: nothing of this is an argument
+    """
+
+
+CONVERT = schema_of(convert)
+
+
+def test_a_functions_schema_says_names_types_defaults_and_descriptions():
+    assert (CONVERT.name, CONVERT.description) == ("convert", "Convert a length to metres.")
+    assert CONVERT.parameters == {
+        "type": "object",
+        "properties": {
+            "value": {"type": "number", "description": "the length, in `unit`"},
+            "unit": {"type": "string", "enum": ["km", "mile"], "description": "its unit"},
+            "digits": {"type": "integer", "default": 2},
+            "labels": {"anyOf": [{"type": "array", "items": TEXT}, {"type": "null"}]},
+            "options": {
+                "anyOf": [{"type": "object", "additionalProperties": {"type": "boolean"}}, {"type": "null"}],
+            },
+            "note": {"anyOf": [TEXT, {"type": "null"}]},
+        },
+        "required": ["value", "unit"],
+    }
+    function = {"name": CONVERT.name, "description": CONVERT.description, "parameters": CONVERT.parameters}
+    assert CONVERT.as_function() == {"type": "function", "function": function}
+
+
+def untyped(a):
+    """Does."""
+
+
+def undescribed(a: int): ...
+
+
+def starred(*a: int):
+    """Does."""
+
+
+def strange(a: bytes):
+    """Does."""
+
+
+def renamed(a: int):
+    """Does.
+
+    Args:
+        b: no longer there
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (untyped, "argument 'a' has no type; annotate it"),
+        (undescribed, "needs a docstring"),
+        (starred, r"must not take \*a"),
+        (strange, "argument 'a' has the type .*bytes.*; use str, int"),
+        (renamed, "describe 'b', which is no argument"),
+    ],
+)
+def test_a_function_that_does_not_say_enough_is_refused_by_name(function, message):
+    with pytest.raises(UserError, match=rf"test_schema\.{function.__name__}: .*{message}"):
+        schema_of(function)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"value": 1, "unit": "km"},
+        {"value": 1.5, "unit": "mile", "digits": 3.0, "labels": ["a"], "options": {"x": True}, "note": None},
+        {"value": 1.5, "unit": "mile", "labels": [], "options": {}, "note": "ü"},
+    ],
+)
+def test_arguments_of_the_right_names_and_types_pass_and_come_back_from_their_text(arguments):
+    assert check_arguments(CONVERT, arguments) == ""
+    assert arguments_of(CONVERT, argument_of(CONVERT, arguments)) == arguments
+
+
+CALL = '{"value": number, "unit": string, "digits": integer (optional), '
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([1], "the arguments of convert must be a JSON object " + CALL),
+        ({"value": 1}, 'convert needs the argument "unit"; it takes a JSON object ' + CALL),
+        ({"value": 1, "unit": "km", "Digits": 1}, 'convert has no argument "Digits"; it takes a JSON object ' + CALL),
+        ({"value": "1", "unit": "km"}, 'the argument "value" of convert must be a number, not "1".'),
+        ({"value": True, "unit": "km"}, 'the argument "value" of convert must be a number, not true.'),
+        ({"value": 1, "unit": "ell"}, 'the argument "unit" of convert must be one of "km", "mile", not "ell".'),
+        ({"value": 1, "unit": "km", "digits": 1.5}, '"digits" of convert must be an integer, not 1.5.'),
+        ({"value": 1, "unit": "km", "labels": "a"}, '"labels" of convert must be an array or null, not "a".'),
+        ({"value": 1, "unit": "km", "labels": ["a", 2]}, '"labels"[1] of convert must be a string, not 2.'),
+        ({"value": 1, "unit": "km", "options": {"x": 0}}, '"options"."x" of convert must be a boolean, not 0.'),
+        ({"value": float("inf"), "unit": "km"}, "contain a number that is not finite"),
+        ({"value": 1, "unit": "km", "note": "\ud800"}, "contain a half of a character"),
+        ({"value": 1, "unit": "km", "a\ud800": 1}, "contain a half of a character"),
+        ({"value": 1, "unit": "x" * 500}, '"km", "mile", not "xxx'),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line_what_is_wrong(arguments, error):
+    told = check_arguments(CONVERT, arguments)
+    assert told.startswith("Error: ") and error in told and "\n" not in told and len(told) < 400
+    told.encode()  # whatever the model wrote, the answer is text
+
+
+def test_schemas_of_servers_refer_nest_and_leave_open():
+    """The forms that pydantic writes for models, unions, enumerations and free-form objects."""
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    root = {
+        "type": "object",
+        "$defs": {"Point": point, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, TEXT]}},
+        "properties": {
+            "at": {"$ref": "#/$defs/Point"},
+            "strict": {"allOf": [{"$ref": "#/$defs/Point"}], "additionalProperties": False},
+            "kind": {"const": "dot"},
+            "any": True,
+            "far": {"$ref": "https://example.org/x"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "mixed": {"type": ["string", "integer"]},
+        },
+    }
+    schema = ToolSchema("draw", "Draw.", root)
+    for fine in ({"at": {"x": 1, "y": 2}}, {"any": [1]}, {"far": 3}, {"kind": "dot"}, {"loop": "a"}, {"mixed": 1}, {}):
+        assert check_arguments(schema, fine) == "", fine
+    for wrong, told in [
+        ({"at": {"x": "1"}}, '"at"."x" of draw must be an integer'),
+        ({"at": {}}, 'must be an object with "x"'),
+        ({"strict": {"x": 1}}, 'must be an object without "x"'),
+        ({"kind": "line"}, 'must be "dot", not "line"'),
+        ({"mixed": []}, "must be a string or an integer"),
+        ({"else": 1}, 'draw has no argument "else"'),
+    ]:
+        assert told in check_arguments(schema, wrong)
+    open_one = ToolSchema("log", "Log.", {"type": "object", "additionalProperties": {"type": "integer"}})
+    assert check_arguments(open_one, {"a": 1}) == "" and "must be an integer" in check_arguments(open_one, {"a": "b"})
+    assert check_arguments(ToolSchema("log", "Log.", {"additionalProperties": {}}), {"a": "b"}) == ""
+    assert "it takes no arguments" in check_arguments(ToolSchema("now", "Now.", {"type": "object"}), {"a": 1})
+
+
+@pytest.mark.parametrize("text", [" a\n b ", '{"code": "x"}', "", "ü"])
+def test_the_call_of_a_tool_that_takes_one_text_is_that_text(text):
+    schema = ToolSchema("python", "Run code.", {"type": "object", "properties": {"code": TEXT}, "required": ["code"]})
+    assert argument_of(schema, {"code": text}) == text
+    assert arguments_of(schema, text) == {"code": text}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"code": TEXT}},
+        {"properties": {"code": {"type": "integer"}}, "required": ["code"]},
+        {"properties": {"code": TEXT, "more": TEXT}, "required": ["code"]},
+    ],
+)
+def test_every_other_call_is_canonical_json(parameters):
+    schema = ToolSchema("t", "", parameters)
+    arguments: dict[str, Any] = {"more": " ü\n", "code": 1} if "more" in parameters["properties"] else {"code": 1}
+    text = argument_of(schema, arguments)
+    assert text == json.dumps(dict(sorted(arguments.items())), ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", "{", '{"value": 1', "[" * 100_000, '{"value": ' + "1" * 5000 + "}", '{"value": NaN, "unit": "km"}'],
+)
+def test_a_call_that_is_no_json_is_told_so(text):
+    told = arguments_of(CONVERT, text)
+    assert isinstance(told, str) and told.startswith("Error: ") and "\n" not in told and len(told) < 400
+
+
+def test_the_default_system_prompt_lists_tools_that_only_have_a_schema():
+    text = text_schema("fetch", "Fetch a page.", "url", "its address")
+    prompt = default_system_prompt([], [CONVERT, text])
+    call = '<convert> {"value": 1.5, "unit": "km"} </convert>'
+    assert "with the help of the tools listed at the end.\n" in prompt
+    assert f"To call a tool of the list, write its arguments between its tags, like {call}. After each" in prompt
+    assert f"Example: <think> what is needed </think>{call} <result> 42 </result><think> done </think>" in prompt
+    schema = json.dumps(CONVERT.parameters, ensure_ascii=False)
+    assert f"\n\n{call}\nConvert a length to metres.\nArguments, as a JSON schema: {schema}" in prompt
+    assert prompt.endswith("\n\n<fetch> url </fetch>\nFetch a page.\nurl: its address")
+
+
+def test_listed_tools_stand_behind_those_that_speak_for_themselves():
+    about = About(
+        "a clock", "to know the time, write <clock> UTC </clock>", "<clock> UTC </clock> <result> 42 </result>"
+    )
+    prompt = default_system_prompt([about], [CONVERT])
+    assert "with the help of a clock and the tools listed at the end.\n" in prompt
+    assert "To know the time, write <clock> UTC </clock>; to call a tool of the list" in prompt
+    assert prompt.count("<result> 42 </result>") == 1 and prompt.count("<convert>") == 2

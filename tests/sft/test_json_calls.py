@@ -1,0 +1,138 @@
+"""SFT conversations with calls in JSON, of every style that publishes them, down to tokens on disk."""
+
+import json
+import re
+
+import pytest
+from helpers.families import dialogue, hermes_codec, pieces
+from helpers.files import write_jsonl, write_parquet
+
+from arpo.data import BadRow
+from arpo.errors import UserError
+from arpo.sft.conversations import read_conversations
+from arpo.sft.json_calls import Conversation, parse_conversation
+
+CODE = {"name": "python", "arguments": {"code": "1+1"}}
+QUERY = {"name": "search", "arguments": {"query": "who"}}
+CLOCK = {"name": "clock", "description": "Tells the time.", "parameters": {"type": "object", "properties": {}}}
+MESSAGES = [
+    *dialogue("u:q"),
+    {"role": "assistant", "content": "I look.", "tool_calls": [CODE, QUERY]},
+    {"role": "tool", "name": "python", "content": "2"},
+    {"role": "tool", "name": "search", "content": "found"},
+    *dialogue("a:\\boxed{2}"),
+]
+
+
+def text_of(*calls: dict) -> str:
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+def openai_call(call: dict, number: int, *, as_text: bool) -> dict:
+    arguments = json.dumps(call["arguments"]) if as_text else call["arguments"]
+    return {"id": str(number), "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_openais_messages_keep_their_calls(as_text):
+    calls = [openai_call(call, i, as_text=as_text) for i, call in enumerate((CODE, QUERY))]
+    results = [{"role": "tool", "tool_call_id": str(i), "content": text} for i, text in enumerate(("2", "found"))]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    row = {"messages": [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]}
+    assert parse_conversation(row) == Conversation(MESSAGES, None)
+    row["messages"][1]["content"] = None
+    assert parse_conversation(row).messages[1]["content"] == ""
+
+
+def test_calls_in_the_text_stay_and_wrapped_results_come_apart():
+    wrapped = "<tool_response>\n2\n</tool_response>\n<tool_response>\nfound\n</tool_response>\n"
+    said = "I look.\n" + text_of(CODE, QUERY)
+    turns = [("human", "q"), ("gpt", said), ("tool", wrapped), ("gpt", "\\boxed{2}")]
+    parsed = parse_conversation({"conversations": [{"from": who, "value": text} for who, text in turns]})
+    assert parsed.messages == [MESSAGES[0], {"role": "assistant", "content": said}, *MESSAGES[2:]]
+
+
+def test_llama_factorys_roles_have_one_or_several_calls():
+    turns = [
+        ("human", "q"),
+        ("function_call", json.dumps([CODE, QUERY])),
+        ("observation", "2"),
+        ("observation", "found"),
+    ]
+    rows = [{"from": who, "value": text} for who, text in [*turns, ("gpt", "\\boxed{2}")]]
+    parsed = parse_conversation({"conversations": rows, "tools": json.dumps([CLOCK])})
+    assert parsed.messages == [MESSAGES[0], {**MESSAGES[1], "content": ""}, *MESSAGES[2:]]
+    assert parsed.functions == [{"type": "function", "function": CLOCK}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "functions"),
+    [
+        (None, None), (["python"], None), ("python,search", None), ([], []), ("[]", []),
+        ([{"type": "function", "function": CLOCK}], [{"type": "function", "function": CLOCK}]),
+        ([CLOCK | {"strict": None}], [{"type": "function", "function": CLOCK}]),
+    ],
+)  # fmt: skip
+def test_a_row_may_bring_its_functions_in_every_form(tools, functions):
+    assert parse_conversation({"messages": dialogue("u:q", "a:1"), "tools": tools}).functions == functions
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "error"),
+    [
+        ([{"role": "assistant", "tool_calls": {"name": "f"}}], None, "tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], None, "must be an object with 'name'"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], None, "of 'f' are not valid JSON"),
+        ([{"role": "function_call", "content": "{"}], None, "function_call is not valid JSON"),
+        (dialogue("a: "), None, "an assistant message is empty"),
+        (dialogue("a:1"), [{"description": ""}], "an entry of tools has no name"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(messages, tools, error):
+    with pytest.raises(BadRow, match=re.escape(error)):
+        parse_conversation({"messages": [*dialogue("u:q"), *messages], "tools": tools})
+
+
+def test_parquet_gives_calls_the_arguments_of_others_as_nothing(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "q", "tool_calls": None},
+                          {"role": "assistant", "content": "", "tool_calls": [CODE, QUERY]}]}]  # fmt: skip
+    [(_, parsed)] = read_conversations(write_parquet(tmp_path / "x.parquet", rows), parse=parse_conversation)
+    assert parsed.messages[1]["tool_calls"] == [CODE, QUERY]
+
+
+def test_system_messages_that_list_tools_get_no_second_list_and_those_of_tags_are_refused():
+    codec = hermes_codec("qwen2_5")
+
+    def listed(system: str) -> int:
+        row = codec.render_conversation([*dialogue(f"s:{system}", "u:q", "a:1")])
+        return codec.tokenizer.decode(row.token_ids).count("<tools>")
+
+    assert (listed("be brief"), listed("Use <tools>[]</tools>.")) == (2, 1)  # Qwen's own text has the word twice
+    with pytest.raises(ValueError, match=r"speaks of <search>.*data\.system_prompt=default"):
+        listed("Write <search> query </search>.")
+    with pytest.raises(UserError, match=r"speaks of <python>.*eval\.system_prompt"):
+        codec.render_prompt(dialogue("s:Write <python> code </python>.", "u:q"))
+
+
+def test_the_rows_on_disk_are_the_rendered_ones_and_are_made_again_for_another_protocol(tmp_path):
+    from helpers.ranks import run_ranks
+
+    path = write_jsonl(tmp_path / "sft.jsonl", [{"messages": MESSAGES}, {"messages": MESSAGES, "tools": [CLOCK]}])
+    run_ranks(1, _tokenise, path, tmp_path / "rows")
+    from arpo.sft.token_store import ConversationRows
+
+    rows, codec = ConversationRows(tmp_path / "rows"), hermes_codec("qwen2_5")
+    own = [{"type": "function", "function": CLOCK}]
+    for row, functions in zip(rows, (None, own), strict=True):
+        rendered = codec.render_conversation(MESSAGES, functions=functions)
+        assert [*row.prompt_ids, *row.response_ids] == rendered.token_ids
+        assert [0] * len(row.prompt_ids) + row.loss_mask.tolist() == rendered.loss_mask
+    assert rows.origin["protocol"] == "hermes" and len(rows.origin["functions"]) == 2
+    assert "<tool_call>" in "".join(text for text, mask in pieces(codec, rendered) if mask)
+
+
+def _tokenise(ranks, path, folder) -> None:
+    from arpo.sft.options import SFTDataConfig
+    from arpo.sft.token_store import tokenise
+
+    tokenise(path, SFTDataConfig(train=str(path)), hermes_codec("qwen2_5"), folder, ranks)

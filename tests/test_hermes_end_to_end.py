@@ -1,0 +1,88 @@
+"""The three scripts with protocol.format=hermes, from SFT to a report, on a tiny model that calls real Python."""
+
+import json
+
+import pytest
+from helpers.calling_model import DIALOGUES, build_calling_model, conversation
+from helpers.files import read_jsonl, write_jsonl
+from helpers.ranks import run_script, try_script
+from helpers.vllm_serve import serving
+
+from arpo.log import read_metrics
+
+pytestmark = pytest.mark.slow
+CONFIG = """
+run: {dir: @DIR@/runs}
+model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+protocol: {format: hermes}
+train_sft:
+  run: {name: sft, num_steps: 1}
+  data: {train: @DIR@/sft.jsonl, num_conversations_per_step: 3, max_tokens: 800, max_tokens_per_microbatch: 800}
+train_rl:
+  run: {name: rl, num_steps: 1, validate_every: 0, dump_every: 1}
+  data: {train: @DIR@/questions.jsonl, num_prompts_per_step: 3, max_prompt_tokens: 400}
+  rollout: {group_size: 4, max_response_tokens: 400, max_result_tokens: 200, answer_reserve_tokens: 40}
+  branching: {selector: random, num_initial_rollouts: 2}
+  engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
+  tools: {search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}}
+  reward: {bonus_tools: [python]}
+  update: {num_prompts_per_minibatch: 3, max_tokens_per_microbatch: 1600}
+evaluate:
+  eval: {files: [@DIR@/questions.jsonl], max_prompt_tokens: 400}
+  rollout: {max_response_tokens: 400, max_result_tokens: 200, answer_reserve_tokens: 40, temperature: 0}
+  tools:
+    search: {backend: local, corpus: @DIR@/corpus.jsonl, cache: @DIR@/search.sqlite}
+    python: {cache: @DIR@/python.sqlite}
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    build_calling_model(folder / "model")
+    write_jsonl(folder / "sft.jsonl", [{"messages": conversation(question)} for question in DIALOGUES])
+    write_jsonl(folder / "questions.jsonl", [{"question": question, "answer": "42"} for question in DIALOGUES])
+    (folder / "corpus.jsonl").write_text(json.dumps({"title": "t", "text": "text"}))
+    (folder / "config.yaml").write_text(CONFIG.replace("@DIR@", str(folder)))
+    return folder
+
+
+def test_sft_learns_what_the_model_already_knows(world):
+    """Its rows are the conversations that the model has learnt to say, so there is next to nothing to learn."""
+    run_script("train_sft.py", str(world / "config.yaml"), ranks=1)
+    [first] = [row["loss/nll"] for row in read_metrics(world / "runs" / "sft") if "loss/nll" in row]
+    assert first < 0.05
+
+
+def test_rl_trains_on_calls_of_real_python(world):
+    run_script("train_rl.py", str(world / "config.yaml"), ranks=1)
+    [row] = [row for row in read_metrics(world / "runs" / "rl") if row["step"] == 1]
+    assert abs(row["mismatch/kl"]) < 1e-5 and row["reward/mean"] > 0 and row["tools/python/calls"] >= 6
+    dumped = list(read_jsonl(world / "runs" / "rl" / "trajectories" / "step_000001.jsonl.gz"))
+    assert any(len(turn["tool_calls"]) == 2 for row in dumped for turn in row["turns"])
+    done = try_script("train_rl.py", str(world / "config.yaml"), "--protocol.format", "tags", ranks=1)
+    assert done.code == 2 and "was begun with protocol.format=hermes, and now it is tags" in done.output
+
+
+def records(world, name: str) -> list[tuple]:
+    found = sorted(read_jsonl(world / "runs" / name / "records" / "questions.jsonl"), key=lambda r: r["question"])
+    return [(r["question"], r["protocol"], r["text"], [(c["tag"], c["ok"]) for c in r["tool_calls"]]) for r in found]
+
+
+def test_evaluation_on_an_engine_on_a_server_and_from_records_agree(world):
+    config = str(world / "config.yaml")
+    engine = ["--engine.dtype", "float32", "--engine.kv_cache_gib", "0.1"]
+    run_script("evaluate.py", config, "--run.name", "own", *engine, ranks=1)
+    with serving(world / "model", world, max_model_len=1000) as url:
+        run_script("evaluate.py", config, "--run.name", "served", "--eval.server", url, ranks=1)
+        run_script(
+            "evaluate.py", config, "--run.name", "replayed", "--eval.server", url, "--eval.replay", "True", ranks=1
+        )
+    own = records(world, "own")
+    assert own == records(world, "served") == records(world, "replayed")
+    assert {protocol for _, protocol, *_ in own} == {"hermes"}
+    assert [calls for *_, calls in own] == [
+        [("unknown", False), ("python", True)], [("python", True)], [("python", True)] * 2,
+    ]  # fmt: skip
+    scores = json.loads((world / "runs" / "own" / "scores.json").read_text())["questions"]
+    assert scores["accuracy"] == 1.0 and scores["well_formed"] == pytest.approx(2 / 3)

@@ -1,0 +1,103 @@
+"""Calls in JSON on a real engine, with real Python calls, by a tiny model that has learnt to call, well and wrongly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.calling_model import DIALOGUES, ERROR, build_calling_model, codec_for, conversation
+from helpers.fakes import EchoTool
+from helpers.python_tools import start
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from arpo.engine import Engine
+from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.rewards import score_groups
+from arpo.rollout import rollout
+from arpo.run_options import EngineConfig
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Prompt, StopReason
+
+pytestmark = pytest.mark.slow
+CFG = RolloutConfig(group_size=4, max_response_tokens=400, max_tool_calls=3, answer_reserve_tokens=40)
+BRANCHING = BranchingConfig(selector="random", base=0.5, num_initial_rollouts=2, entropy_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """(codec, folder, sampled, greedy): two rollouts of one prompt per dialogue, and their groups scored."""
+    folder = build_calling_model(tmp_path_factory.mktemp("calling"))
+    codec = codec_for(AutoTokenizer.from_pretrained(folder))
+    engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.1, max_num_seqs=16)
+    engine = Engine(str(folder), engine_cfg, max_model_len=1000, seed=0)
+    runner = ToolRunner({"python": start(), "search": EchoTool("search", "found")})
+    messages = {question: [{"role": "user", "content": question}] for question in DIALOGUES}
+    prompts = [Prompt(q, m, ["42"], "math", token_ids=tuple(codec.render_prompt(m))) for q, m in messages.items()]
+    try:
+        sampled = rollout(prompts, engine, runner, codec, CFG, BRANCHING, seed=1)
+        alone = BranchingConfig(selector="none", num_initial_rollouts=1)
+        greedy = rollout(prompts, engine, runner, codec, replace(CFG, temperature=0.0, group_size=1), alone, seed=1)
+        score_groups([*sampled, *greedy], RewardConfig(bonus_tools=("python",)), tools=codec.tools, form=codec.format)
+        yield codec, folder, sampled, greedy
+    finally:
+        runner.close()
+        engine.close()
+
+
+def trajectories(parts) -> list:
+    return [t for groups in parts[2:] for group in groups for t in group.trajectories]
+
+
+def test_the_model_calls_reads_and_answers(parts):
+    [one], [two], [wrong] = [group.trajectories for group in parts[3]]
+    assert [[(c.error_kind, c.result) for c in t.tool_calls] for t in (one, two, wrong)] == [
+        [(None, "42")], [(None, "42")] * 2, [("bad_json", ERROR), (None, "42")],
+    ]  # fmt: skip
+    assert [len(turn.tool_calls) for turn in two.turns] == [2, 0] and len(wrong.turns) == 3
+    assert {t.stop_reason for t in (one, two, wrong)} == {StopReason.EOS}
+    assert [(t.reward, t.reward_reason) for t in (one, two, wrong)] == [(1.1, ""), (1.1, ""), (-1.0, "malformed_call")]
+
+
+def test_greedy_trajectories_are_the_rows_of_sft(parts):
+    """SFT and RL make the same tokens of the same conversation, from the prompt's first to the answer's last."""
+    codec = parts[0]
+    for group in parts[3]:
+        row = codec.render_conversation(conversation(group.prompt.prompt_id))
+        [t] = group.trajectories
+        assert [*group.prompt.token_ids, *t.token_ids] == row.token_ids[:-1]
+        assert [0] * len(group.prompt.token_ids) + t.loss_mask == row.loss_mask[:-1]
+
+
+def test_masked_tokens_are_what_the_template_writes_around_the_results(parts):
+    codec = parts[0]
+    for t in trajectories(parts):
+        for turn in t.turns:
+            between = t.token_ids[turn.end : turn.result_end]
+            assert t.loss_mask[turn.start : turn.result_end] == [1] * (turn.end - turn.start) + [0] * len(between)
+            if between:
+                calls, last = turn.tool_calls, t.token_ids[turn.end - 1]
+                after = codec._after_calls([call.tag for call in calls], [call.result for call in calls])
+                ending = "" if last == codec.tokenizer.eos_token_id else codec.tokenizer.eos_token
+                assert codec.tokenizer.decode(between) == ending + after
+
+
+def test_logprobs_are_those_of_the_whole_response(parts):
+    _, folder, groups, _ = parts
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for group in groups:
+        for t in group.trajectories:
+            ids = torch.tensor([[*group.prompt.token_ids, *t.token_ids]])  # (1, P + T)
+            with torch.no_grad():
+                logprobs = model(ids).logits.log_softmax(-1)[0, len(group.prompt.token_ids) - 1 : -1]  # (T, V)
+            ours, mask = torch.tensor(t.rollout_logprobs), torch.tensor(t.loss_mask, dtype=torch.bool)
+            theirs = logprobs.gather(-1, torch.tensor(t.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-3, rtol=0)
+
+
+def test_branches_share_everything_up_to_the_template_behind_the_results(parts):
+    assert any(t.parent_id for t in trajectories(parts))
+    for group in parts[2]:
+        by_id = {t.trajectory_id: t for t in group.trajectories}
+        for child in (t for t in group.trajectories if t.parent_id is not None):
+            parent = by_id[child.parent_id]
+            assert child.fork_at in {turn.result_end for turn in parent.turns}
+            assert child.token_ids[: child.fork_at] == parent.token_ids[: child.fork_at]

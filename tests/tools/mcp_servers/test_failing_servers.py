@@ -1,0 +1,197 @@
+"""MCP servers that die, hang, are busy, forget, or speak an older protocol; and what a run leaves of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import accumulate
+
+import pytest
+from helpers.mcp_tools import SERVER, Running, config, entry, listens, wait_for
+from helpers.processes import free_port, is_running
+
+from arpo.errors import UserError
+from arpo.tools.mcp.tool import mcp_schemas
+
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_mid_call_is_started_again_and_asked_again(tmp_path):
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log))) as running:
+        running.call("add", a=1, b=1)
+        for _ in range(4):  # all of them lose their connection with the one that dies
+            running.start("wait", seconds=1)
+        running.start("die_once", argument=str(tmp_path / "marker"))
+        results = running.all()
+        assert [result.ok for result in results] == [True] * 5 and running.restarts() == 1
+        assert running.restarts() == 0
+    starts = [line for line in log.read_text().splitlines() if line.endswith("start")]
+    assert len(starts) == 3  # for the list of tools, for the run, and again
+
+
+@pytest.mark.slow
+def test_a_call_that_kills_every_server_is_given_up_as_a_failure_of_ours(tmp_path):
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log), max_tries=2)) as running:
+        result = running.call("die")
+        assert (result.ok, result.error_kind, result.infra_error) == (False, "unavailable", True)
+        assert result.text == "Error: the die tool is unavailable."
+        assert log.read_text().count("die") == 2
+        assert running.call("add", a=1, b=1).text == "2" and running.restarts() == 2
+    with Running(entry("--log", str(log), max_tries=1)) as running:
+        assert running.call("die").infra_error
+    assert log.read_text().count("die") == 3
+
+
+@pytest.mark.slow
+def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(tmp_path):
+    with Running(entry(deadline_s=2, max_tries=2)) as running:
+        slow = running.call("wait", seconds=1000)
+        assert slow.text == "Error: wait gave no answer within 2 s." and slow.error_kind == "timeout"
+        assert not slow.infra_error and running.restarts() == 0
+        hung = running.call("hang")
+        assert (hung.error_kind, hung.infra_error) == ("unavailable", True)
+        assert running.call("add", a=1, b=1).text == "2" and running.restarts() == 1
+
+
+@pytest.mark.slow
+def test_no_more_calls_than_the_limit_are_under_way(tmp_path):
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log), max_concurrent=2)) as running:
+        for _ in range(7):
+            running.start("wait", seconds=0.05)
+        assert [result.ok for result in running.all()] == [True] * 7
+    steps = [1 if line.endswith("wait") else -1 for line in log.read_text().splitlines() if "wait" in line]
+    assert len(steps) == 14 and max(accumulate(steps)) <= 2
+
+
+@pytest.mark.slow
+def test_the_servers_processes_are_gone_when_the_tools_are_closed(tmp_path):
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log))) as running:
+        child = int(running.call("children").text)
+        running.start("hang")
+        wait_for(lambda: "hang" in log.read_text())
+    servers = {int(line.split()[0]) for line in log.read_text().splitlines()}
+    wait_for(lambda: not any(map(is_running, {*servers, child})))
+
+
+@pytest.mark.slow
+def test_the_servers_processes_are_gone_when_the_trainer_is_killed(tmp_path):
+    log = tmp_path / "log"
+    code = f"""
+from helpers.mcp_tools import Running, entry
+running = Running(entry("--log", {str(log)!r}))
+print(running.call("children").text, flush=True)
+running.start("hang")
+running.all()
+"""
+    paths = [str(SERVER.parents[2]), str(SERVER.parents[1])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        child = int(trainer.stdout.readline())
+        wait_for(lambda: "hang" in log.read_text())
+        trainer.send_signal(signal.SIGKILL)
+    servers = {int(line.split()[0]) for line in log.read_text().splitlines()}
+    wait_for(lambda: not any(map(is_running, {*servers, child})))
+
+
+@pytest.mark.slow
+def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog):
+    cache, log = str(tmp_path / "cache.sqlite"), tmp_path / "log"
+    one = entry("--log", str(log), "--tools", "add,refuse,die", cache=cache, prefix="x_", max_tries=1)
+    with Running(one) as running:
+        live = [running.call("x_add", b=2, a=1), running.call("x_refuse", argument="q"), running.call("x_die")]
+        again = running.call("x_add", a=1, b=2)  # in another order
+        assert [r.cached for r in (*live, again)] == [False, False, False, True] and again.text == "3"
+    num_lines = len(log.read_text().splitlines())
+    mcp_schemas.cache_clear()
+    with Running(one | {"mode": "replay"}) as running:
+        replayed = [running.call("x_add", a=1, b=2), running.call("x_refuse", argument="q")]
+        assert [(r.text, r.ok, r.error_kind) for r in replayed] == [(r.text, r.ok, r.error_kind) for r in live[:2]]
+        assert all(result.cached for result in replayed)
+        assert running.call("x_die").error_kind == "not_recorded"  # a failure of ours is no answer
+    with Running(one | {"mode": "replay_strict"}) as running, pytest.raises(UserError, match=r"no recorded.*<die>"):
+        running.call("x_die")
+    assert len(log.read_text().splitlines()) == num_lines
+    caplog.clear()
+    mcp_schemas(config(one | {"args": [*one["args"], "--busy", ""]}).servers[0])  # another server has its own records
+    assert caplog.text == ""
+    mcp_schemas(config(one | {"env": {"MCP_TEST_TOOLS": "add"}}).servers[0])
+    assert "its tools are not those that" in caplog.text
+    strict = config(one).replayed()
+    assert json.loads(strict.mcp[0]) == one | {"mode": "replay_strict"}
+
+
+@pytest.mark.slow
+def test_an_http_server_that_comes_back_is_found_again(tmp_path):
+    port = free_port()
+    command = [sys.executable, SERVER, "--port", str(port)]
+    with subprocess.Popen(command) as process:
+        url = f"http://127.0.0.1:{port}/mcp"
+        wait_for(lambda: listens(url))
+        with Running({"url": url, "deadline_s": 30, "max_tries": 2}) as running:
+            assert running.call("add", a=1, b=1).text == "2"
+            process.kill()
+            process.wait()
+            assert running.call("add", a=1, b=1).infra_error
+            with subprocess.Popen(command) as another:
+                wait_for(lambda: listens(url))
+                assert running.call("add", a=1, b=2).text == "3" and running.restarts() >= 1
+                another.kill()
+
+
+@pytest.mark.slow
+def test_an_http_server_that_is_busy_is_asked_again_over_the_same_connection(tmp_path, monkeypatch):
+    monkeypatch.setenv("MCP_TEST_TOKEN", "open-sesame")
+    port, busy = free_port(), tmp_path / "busy"
+    with subprocess.Popen([sys.executable, SERVER, "--port", str(port), "--token", "open-sesame", "--busy", busy]) as p:
+        one = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": "Bearer $MCP_TEST_TOKEN"}}
+        wait_for(lambda: listens(one["url"]))
+        with Running(one) as running:
+            assert running.call("add", a=1, b=1).text == "2"
+            busy.write_text("2")
+            assert running.call("add", a=1, b=2).text == "3" and busy.read_text() == "0"
+            busy.write_text("3")
+            assert running.call("add", a=1, b=2).infra_error and busy.read_text() == "0"
+            assert running.call("add", a=1, b=3).text == "4" and running.restarts() == 0
+        p.kill()
+
+
+LEGACY = """
+import asyncio, json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    answer = {"jsonrpc": "2.0", "id": asked["id"]}
+    tool = {"name": "old", "inputSchema": {"type": "object", "title": "T", "properties": {}}}
+    info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    refusal = {"code": -32602, "message": "not today,\\nnor tomorrow"}
+    wrong = tool | {"name": "wrong", "outputSchema": {"type": "object", "required": ["x"]}}
+    found = {"initialize": info, "tools/list": {"tools": [tool, wrong]}}.get(asked["method"])
+    if asked["method"] == "tools/call" and asked["params"]["name"] == "wrong":
+        answer["result"] = {"content": [{"type": "text", "text": "no x"}]}
+    elif asked["method"] == "tools/call":
+        answer["error"] = refusal
+    elif found is None:
+        answer["error"] = {"code": -32601, "message": "no such method"}
+    else:
+        answer["result"] = found
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_the_older_protocol_is_spoken_to_and_its_refusal_is_read():
+    with Running({"command": sys.executable, "args": ["-c", LEGACY]}) as running:
+        assert running.tools["old"].schema.parameters == {"type": "object", "properties": {}}
+        result = running.call("old", argument="{}")
+        assert result.text == "Error: old: not today, nor tomorrow"
+        assert (result.ok, result.error_kind, result.infra_error) == (False, "refused", False)
+        result = running.call("wrong", argument="{}")  # it breaks its own promise: not the model's mistake
+        assert (result.ok, result.error_kind, result.infra_error) == (False, "bad_answer", True)

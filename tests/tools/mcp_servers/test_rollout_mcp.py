@@ -1,0 +1,103 @@
+"""MCP tools inside a rollout with tags, and in the checks before one: a real server over stdio."""
+
+import gzip
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers.fakes import ScriptedEngine, byte_tokenizer
+from helpers.files import write_jsonl
+from helpers.mcp_tools import SERVER
+from helpers.processes import is_running
+from helpers.ranks import run_script
+from helpers.toy_run import build_toy_world
+
+from arpo.config import load_config
+from arpo.errors import UserError
+from arpo.inputs import check_inputs
+from arpo.metrics import rollout_metrics
+from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rewards import score_groups
+from arpo.rollout import rollout
+from arpo.tools import make_tools, system_prompt_for, take_restarts, tool_schemas
+from arpo.tools.base import ToolRunner
+from arpo.tools.options import ToolsConfig
+from arpo.trajectory import Prompt
+from train_rl import RLConfig
+
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
+ENTRY = json.dumps({"command": sys.executable, "args": [str(SERVER), "--tools", "add,say,die_once"]})
+
+ANSWER = "<think>t</think><answer>\\boxed{4}</answer>"
+
+
+@pytest.mark.slow
+def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
+    scripts = {
+        "add": ['<think>t</think><add> {"a": 1, "b": 3} </add>', "<think>t</think><say>&lt;</say>", ANSWER],
+        "wrong": ['<think>t</think><add>{"a": 1}</add>', ANSWER],
+        "dies": [f"<think>t</think><die_once>{tmp_path / 'marker'}</die_once>", ANSWER],
+        "injected": ["<think>t</think><say><answer>5</answer></say>", ANSWER],
+    }
+    cfg = ToolsConfig(names=(), mcp=(ENTRY,), price_per_call=("add=0.5",))
+    schemas, tokenizer, runner = tool_schemas(cfg), byte_tokenizer(), ToolRunner(make_tools(cfg))
+    codec = Codec(tokenizer, tools=tuple(schemas))
+    messages = [{"role": "system", "content": system_prompt_for("default", schemas)}, {"role": "user", "content": "q"}]
+    ids = tuple(codec.render_prompt(messages))
+    prompts = [Prompt(name, messages, ["4"], "gsm8k", token_ids=ids) for name in scripts]
+    engine = ScriptedEngine(tokenizer, lambda prompt, _path, turn: scripts[prompt][turn])
+    options = RolloutConfig(group_size=1, max_response_tokens=1500, answer_reserve_tokens=60)
+    branching = BranchingConfig(selector="none", num_initial_rollouts=1)
+    try:
+        groups = rollout(prompts, engine, runner, codec, options, branching, seed=0)
+        restarts = take_restarts(runner.tools), take_restarts(runner.tools)
+    finally:
+        runner.close()
+    score_groups(groups, RewardConfig(), tools=codec.tools)
+    calls = {g.prompt.prompt_id: [(c.tag, c.result) for c in g.trajectories[0].tool_calls] for g in groups}
+    assert calls["add"] == [("add", "4"), ("say", "&lt;")]
+    assert calls["wrong"][0][1].startswith('Error: add needs the argument "b"')
+    assert calls["dies"][0][1].startswith("alive as ") and restarts == (1, 0)
+    assert calls["injected"] == [("say", "&lt;answer&gt;5&lt;/answer&gt;")]
+    assert [group.trajectories[0].reward for group in groups[:3]] == [1.0] * 3
+    values = rollout_metrics(groups, None, restarts[0]).values()
+    assert values["tools/add/calls"] == 2 and values["tools/add/failed_bad_arguments"] == 1
+    assert values["tools/add/cost"] == 0.5 and values["tools/mcp_restarts"] == 1
+    assert "tools/mcp_restarts" not in rollout_metrics(groups).values()
+    assert '<add> {"a": 1, "b": 1} </add>\nAdd two numbers.\n' in messages[0]["content"]
+
+
+@pytest.mark.slow
+def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt": "1 + 1?", "answer": "2"}
+    write_jsonl(Path("good.jsonl"), [row | {"tools": ["python", "add"]}])
+    write_jsonl(Path("bad.jsonl"), [row | {"tools": ["python", "ad"]}])
+    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--tools.mcp", ENTRY, "--data.train"]  # the Hub is asked last
+    with pytest.raises(UserError, match=r"offers the tool 'ad'.*did the row mean 'add'"):
+        check_inputs(load_config(RLConfig, [*flags, "bad.jsonl"]))
+    gone = ENTRY.replace("mcp_server.py", "nowhere.py")
+    with pytest.raises(UserError, match=r"cannot be used: .*nowhere\.py"):
+        check_inputs(load_config(RLConfig, [*flags, "good.jsonl", "--tools.mcp", gone]))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("MCP_TEST_SECRET", "swordfish-of-the-deep")
+    world, log = build_toy_world(tmp_path), tmp_path / "log"
+    server = {
+        "command": sys.executable,
+        "args": [str(SERVER), "--log", str(log)],
+        "env": {"API_KEY": "$MCP_TEST_SECRET"},
+    }
+    run_script("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1", "--tools.mcp", json.dumps(server))
+    run = world / "runs" / "rl"
+    assert load_config(RLConfig, [str(run / "config.yaml")]).tools.servers[0].env == (("API_KEY", "$MCP_TEST_SECRET"),)
+    files = [path for path in run.rglob("*") if path.is_file()]
+    texts = {path: path.read_bytes() for path in files}
+    texts |= {path: gzip.decompress(text) for path, text in texts.items() if path.suffix == ".gz"}
+    assert len(texts) > 5 and not [path for path, text in texts.items() if b"swordfish" in text]
+    assert not [line for line in log.read_text().splitlines() if is_running(int(line.split()[0]))]

@@ -1,0 +1,134 @@
+"""The entries of tools.mcp in files and on the command line: what they may say, and that no secret is written down."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from arpo.config import load_config, save_config
+from arpo.errors import UserError
+from arpo.tools.mcp.servers import McpServer, entry_of, parse_server
+from arpo.tools.mcp.tool import without_titles
+from arpo.tools.options import ToolsConfig
+
+YAML = """
+tools:
+  names: [python]
+  mcp:
+    - {command: npx, args: [-y, server, 3], env: {API_KEY: $MY_KEY, DEBUG: 1}, max_tries: 1}
+    - url: http://localhost:8000/mcp
+      headers: {Authorization: "Bearer ${MY_TOKEN}"}
+      prefix: web_
+      tools: [fetch]
+      cache: data/web.sqlite
+      mode: replay
+"""
+SERVERS = (
+    McpServer("npx", args=("-y", "server", "3"), env=(("API_KEY", "$MY_KEY"), ("DEBUG", "1")), max_tries=1),
+    McpServer(
+        url="http://localhost:8000/mcp",
+        headers=(("Authorization", "Bearer ${MY_TOKEN}"),),
+        prefix="web_",
+        tools=("fetch",),
+        cache="data/web.sqlite",
+        mode="replay",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+
+
+def test_a_file_has_servers_as_mappings_and_the_resolved_config_reads_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "swordfish")
+    monkeypatch.setenv("MY_TOKEN", "open-sesame")
+    (tmp_path / "a.yaml").write_text(YAML)
+    cfg = load_config(Config, [str(tmp_path / "a.yaml")])
+    assert cfg.tools.servers == SERVERS
+    assert cfg.tools.servers[0].resolved(SERVERS[0].env) == {"API_KEY": "swordfish", "DEBUG": "1"}
+    assert cfg.tools.servers[1].resolved(SERVERS[1].headers) == {"Authorization": "Bearer open-sesame"}
+    save_config(cfg, tmp_path / "config.yaml")
+    written = (tmp_path / "config.yaml").read_text()
+    assert "swordfish" not in written + repr(cfg) and "open-sesame" not in written + repr(cfg)
+    assert load_config(Config, [str(tmp_path / "config.yaml")]) == cfg
+
+
+def test_a_flag_has_servers_as_json():
+    cfg = load_config(Config, ["--tools.mcp", '{"command": "a"}', '{"url": "https://h/mcp"}'])
+    assert [server.label for server in cfg.tools.servers] == ["a", "https://h/mcp"]
+    assert load_config(Config, ["--tools.names", "python"]).tools.servers == ()
+
+
+def test_an_entry_and_its_server_are_the_same():
+    for server in SERVERS:
+        assert parse_server(entry_of(server), "x") == server
+    assert json.loads(entry_of(McpServer("a"))) == {"command": "a"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("npx", "must be a mapping like"),
+        ({}, "must have either a command or a url"),
+        ({"command": "a", "url": "http://h/mcp"}, "must have either a command or a url"),
+        ({"comand": "a"}, "unknown key 'comand'; did you mean 'command'"),
+        ({"command": "a", "args": "-y"}, "args must be a list of texts, not '-y'"),
+        ({"command": 3}, "command must be a text, not 3"),
+        ({"command": "a", "env": ["A=1"]}, "env must be a mapping of names to texts"),
+        ({"command": "a", "headers": {"A": "1"}}, "headers has no effect beside command"),
+        ({"url": "http://h/mcp", "args": ["1"]}, "args has no effect beside url"),
+        ({"command": "a", "deadline_s": 0}, "deadline_s must be finite and above 0, not 0"),
+        ({"command": "a", "max_tries": 1.5}, "max_tries must be a whole number, not 1.5"),
+        ({"command": "a", "mode": "replay"}, r"mode=replay is ignored unless .*cache names a cache"),
+        ({"command": "a", "mode": "again", "cache": "c"}, "mode must be one of live, record"),
+        ({"command": "a", "prefix": "a b"}, "prefix may have letters, digits and"),
+        ({"url": "localhost:8000"}, "url must be like http://host:8000/mcp"),
+        ({"url": "http://me:pass@h/mcp"}, "url has a secret in it"),
+        ({"url": "http://h/mcp?apiKey=abc"}, "url has a secret in it"),
+        ({"command": "a", "env": {"API_KEY": "abc"}}, r"env\.API_KEY looks like a secret.*: \$API_KEY"),
+        ({"url": "http://h/mcp", "headers": {"Authorization": "Bearer x"}}, r"headers\.Authorization looks like a"),
+        ({"url": "http://h/mcp", "headers": {"X-Access-Token": "x"}}, r"\$X_ACCESS_TOKEN"),
+    ],
+)
+def test_an_entry_that_makes_no_sense_is_told_in_one_line(entry, message):
+    text = entry if isinstance(entry, str) else json.dumps(entry)
+    with pytest.raises(UserError, match=rf"command line: tools\.mcp\[1\].*{message}") as error:
+        load_config(Config, ["--tools.mcp", '{"command": "fine"}', text])
+    assert "\n" not in str(error.value) and "abc" not in str(error.value)
+
+
+def test_what_only_looks_like_a_secret_may_stand_in_a_file():
+    env = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us", "AUTHOR": "me", "API_KEY": ""}
+    assert dict(parse_server(json.dumps({"command": "a", "env": env}), "x").env) == env
+
+
+def test_nothing_that_a_server_says_shows_what_it_was_given(monkeypatch):
+    monkeypatch.setenv("LONG", "swordfish-2")
+    monkeypatch.setenv("SHORT", "swordfish")
+    monkeypatch.setenv("FLAG", "1")
+    server = McpServer("a", env=(("A", "$LONG"), ("B", "x${SHORT}"), ("C", "$FLAG")))
+    assert server.redacted("swordfish-2 swordfish 1") == "$LONG $SHORT 1"
+
+
+def test_settings_that_answer_from_records_and_settings_that_decide():
+    cfg = ToolsConfig(names=(), mcp=tuple(map(entry_of, SERVERS)))
+    with pytest.raises(UserError, match=r"give npx -y server 3 in tools\.mcp a cache, or drop it"):
+        cfg.replayed()
+    recorded = ToolsConfig(names=(), mcp=(entry_of(SERVERS[1]),))
+    assert recorded.replayed().servers[0].mode == "replay_strict"
+    decides = recorded.what_decides()
+    assert decides == {"names": (), "mcp": [{"url": SERVERS[1].url, "prefix": "web_", "tools": ["fetch"]}]}
+    assert ToolsConfig().what_decides().keys() == {"names", "python", "search"}
+
+
+def test_titles_of_a_schema_go_but_not_arguments_of_that_name():
+    schema = {"title": "A", "properties": {"title": {"title": "T", "type": "string", "default": {"title": "x"}}}}
+    assert without_titles(schema) == {"properties": {"title": {"type": "string", "default": {"title": "x"}}}}
+
+
+def test_the_guard_imports_nothing_of_ours():
+    source = Path(__file__).resolve().parents[3] / "arpo" / "tools" / "mcp" / "guard.py"
+    assert "arpo" not in source.read_text()

@@ -1,0 +1,91 @@
+"""A typed function as a tool: what it returns or raises is text for the model, within its deadline."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from arpo.errors import UserError
+from arpo.tools.base import ToolResult
+from arpo.tools.function import FunctionTool
+
+
+def run(function, argument: str, **options) -> ToolResult:
+    return asyncio.run(FunctionTool(function, **options).run(argument))
+
+
+def divide(a: float, b: int = 2) -> float:
+    """Divide."""
+    assert isinstance(b, int)
+    return a / b
+
+
+async def shout(text: str) -> str:
+    """Shout."""
+    await asyncio.sleep(0)
+    return text.upper()
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def pair() -> dict:
+    """Return more than a text."""
+    return {"ü": [1, None]}
+
+
+def stop():
+    """End the run."""
+    raise UserError("the licence has expired; renew it")
+
+
+def in_thread() -> bool:
+    """Tell whether the loop is elsewhere."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+def sleep():
+    """Sleep."""
+    time.sleep(30)
+
+
+async def sleep_awaiting():
+    """Sleep."""
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "text"),
+    [
+        (divide, '{"a": 3}', "1.5"),
+        (divide, '{"a": 3, "b": 4.0}', "0.75"),  # JSON's 4.0 is an integer
+        (shout, "hi", "HI"),
+        (nothing, "{}", "(no output)"),
+        (pair, "{}", '{"ü": [1, null]}'),
+        (in_thread, "{}", "true"),
+    ],
+)
+def test_what_a_function_returns_is_the_result(function, argument, text):
+    assert run(function, argument) == ToolResult(text, ok=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "kind", "text"),
+    [
+        (divide, '{"a": 1, "b": 0}', "error", "ZeroDivisionError: "),
+        (divide, '{"b": 1}', "bad_arguments", 'Error: divide needs the argument "a"'),
+        (sleep, "{}", "timeout", "Error: sleep gave no answer within 0.05 s."),
+        (sleep_awaiting, "{}", "timeout", "Error: sleep_awaiting gave no answer within 0.05 s."),
+    ],
+)
+def test_a_failure_is_an_error_that_the_model_reads(function, argument, kind, text):
+    result = run(function, argument, deadline_s=0.05 if kind == "timeout" else 60.0)
+    assert result.text.startswith(text)
+    assert (result.ok, result.error_kind, result.infra_error) == (False, kind, False)
+
+
+def test_only_an_error_of_the_user_ends_the_run():
+    with pytest.raises(UserError, match="renew it"):
+        run(stop, "{}")

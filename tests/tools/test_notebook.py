@@ -1,0 +1,352 @@
+"""The <notebook> tool in a real jail: what stays from cell to cell, what a fork of it has, and what ends it."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from helpers.python_tools import HANG_S, TIERS, processes_of, start, wait_until
+from helpers.scripted_rollout import ANSWER, play, prompt
+
+from arpo.errors import UserError
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolResult, ToolRunner
+from arpo.tools.notebook import ENDED, Notebook, NotebookTool
+from arpo.tools.options import NotebookConfig
+from arpo.tools.sandbox.client import Sandbox
+from arpo.tools.sandbox.host import NUM_SPARES
+
+CFG = NotebookConfig(wall_s=60.0, session_cpu_s=60.0, memory_mib=256, max_concurrent=4)
+CONTEXT = ToolContext("p0", "0", 0)
+LONG = RolloutConfig(
+    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
+)
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def tool(request):
+    tool = start(CFG, request.param, kind=NotebookTool)
+    yield tool
+    asyncio.run(tool.aclose())
+
+
+@pytest.fixture(scope="module")
+def forking():
+    """A tool in the tier that can copy notebooks."""
+    tool = start(CFG, "namespaces", kind=NotebookTool)
+    if not tool.sandbox._host.has_proc:
+        pytest.skip("there is no /proc in this jail, so nothing may fork")
+    yield tool
+    asyncio.run(tool.aclose())
+
+
+def talk(tool: NotebookTool, story: Callable):
+    """Run an async story(session) in a notebook of its own."""
+
+    async def tell():
+        session = await tool.open(CONTEXT)
+        try:
+            return await asyncio.wait_for(story(session), HANG_S)
+        finally:
+            await tool.close(session)
+
+    return asyncio.run(tell())
+
+
+def cells(tool: NotebookTool, *codes: str) -> list[ToolResult]:
+    async def story(session: Notebook) -> list[ToolResult]:
+        return [await tool.run(code, CONTEXT, session) for code in codes]
+
+    return talk(tool, story)
+
+
+def texts(tool: NotebookTool, *codes: str) -> list[str]:
+    return [result.text for result in cells(tool, *codes)]
+
+
+def answers_to(tool: NotebookTool, session: Notebook, *codes: str):
+    async def ask() -> list[str]:
+        return [(await tool.run(code, CONTEXT, session)).text for code in codes]
+
+    return ask()
+
+
+# ---- from cell to cell
+
+
+def test_names_stay_from_cell_to_cell_and_are_the_sessions_own(tool):
+    assert texts(tool, "import math\ndef f(x): return math.sqrt(x)", "y = f(16)", "y", "y + 1\nprint('a')\ny + 2") == [
+        "(no output)", "(no output)", "4.0", "a\n6.0"
+    ]  # fmt: skip
+    assert texts(tool, "y") == ["NameError: name 'y' is not defined"]
+    assert asyncio.run(tool.run("6 * 7")).text == "42"  # without a session, in one of its own
+
+
+def test_errors_and_exits_end_their_cell_only(tool):
+    found = cells(tool, "x = 1\n1/0", "raise SystemExit(3)", "exit()", "x", "def", "x = 2; x")
+    assert [r.text for r in found] == [
+        "ZeroDivisionError: division by zero", "The process exited with code 3", "(no output)", "1",
+        '  File "<string>", line 1\n    def\n       ^\nSyntaxError: invalid syntax', "2",
+    ]  # fmt: skip
+    assert [r.ok for r in found] == [False, False, True, True, False, True]
+
+
+def test_files_are_there_for_one_cell(tool):
+    made, gone = texts(
+        tool,
+        "import os\nos.makedirs('a/b')\nopen('a/b/f', 'w').write('x')\nos.chdir('a')\nos.listdir('.')",
+        "[name for name in os.listdir('.') if name in 'ab'], os.path.exists('b')",
+    )
+    assert made == "['b']" and gone == "([], False)"
+
+
+def test_a_cells_processes_end_with_it(tool):
+    code = "import os, time\nif os.fork() == 0:\n    time.sleep(3600)\n"
+    [first, then] = texts(tool, code, "1 + 1")
+    assert then == "2"
+    assert first == "(no output)" or "PermissionError" in first  # where code may start no processes
+
+
+def test_a_child_that_returns_from_the_code_does_not_speak_for_the_cell(forking):
+    code = "import os\nx = os.fork()\nif x:\n    os.waitpid(x, 0)\n    print('parent')"
+    assert texts(forking, code, "x > 0") == ["parent", "True"]
+
+
+def test_code_that_writes_to_the_supervisors_channel_harms_nobody_else(tool):
+    forged = texts(tool, "import os\nx = 1\nos.write(3, b'\\0')\nimport time\ntime.sleep(0.3)\nprint('late')", "x")
+    assert forged[1] in ("late\n1", "1")
+    assert texts(tool, "import os\nos.close(3)", "1 + 1")[1] == "2"
+    assert texts(tool, "1 + 1") == ["2"]
+
+
+def test_a_process_that_dies_ends_the_notebook_and_the_next_cell_begins_a_new_one(tool):
+    died, after, more = cells(tool, "import os\nx = 1\nos._exit(4)", "'x' in globals()", "'os' in globals()")
+    assert died.text == f"The process exited with code 4\n{ENDED}" and not died.ok and not died.infra_error
+    assert [after.text, more.text] == ["False", "False"]
+
+
+def test_a_cell_that_prints_without_end_or_takes_too_much_memory_ends_the_notebook(tool):
+    printed, after = cells(tool, "while True: print('x' * 10000)", "1")
+    assert printed.error_kind == "output_limit" and printed.text.endswith(ENDED) and after.text == "1"
+    took, still = cells(tool, "x = 1\ny = bytearray(10**10)", "x")
+    assert took.text == "MemoryError" and still.text == "1"  # an allocation that fails is an error of the code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_limits_hold_for_each_cell_and_for_the_notebook(tier):
+    """CPU limits with much patience, as a busy machine gives little CPU time per second."""
+    burn = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass"
+    short = start(replace(CFG, wall_s=3.0, session_cpu_s=60.0), tier, kind=NotebookTool)
+    long = start(replace(CFG, wall_s=120.0, session_cpu_s=60.0), tier, kind=NotebookTool)
+    long.sandbox.close()
+    limits = replace(long.limits(long.cfg), cpu_s=0.6, session_cpu_s=1.0)
+    long.sandbox = Sandbox(limits, tier=tier)
+    try:
+        slept, after = cells(short, "x = 1\nimport time\ntime.sleep(100)", "1")
+        assert slept.error_kind == "timeout" and slept.text.endswith(ENDED) and after.text == "1"
+        one, two, three, after = cells(long, burn.format(0.4), burn.format(0.4), burn.format(0.4), "1")
+        assert one.ok and two.ok and three.error_kind == "cpu_limit" and after.text == "1"
+        if tier == "namespaces":  # the other tier's kernel limits the notebook, not a cell
+            assert cells(long, burn.format(9))[0].error_kind == "cpu_limit"
+    finally:
+        for tool in (short, long):
+            asyncio.run(tool.aclose())
+
+
+def test_a_session_limit_below_that_of_a_call_is_refused():
+    with pytest.raises(UserError, match=r"tools.notebook.session_cpu_s=5 must be at least .* one call may compute: 10"):
+        NotebookTool(NotebookConfig(session_cpu_s=5.0))
+    with pytest.raises(UserError, match=r"tools.notebook.cache is empty, and mode replay"):
+        NotebookTool(NotebookConfig(mode="replay"))
+
+
+# ---- forks
+
+
+def test_a_fork_has_the_state_and_shares_none_of_what_follows(forking):
+    async def story(one: Notebook) -> list:
+        await forking.run("import random, numpy as np\nx = [1]\nrandom.seed(7)\nnp.random.seed(7)", CONTEXT, one)
+        two = await forking.fork(one, CONTEXT)
+        three = await forking.fork(two, CONTEXT)  # of a fork
+        draw = "x.append(len(x) + 1)\n(x, random.random(), float(np.random.rand()))"
+        found = [await answers_to(forking, s, draw, draw) for s in (one, two, three)]
+        await forking.close(two)
+        found.append(await answers_to(forking, three, "x"))
+        await forking.close(three)
+        return [*found, await answers_to(forking, one, "x")]
+
+    first, second, third, *after = talk(forking, story)
+    assert first == second == third and "[1, 2, 3]" in first[1]
+    assert after == [["[1, 2, 3]"], ["[1, 2, 3]"]]
+
+
+def test_siblings_run_at_the_same_time_and_see_nothing_of_each_other(forking):
+    async def story(one: Notebook) -> list[list[str]]:
+        await forking.run("import os, time", CONTEXT, one)
+        others = [await forking.fork(one, CONTEXT) for _ in range(4)]
+        probe = "open(f'f{}', 'w').write('x')\ntime.sleep(0.05)\nsorted(n for n in os.listdir('.') if n[0] == 'f')"
+        asked = (answers_to(forking, s, probe.format(n), "1") for n, s in enumerate([one, *others]))
+        found = await asyncio.gather(*asked)
+        for other in others:
+            await forking.close(other)
+        return found
+
+    assert talk(forking, story) == [[f"['f{n}']", "1"] for n in range(5)]
+
+
+@pytest.mark.parametrize("code", [
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()",
+    "f = open('f', 'w')",
+    "import mmap\nf = open('f', 'wb+')\nf.write(b'x' * 4096)\nf.flush()\nm = mmap.mmap(f.fileno(), 4096)\nf.close()",
+    "import signal\nsignal.setitimer(signal.ITIMER_REAL, 3600)",
+    "import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)",
+], ids=["thread", "open file", "mapped file", "timer", "child"])  # fmt: skip
+def test_what_a_fork_would_not_have_forbids_it(forking, code):
+    async def story(session: Notebook) -> str:
+        await forking.run(f"x = 1\n{code}", CONTEXT, session)
+        with pytest.raises(CannotFork):
+            await forking.fork(session, CONTEXT)
+        return (await forking.run("x", CONTEXT, session)).text
+
+    assert talk(forking, story) == "1"
+
+
+def test_a_tier_that_allows_no_processes_forks_nothing():
+    tool = start(CFG, "landlock", kind=NotebookTool)
+
+    async def story(session: Notebook) -> str:
+        await tool.run("x = 1", CONTEXT, session)
+        with pytest.raises(CannotFork):
+            await tool.fork(session, CONTEXT)
+        return (await tool.run("x", CONTEXT, session)).text
+
+    try:
+        assert talk(tool, story) == "1"
+    finally:
+        asyncio.run(tool.aclose())
+
+
+def test_code_that_kills_its_siblings_costs_them_a_replay_and_no_result(forking):
+    runner = ToolRunner({"notebook": forking})
+    parent, child = ToolContext("p", "0", 0), ToolContext("p", "0.0", 1)
+
+    def call(code: str, context: ToolContext) -> ToolResult:
+        runner.start("a", "notebook", code, context)
+        [(_, result)] = runner.collect(block=True)
+        return result
+
+    try:
+        call("x = 5", parent)
+        runner.sessions.mark(parent.owner, 1)
+        runner.sessions.fork(parent.owner, 1, child.owner)
+        runner.sessions.retain("p", [])
+        assert call("x + 1", child).text == "6"
+        call("import os, signal\nos.kill(-1, signal.SIGKILL)", replace(parent, turn=1))
+        found = call("x + 2", replace(child, turn=2))
+        assert found.text == "7" and found.replayed == 2 and found.replay_mismatches == 0
+    finally:
+        runner.sessions.end_all()
+        runner._loop.call_soon_threadsafe(runner._loop.stop)
+
+
+def test_a_lost_host_costs_a_replay(tool):
+    async def story(session: Notebook) -> None:
+        await tool.run("x = 1", CONTEXT, session)
+        os.kill(tool.sandbox.host_pid, signal.SIGKILL)
+        with pytest.raises(SessionLost):
+            while True:  # the kernel takes a moment
+                await tool.run("x", CONTEXT, session)
+
+    talk(tool, story)
+    assert texts(tool, "x = 2", "x")[1] == "2"
+
+
+# ---- record and replay
+
+
+def test_a_recorded_cell_is_found_after_the_same_cells_only(tmp_path):
+    cfg = replace(CFG, cache=str(tmp_path / "cells.sqlite"))
+    script = lambda _p, path, turn: [f"<notebook>x = {path}</notebook>", "<notebook>x</notebook>", ANSWER][turn]  # noqa: E731
+    replies = []
+    for mode in ("record", "record", "replay_strict"):
+        tool = start(replace(cfg, mode=mode), kind=NotebookTool)
+        [group] = play(script, tools=[tool], prompts=[prompt(tools=("notebook",))])
+        replies.append([[(c.result, c.cached) for c in t.tool_calls] for t in group.trajectories])
+    assert replies[0] == [[("(no output)", False), (str(n), False)] for n in range(4)]
+    assert replies[1] == replies[2] == [[("(no output)", True), (str(n), True)] for n in range(4)]
+    with pytest.raises(UserError, match="no recorded result of 'x'"):  # as a first cell it was never run
+        tool = start(replace(cfg, mode="replay_strict"), kind=NotebookTool)
+        play(lambda *_: "<notebook>x</notebook>", tools=[tool], prompts=[prompt(tools=("notebook",))])
+
+
+def test_a_cell_that_is_new_runs_after_those_that_were_answered_from_the_cache(tmp_path):
+    cfg = replace(CFG, cache=str(tmp_path / "cells.sqlite"))
+    for last in (1, 2):
+
+        def script(_prompt, _path, turn, last=last):
+            return [f"<notebook>{code}</notebook>" for code in ("x = 40", f"x + {last}")][turn] if turn < 2 else ANSWER
+
+        [group] = play(script, tools=[start(cfg, kind=NotebookTool)], prompts=[prompt(tools=("notebook",))])
+        assert {t.tool_calls[1].result for t in group.trajectories} == {str(40 + last)}
+
+
+# ---- in the rollout
+
+
+def wandering(seed: int):
+    """Random cells that change, show, draw, fail, exit and leave files and threads behind."""
+
+    def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
+        rng = random.Random(f"{seed}|{prompt_id}|{path}|{turn}")
+        codes = [
+            f"log = globals().get('log', []) + ['{path}-{turn}']\nlog",
+            "import random\nrandom.random(), globals().get('log')",
+            "log[::-1]", "1/0", "open('f', 'a').write('x')", "raise SystemExit(2)",
+            "import os\nos._exit(1)",
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+        ]  # fmt: skip
+        what = rng.choices(codes, [6, 4, 3, 1, 2, 1, 1, 1])[0]
+        return (f"<notebook>{what}</notebook>" if turn < 6 else ANSWER), rng.uniform(0.2, 2.0)
+
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["random", "tree_grpo"])
+def test_siblings_read_what_a_fresh_trajectory_with_their_calls_reads(selector):
+    base = {"base": 1.0} if selector == "random" else {}
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=2, **base)
+    num_branches, reference = 0, start(CFG, kind=NotebookTool)
+    for seed in range(3):
+        tool = start(CFG, kind=NotebookTool)
+        [group] = play(
+            wandering(seed), tools=[tool], cfg=LONG, branching=branching, prompts=[prompt(tools=("notebook",))]
+        )
+        for t in group.trajectories:
+            codes = [call.argument for call in t.tool_calls]
+            assert [call.result for call in t.tool_calls] == texts(reference, *codes), t.trajectory_id
+            num_branches += t.parent_id is not None
+            assert not t.has_replay_mismatch
+    asyncio.run(reference.aclose())
+    assert num_branches >= 6
+
+
+def test_nothing_of_a_notebook_is_left_when_its_trajectory_has_ended(forking):
+    runner = ToolRunner({"notebook": forking})
+    assert wait_until(lambda: len(processes_of(forking.sandbox.host_pid)) == 2 + 2 * NUM_SPARES)
+    try:
+        for n in range(3):
+            runner.start(str(n), "notebook", "x = 1", ToolContext("p", str(n), 0))
+        while runner.num_pending:
+            runner.collect(block=True)
+        assert len(processes_of(forking.sandbox.host_pid)) > 2 + 2 * NUM_SPARES
+        for n in range(3):
+            runner.sessions.end(("p", str(n)))
+        assert wait_until(lambda: len(processes_of(forking.sandbox.host_pid)) == 2 + 2 * NUM_SPARES)
+    finally:
+        runner.sessions.end_all()
+        runner._loop.call_soon_threadsafe(runner._loop.stop)

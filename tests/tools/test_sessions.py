@@ -1,0 +1,358 @@
+"""Sessions of tools with state: whose they are, when they end, and what a branch finds in its own."""
+
+import asyncio
+import random
+import time
+
+import pytest
+from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, play, prompt
+from helpers.stateful import Forgetful, ForkedNotes, Notes
+
+from arpo.metrics import console_text, rollout_metrics
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.retrospective import EXPANSIONS
+from arpo.rollout import rollout
+from arpo.tools.base import PricedTool, ToolContext, ToolResult, ToolRunner
+from arpo.trajectory import Group, StopReason, Trajectory
+
+LONG = RolloutConfig(
+    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
+)
+ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
+
+
+def searches(*arguments: str):
+    """A script: these searches, each named after the trajectory that makes it, then an answer."""
+    return lambda _prompt, path, turn: (
+        f"<think>t</think><search>{arguments[turn]}@{path}</search>" if turn < len(arguments) else ANSWER
+    )
+
+
+def wandering(seed: int):
+    """A script of random trees: searches, other calls, malformed ones, ends."""
+
+    def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
+        rng = random.Random(f"{seed}|{prompt_id}|{path}|{turn}")
+        what = rng.choices(["search", "python", "empty", "end"], [6, 2, 1, 1])[0] if turn < 6 else "end"
+        name, entropy = f"{turn}@{path}", rng.uniform(0.2, 2.0)
+        text = {
+            "search": f"<think>t</think><search>{name}</search>", "python": f"<think>t</think><python>{name}</python>",
+            "empty": "<search> </search>", "end": ANSWER,
+        }[what]  # fmt: skip
+        return text, entropy
+
+    return script
+
+
+def told(t: Trajectory, tag: str = "search") -> list[tuple[str, str]]:
+    """(argument, result) of the trajectory's calls of a tool."""
+    return [(c.argument, c.result) for c in t.tool_calls if c.tag == tag and c.executed]
+
+
+def as_if_alone(calls: list[tuple[str, str]]) -> list[str]:
+    """What a fresh trajectory that makes the same calls would read."""
+    arguments = [argument for argument, _ in calls]
+    return [" ".join(arguments[: n + 1]) for n in range(len(arguments))]
+
+
+def check_states(groups: list[Group]) -> int:
+    """Compare what every trajectory read with what it had read alone. Return the number of branches that called."""
+    num = 0
+    for t in (t for group in groups for t in group.trajectories):
+        calls = told(t)
+        assert [result for _, result in calls] == as_if_alone(calls), (t.trajectory_id, calls)
+        num += bool(t.parent_id and any(c.tag == "search" and c.executed for c in t.own_tool_calls))
+    return num
+
+
+# ---- what a call knows
+
+
+def test_the_context_reaches_tools_that_ask_for_it_and_others_are_called_as_ever():
+    class Asking(EchoTool):
+        async def run(self, argument, context=None):
+            self.arguments.append(context)
+            return ToolResult("found", ok=True, info={"reward": 0.5})
+
+    asking, plain = Asking("search"), EchoTool("python")
+    script = lambda _p, _t, turn: ["<search>a</search>", "<python>b</python>", ANSWER][turn]  # noqa: E731
+    row = prompt()
+    row.meta["level"] = 3
+    [group] = play(script, tools=[PricedTool(asking, 0.25), plain], prompts=[row])
+    contexts = asking.arguments
+    assert {c.owner for c in contexts} == {("p0", str(i)) for i in range(4)} and {c.turn for c in contexts} == {0}
+    assert contexts[0].row == {"level": 3} and len({c.seed for c in contexts}) == 1
+    assert plain.arguments == ["b"] * 4
+    call = group.trajectories[0].tool_calls[0]
+    assert call.info == {"reward": 0.5} and call.cost == 0.25
+    assert asyncio.run(asking.run("direct")).ok and asking.arguments[-1] is None
+
+
+def test_a_group_shares_its_seed_and_another_prompt_or_run_has_another():
+    def seeds(seed: int) -> dict[str, set[int]]:
+        tool = Notes()
+        play(searches("a"), tools=[tool], prompts=[prompt("p0"), prompt("p1")], seed=seed)
+        return {p: {c.seed for c in tool.contexts if c.prompt_id == p} for p in ("p0", "p1")}
+
+    first, again, other = seeds(0), seeds(0), seeds(1)
+    assert first == again and all(len(found) == 1 for found in first.values())
+    assert len(set.union(*first.values(), *other.values())) == 4
+
+
+def test_the_history_tells_apart_calls_that_follow_other_calls():
+    seen = []
+
+    class Keyed(Notes):
+        async def run(self, argument, context, session):
+            seen.append((context.history, argument, context.trajectory_id))
+            return await super().run(argument, context, session)
+
+    script = lambda _p, path, turn: [f"<search>{path}</search>", "<search>x</search>", ANSWER][turn]  # noqa: E731
+    play(script, tools=[Keyed()])
+    assert [history for history, argument, _ in seen if argument != "x"] == [""] * 4
+    assert len({history for history, argument, _ in seen if argument == "x"}) == 4
+
+
+# ---- the life of a session
+
+
+def test_a_session_lasts_as_long_as_its_trajectory_and_is_its_own():
+    tool = Notes()
+    [group] = play(searches("a", "b", "c"), tools=[tool], cfg=LONG)
+    assert len(tool.contexts) == tool.most_open == 8 and tool.num_open == 0
+    assert told(group.trajectories[3])[-1] == ("c@3", "a@3 b@3 c@3")
+
+
+def test_no_session_is_opened_without_a_call():
+    tool = Notes()
+    play(lambda *_: ANSWER, tools=[tool])
+    assert tool.contexts == []
+
+
+@pytest.mark.parametrize("end", ["length", "tool_limit", "error"])
+def test_sessions_are_closed_however_the_trajectory_ends(end):
+    class Failing(Notes):
+        async def run(self, argument, context, session):
+            failed = ToolResult("", ok=False, error_kind="down", infra_error=True)
+            return failed if end == "error" else await super().run(argument, context, session)
+
+    script = {"length": lambda _p, _t, turn: "<search>a</search>" if turn == 0 else "y" * 9000}
+    tool = Failing()
+    [group] = play(script.get(end, lambda *_: "<search>a</search>"), tools=[tool])
+    assert {t.stop_reason for t in group.trajectories} == {StopReason(end)}
+    assert tool.most_open > 0 and tool.num_open == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_in_the_rollout_closes_what_is_open_and_gives_up_what_runs(error):
+    class Hanging(ForkedNotes):
+        async def run(self, argument, context, session):
+            if argument.startswith("hang") and session:
+                await asyncio.sleep(3600)
+            return await super().run(argument, context, session)
+
+    class Interrupted(ScriptedEngine):
+        def step(self):
+            chunks = super().step()
+            if sum(tool_had(request, 1) for request, *_ in self.submitted) >= 4 and not self._running:
+                raise error
+            return chunks
+
+    def tool_had(request_id: str, turn: int) -> bool:
+        return request_id.endswith(f"|{turn}")
+
+    tool = Hanging()
+    runner = ToolRunner({"search": tool})
+    started = time.monotonic()
+    try:
+        with pytest.raises(error):
+            rollout(
+                [prompt()], Interrupted(TOKENIZER, searches("a", "hang")), runner, CODEC, SHORT,
+                BranchingConfig(selector="none", num_initial_rollouts=4), seed=0,
+            )  # fmt: skip
+        assert tool.most_open == 4 and tool.num_open == 0  # though the runner lives on
+    finally:
+        runner.close()
+    assert time.monotonic() - started < 1800
+
+
+@pytest.mark.parametrize("kind", [Notes, ForkedNotes])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_more_trajectories_than_sessions_wait_for_one(kind, limit):
+    tool = kind(max_sessions=limit, jitter_s=0.001)
+    prompts = [prompt(f"p{i}") for i in range(3)]
+    groups = play(searches("a", "b", "c"), tools=[tool], cfg=LONG, branching=ALWAYS, prompts=prompts)
+    assert check_states(groups) == 3 * 6
+    assert tool.most_open == limit and tool.num_open == 0
+
+
+def test_trajectories_that_need_two_limited_tools_do_not_wait_for_each_other_for_ever():
+    first, second = Notes("search", max_sessions=1), Notes("python", max_sessions=1)
+
+    def script(_prompt, path, turn):
+        tags = ("search", "python") if int(path[0]) % 2 else ("python", "search")
+        return f"<{tags[turn]}>{turn}</{tags[turn]}>" if turn < 2 else ANSWER
+
+    [group] = play(script, tools=[first, second])
+    assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
+    assert first.num_open == second.num_open == 0
+
+
+def test_a_lost_session_is_brought_back_by_its_calls():
+    tool = Forgetful()
+    [group] = play(searches("a", "b"), tools=[tool])
+    assert check_states([group]) == 0 and tool.lost == [1]
+    assert sum(c.replayed for t in group.trajectories for c in t.tool_calls) == 1
+    assert tool.num_open == 0
+
+
+# ---- branches
+
+
+@pytest.mark.parametrize("kind", [Notes, ForkedNotes])
+@pytest.mark.parametrize("branching", [
+    ALWAYS,
+    BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, max_branches_per_turn=3),
+    BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
+    BranchingConfig(selector="aepo", compat="upstream", timing="upstream", num_initial_rollouts=2, entropy_tokens=4),
+    *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS),
+], ids=lambda b: f"{b.selector}-{b.timing}-{b.max_branches_per_turn}")  # fmt: skip
+def test_in_random_trees_every_branch_finds_the_state_that_it_would_have_made_alone(kind, branching):
+    num_branches = 0
+    for seed in range(3):
+
+        def score(groups):
+            for t in (t for group in groups for t in group.trajectories if t.reward is None):
+                t.reward = float(len(t.token_ids) % 2)
+
+        tools = [kind(jitter_s=0.002, max_sessions=seed * 5), EchoTool("python", "2", jitter_s=0.002)]
+        prompts = [prompt(f"p{i}") for i in range(2)]
+        groups = play(
+            wandering(seed), tools=tools, cfg=LONG, branching=branching, prompts=prompts, seed=seed, score=score
+        )
+        num_branches += check_states(groups)
+        assert tools[0].num_open == 0
+        if kind is Notes and tools[0].max_sessions == 0:
+            replayed = sum(c.replayed for g in groups for t in g.trajectories for c in t.own_tool_calls)
+            own = sum(
+                c.tag == "search" and c.executed for g in groups for t in g.trajectories for c in t.own_tool_calls
+            )
+            assert len(tools[0].ran) == own + replayed
+    assert num_branches >= 3, branching
+
+
+def test_the_order_in_which_tools_answer_changes_neither_trees_nor_states():
+    def one(jitter_s: float) -> list[tuple]:
+        tool = ForkedNotes(jitter_s=jitter_s)
+        groups = play(wandering(5), tools=[tool, EchoTool("python")], cfg=LONG, branching=ALWAYS)
+        return [(t.trajectory_id, t.text) for g in groups for t in g.trajectories]
+
+    assert one(0.0) == one(0.004) == one(0.004)
+
+
+def test_an_exact_fork_runs_no_call_twice_though_the_parent_has_gone_on():
+    tool = ForkedNotes()
+    [group] = play(searches("a", "b", "c"), tools=[tool], cfg=LONG, branching=ALWAYS)
+    assert check_states([group]) == 6 and tool.num_forks >= 6
+    assert len(tool.ran) == len(set(tool.ran)) == sum(len(t.own_tool_calls) for t in group.trajectories)
+    assert all(c.replayed == 0 for t in group.trajectories for c in t.tool_calls)
+    assert "tools/replayed" not in rollout_metrics([group]).values()
+
+
+def test_no_copies_are_made_where_nothing_branches_or_the_fork_comes_after_the_end():
+    for branching in (BranchingConfig(selector="none"), BranchingConfig(selector="tree_grpo", num_initial_rollouts=4)):
+        tool = ForkedNotes()
+        play(searches("a", "b"), tools=[tool], cfg=LONG, branching=branching)
+        assert tool.num_forks == 0
+
+
+@pytest.mark.parametrize("tool", [Notes(), ForkedNotes(refuses=True)], ids=["no fork", "cannot fork"])
+def test_replays_are_counted_and_shown(tool):
+    [group] = play(searches("a", "b"), tools=[tool], cfg=LONG, branching=ALWAYS)
+    children = [t for t in group.trajectories if t.parent_id and t.own_tool_calls]
+    assert children and all(t.own_tool_calls[0].replayed >= 1 for t in children)
+    assert not any(t.has_replay_mismatch for t in group.trajectories)
+    for t in group.trajectories:
+        t.reward = 1.0
+    values = rollout_metrics([group]).values()
+    assert values["tools/replayed"] == sum(t.own_tool_calls[0].replayed for t in children)
+    assert values["tools/replay_mismatch"] == 0
+    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
+    assert f"replayed {values['tools/replayed']:.0f}  " in console_text(values | times)
+
+
+def test_a_replay_that_answers_otherwise_is_counted_and_marked_on_the_trajectory():
+    class Random(Notes):
+        async def run(self, argument, context, session):
+            result = await super().run(argument, context, session)
+            return ToolResult(f"{result.text} {len(self.ran)}", ok=True)
+
+    [group] = play(searches("a", "b"), tools=[Random()], cfg=LONG, branching=ALWAYS)
+    marked = [t for t in group.trajectories if t.has_replay_mismatch]
+    assert marked and all(t.parent_id for t in marked)
+    assert rollout_metrics([group]).values()["tools/replay_mismatch"] > 0
+    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
+    assert "otherwise)" in console_text(rollout_metrics([group]).values() | times)
+
+
+def test_replayed_calls_cost_what_they_cost():
+    [group] = play(searches("a", "b"), tools=[PricedTool(Notes(), 1.0)], cfg=LONG, branching=ALWAYS)
+    calls = [c for t in group.trajectories for c in t.own_tool_calls]
+    assert sum(c.cost for c in calls) == len(calls) + sum(c.replayed for c in calls) > len(calls)
+
+
+def test_a_session_of_which_there_can_be_no_second_one_keeps_its_trajectory_from_branching():
+    script = lambda _p, path, turn: (  # noqa: E731
+        ["<python>1</python>", "<search>a</search>", "<python>1</python>", ANSWER][turn],
+        1.0,
+    )
+    tool = ForkedNotes(may_branch=False)
+    [group] = play(script, tools=[tool, EchoTool("python")], cfg=LONG, branching=ALWAYS)
+    assert tool.num_forks == 0
+    decisions = {(t.trajectory_id, k): turn.decision for t in group.trajectories for k, turn in enumerate(t.turns)}
+    after_the_call = [d for (_, k), d in decisions.items() if d and k >= 2]
+    assert after_the_call and all(d.outcome == "refused" and d.refused_by == "search" for d in after_the_call)
+    assert any(d and d.outcome == "branched" for (_, k), d in decisions.items() if k == 1)
+    assert rollout_metrics([group]).values()["branching/refused"] == len(after_the_call)
+    assert len(group.trajectories) == 8
+
+
+@pytest.mark.parametrize("selector", sorted(EXPANSIONS))
+def test_a_retrospective_selector_is_refused_alike(selector):
+    def score(groups):
+        for t in (t for group in groups for t in group.trajectories if t.reward is None):
+            t.reward = float(len(t.trajectory_id) > 1)
+
+    tool = Notes(may_branch=False)
+    [group] = play(
+        searches("a", "b"), tools=[tool], cfg=LONG, score=score,
+        branching=BranchingConfig(selector=selector, num_initial_rollouts=4),
+    )  # fmt: skip
+    assert len(group.trajectories) == 8 and not any(t.parent_id for t in group.trajectories)
+    assert check_states([group]) == 0
+
+
+def test_a_runner_of_another_rank_keeps_no_sessions_but_refuses_alike():
+    from arpo.tools.sessions import Sessions
+
+    elsewhere = Sessions({"search": Notes(may_branch=False), "python": Notes("python")}, None)
+    assert elsewhere.refusal(["python"]) == "" and elsewhere.refusal(["python", "search"]) == "search"
+    elsewhere.mark(("p", "0"), 1)
+    elsewhere.end_all()
+    assert elsewhere.tools == {}
+
+
+def test_several_calls_of_a_turn_are_answered_one_after_the_other_in_the_order_of_their_start():
+    tool = Notes(jitter_s=0.005)
+    runner = ToolRunner({"search": tool})
+    try:
+        for n in range(8):
+            runner.start(str(n), "search", f"c{n}", ToolContext("p", "0", 0))
+        results = {}
+        while runner.num_pending:
+            results |= dict(runner.collect(block=True))
+    finally:
+        runner.close()
+    assert [results[str(n)].text.split()[-1] for n in range(8)] == [f"c{n}" for n in range(8)]
+    assert results["7"].text == " ".join(f"c{n}" for n in range(8)) and len(tool.contexts) == 1
