@@ -1,9 +1,9 @@
 """The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
 
-A trajectory that stops at a tool tag starts its call at once while the others keep decoding; the moment the result is
-there its continuation is submitted (the engine's prefix cache makes that cheap); the moment the first k tokens after
-the result are known the branch decision is taken, and children fork at the end of the tool result. Tokens in, tokens
-out: nothing the model sampled is re-tokenised, nothing it did not sample gets loss_mask 1.
+A trajectory whose turn ends in calls starts them at once while the others keep decoding; the moment all results of the
+turn are there its continuation is submitted (the engine's prefix cache makes that cheap); the moment the first k tokens
+after them are known the branch decision is taken, and children fork at the end of the results. Tokens in, tokens out:
+nothing the model sampled is re-tokenised, nothing it did not sample gets loss_mask 1.
 
 Every random number is drawn from (seed, step, prompt, path in the tree, turn), and budget is granted in canonical
 order (`BranchBudget`), so the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)

@@ -8,6 +8,7 @@ import pytest
 from helpers.fakes import EchoTool
 from helpers.families import HERMES_FAMILIES, SCHEMAS, hermes_codec
 from helpers.scripted_rollout import SHORT, play
+from helpers.stateful import ForkedNotes, Notes
 
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig
@@ -189,3 +190,19 @@ def test_dumps_of_several_calls_and_of_older_versions_can_be_read(codec):
     for turn in old["turns"]:
         turn["tool_call"] = next(iter(turn.pop("tool_calls")), None)
     assert [len(turn.tool_calls) for turn in parse_trajectory(old).turns] == [1, 0]
+
+
+@pytest.mark.parametrize("kind", [Notes, ForkedNotes])
+def test_several_calls_of_a_turn_act_on_a_session_in_their_order_and_branches_have_its_state(codec, kind):
+    def script(_prompt: str, path: str, turn: int) -> str:
+        return "".join(block("search", f"{turn}{letter}@{path}") for letter in "abc") if turn < 2 else ANSWER
+
+    cfg = replace(ONE, group_size=6, max_tool_calls=9, max_response_tokens=4000, max_result_tokens=900)
+    branching = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
+    tools = [kind(jitter_s=0.01), EchoTool("python")]
+    group = roll(codec, script=script, cfg=cfg, branching=branching, tools=tools)
+    assert any(t.parent_id for t in group.trajectories)
+    for t in group.trajectories:
+        arguments = [call.argument for call in t.tool_calls]
+        assert len(arguments) == 6  # each reads what it had read without a parent
+        assert [call.result for call in t.tool_calls] == [" ".join(arguments[: n + 1]) for n in range(6)]

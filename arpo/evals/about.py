@@ -121,7 +121,9 @@ def settings_rows(
     dates, codes = [s.date for s in sessions], list(dict.fromkeys(s.code for s in sessions))
     dates = [dates[0], *([f"{dates[-1]} ({len(dates)} starts)"] if len(dates) > 1 else [])] if dates else []
     by_tool = [
-        limit for limit in rollout.get("max_calls_per_tool", []) if limit.partition("=")[0] in tools.get("names", [])
+        limit
+        for limit in rollout.get("max_calls_per_tool", [])
+        if limit.partition("=")[0] in tools.get("names", []) or tools.get("mcp")  # whose tools' names are not kept
     ]
     calls = [str(rollout.get("max_tool_calls", "")), *by_tool]
     values = {
@@ -141,6 +143,7 @@ def settings_rows(
         "tools": ", ".join(tools["names"]) or "none" if "names" in tools else None,
     }
     values |= {f"tool {name}": options(tools[name]) for name in tools.get("names", []) if tools.get(name)}
+    values |= {f"MCP server {number}": options(server) for number, server in enumerate(tools.get("mcp", []), 1)}
     values["judge"] = judge or "none"
     return tuple((name, NOT_RECORDED if value in (None, "") else str(value)) for name, value in values.items())
 
@@ -151,7 +154,7 @@ def tokens(number: int | None) -> str:
 
 def options(section: Mapping[str, Any]) -> str:
     """{"backend": "local", "url": "", "top_k": 5} -> "backend local, top_k 5": those that are set."""
-    return ", ".join(f"{name} {value}" for name, value in section.items() if value not in ("", None, 0, False))
+    return ", ".join(f"{name} {value}" for name, value in section.items() if value not in ("", None, 0, False, []))
 
 
 def read_config(folder: Path) -> dict:

@@ -95,8 +95,12 @@ def segments_of(record: Record) -> list[tuple[str, bool]]:
 
 def prediction_of(record: Record) -> str:
     """Return the answer that the model gave; "" = none. With calls in JSON only the last turn can give one."""
-    segments = segments_of(record)
-    return extract_prediction([(answer_text(segments), True)] if record.protocol == "hermes" else segments)
+    return predicted(segments_of(record), record.protocol)
+
+
+def predicted(segments: list[tuple[str, bool]], form: str) -> str:
+    """Return the answer that a response in this protocol.format gives; "" = none."""
+    return extract_prediction([(answer_text(segments), True)] if form == "hermes" else segments)
 
 
 def extract_prediction(segments: list[tuple[str, bool]]) -> str:

@@ -159,7 +159,7 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
             for place, conversation in tqdm(
                 conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent
             ):
-                rendered = _render(conversation, cfg, codec, place)
+                rendered = render(conversation, cfg, codec, place)
                 num_tokens = len(rendered.token_ids)
                 kept = num_tokens if num_tokens <= cfg.max_tokens else _cut(rendered.turn_ends, cfg)
                 if kept < num_tokens:
@@ -177,7 +177,7 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
     return part
 
 
-def _render(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
+def render(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
     options = {"mask_results": cfg.mask_results, "train_turns": cfg.train_turns}
     if isinstance(conversation, Conversation):
         conversation, options["functions"] = conversation

@@ -71,6 +71,12 @@ class NotebookTool(PythonTool):
     def limits(self, cfg: NotebookConfig) -> CallLimits:
         return replace(super().limits(cfg), session_cpu_s=cfg.session_cpu_s)
 
+    def _reason(self, reply: Reply) -> str:
+        if reply.status == "cpu_limit":
+            both = f"{self.cfg.cpu_s:g} seconds of CPU time, or {self.cfg.session_cpu_s:g} in all calls of the notebook"
+            return f"TimeoutError: execution exceeded {both}"
+        return super()._reason(reply)
+
     async def open(self, context: ToolContext) -> Notebook:
         return Notebook()
 

@@ -50,7 +50,8 @@ class NotebookConfig(PythonConfig):
     """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
 
     session_cpu_s: float = 60.0
-    """Longest time in seconds that all calls of a trajectory together may compute."""
+    """Longest time in seconds that all calls of a notebook together may compute. Then it ends, as at any limit, and the
+    next call begins a new one."""
     max_sessions: int = 256
     """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
     a process, which may keep memory_mib."""

@@ -46,6 +46,18 @@ def test_settings_are_those_of_the_records_and_of_the_config_and_the_sessions(tm
     assert NOT_RECORDED not in rows.values()
 
 
+def test_mcp_servers_are_said_with_what_decides_of_them(tmp_path):
+    servers = [
+        {"command": "npx", "args": ["-y", "a"], "prefix": "", "tools": []},
+        {"url": "http://h/mcp", "tools": ["x"]},
+    ]
+    limits = SETTINGS["rollout"] | {"max_calls_per_tool": ["python=5", "x=3"]}
+    with_servers = SETTINGS | {"tools": SETTINGS["tools"] | {"mcp": servers}, "rollout": limits}
+    rows = dict(read_about(tmp_path, with_servers, "").settings)
+    assert rows["MCP server 1"] == "command npx, args ['-y', 'a']"
+    assert rows["MCP server 2"] == "url http://h/mcp, tools ['x']" and rows["most tool calls"] == "15, python=5, x=3"
+
+
 def test_what_an_older_run_did_not_write_down_is_not_made_up(tmp_path):
     """A run from before there were sessions, in a folder whose config.yaml is gone."""
     old = {"model": "server", "seed": 0, "num_samples": 1, "rollout": {"temperature": 0.6}}

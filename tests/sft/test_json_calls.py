@@ -6,11 +6,14 @@ import re
 import pytest
 from helpers.families import dialogue, hermes_codec, pieces
 from helpers.files import write_jsonl, write_parquet
+from helpers.ranks import run_ranks
 
 from arpo.data import BadRow
 from arpo.errors import UserError
 from arpo.sft.conversations import read_conversations
 from arpo.sft.json_calls import Conversation, parse_conversation
+from arpo.sft.options import SFTDataConfig
+from arpo.sft.token_store import ConversationRows, render, tokenise
 
 CODE = {"name": "python", "arguments": {"code": "1+1"}}
 QUERY = {"name": "search", "arguments": {"query": "who"}}
@@ -114,13 +117,19 @@ def test_system_messages_that_list_tools_get_no_second_list_and_those_of_tags_ar
         codec.render_prompt(dialogue("s:Write <python> code </python>.", "u:q"))
 
 
-def test_the_rows_on_disk_are_the_rendered_ones_and_are_made_again_for_another_protocol(tmp_path):
-    from helpers.ranks import run_ranks
+def test_a_row_is_rendered_with_its_own_functions_and_the_systems_prompt_of_the_options():
+    codec, cfg = hermes_codec("qwen2_5"), SFTDataConfig(train="x", system_prompt="Be brief.")
+    row = render(Conversation(MESSAGES, [{"type": "function", "function": CLOCK}]), cfg, codec, "x:1")
+    text = codec.tokenizer.decode(row.token_ids)
+    assert "system\nBe brief.\n\n# Tools" in text and '"clock"' in text and '"description": "The python' not in text
+    with pytest.raises(UserError, match=r"x:1: .*speaks of <python>"):
+        render(Conversation(MESSAGES, None), SFTDataConfig(train="x", system_prompt="<python>"), codec, "x:1")
 
+
+@pytest.mark.slow
+def test_the_rows_on_disk_are_the_rendered_ones_and_are_made_again_for_another_protocol(tmp_path):
     path = write_jsonl(tmp_path / "sft.jsonl", [{"messages": MESSAGES}, {"messages": MESSAGES, "tools": [CLOCK]}])
     run_ranks(1, _tokenise, path, tmp_path / "rows")
-    from arpo.sft.token_store import ConversationRows
-
     rows, codec = ConversationRows(tmp_path / "rows"), hermes_codec("qwen2_5")
     own = [{"type": "function", "function": CLOCK}]
     for row, functions in zip(rows, (None, own), strict=True):
@@ -132,7 +141,4 @@ def test_the_rows_on_disk_are_the_rendered_ones_and_are_made_again_for_another_p
 
 
 def _tokenise(ranks, path, folder) -> None:
-    from arpo.sft.options import SFTDataConfig
-    from arpo.sft.token_store import tokenise
-
     tokenise(path, SFTDataConfig(train=str(path)), hermes_codec("qwen2_5"), folder, ranks)

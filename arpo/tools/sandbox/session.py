@@ -52,9 +52,9 @@ class Member(Spare):
         started = time.monotonic()
         self.stdout, self.stderr = (Stream(s.fd, s.kept_bytes) for s in (self.stdout, self.stderr))
         self.cell_cpu_s, self._before_s = 0.0, None
-        pidfd = kernel.pidfd_open(self.worker)
         if not is_stopped(self.worker):
             raise ConnectionError("the worker was lost between two cells")  # which is not this cell's fault
+        pidfd = kernel.pidfd_open(self.worker)
         meter = Meter(self.jail.limits.memory_bytes, host_bytes)
         self._exceeded(meter)
         with contextlib.suppress(BlockingIOError):  # what the code may have written there after its last cell

@@ -1,0 +1,82 @@
+"""Evaluation with calls in JSON: the answer is the last turn's, older records have tags, no prompt speaks of tags."""
+
+import json
+
+import pytest
+from helpers.eval_records import record
+from helpers.eval_sets import write_sets
+from helpers.families import SCHEMAS, hermes_codec
+
+from arpo.evals.benchmarks import BENCHMARKS, questions
+from arpo.evals.grading import grade_records, well_formed
+from arpo.evals.options import EvalSection
+from arpo.evals.records import append_records, read_records
+from arpo.evals.resume import what_decides
+from arpo.options import RolloutConfig
+from arpo.run_options import ModelConfig, ProtocolConfig
+from arpo.tools import make_codec, system_prompt_for
+from arpo.tools.options import ToolsConfig
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
+RESULT = ["\nuser\n<tool_response>\n\\boxed{5}\n</tool_response>\nassistant\n", False]
+
+
+def of(*segments, **other):
+    return record(
+        "".join(text for text, _ in segments), segments=[list(s) for s in segments], protocol="hermes", **other
+    )
+
+
+@pytest.mark.parametrize(
+    ("segments", "prediction", "is_well_formed"),
+    [
+        ([(f"\\boxed{{5}}? {CALL}", True), RESULT, ("<think>\\boxed{6}</think>It is \\boxed{4}.", True)], "4", True),
+        ([(f"It is \\boxed{{4}}. {CALL}", True), RESULT, ("so it is.", True)], "", False),
+        ([(f"It is \\boxed{{4}}. {CALL}", True), RESULT], "", False),
+        ([("<answer>4</answer>", True)], "4", False),
+    ],
+)  # fmt: skip
+def test_the_answer_is_looked_for_in_the_last_turn(segments, prediction, is_well_formed):
+    made = of(*segments)
+    [grade] = grade_records([made], metric="math")
+    assert (grade.prediction, grade.correct) == (prediction, float(prediction == "4"))
+    assert well_formed(made) is is_well_formed
+    [by_reward] = grade_records([made], metric="reward")
+    assert by_reward.scores["well_formed"] == is_well_formed
+
+
+def test_records_keep_their_protocol_and_older_ones_have_tags(tmp_path):
+    append_records(tmp_path / "a.jsonl", [of(("\\boxed{4}", True))])
+    assert [r.protocol for r in read_records(tmp_path)] == ["hermes"]
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    del row["protocol"]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert [r.protocol for r in read_records(tmp_path)] == ["tags"]
+
+
+def test_a_run_cannot_go_on_under_another_protocol_and_older_runs_had_tags():
+    given = (0, EvalSection(), ModelConfig(path="hub/name"), RolloutConfig(), ToolsConfig())
+    tags, hermes = (what_decides(*given, form=form) for form in ("tags", "hermes"))
+    assert "protocol" not in tags and hermes == {**tags, "protocol": "hermes"}
+
+
+def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
+    write_sets(tmp_path)
+    codec = hermes_codec("qwen3")
+    for name, benchmark in BENCHMARKS.items():
+        for asked, old in zip(*(questions(name, benchmark, tmp_path, form=f) for f in ("hermes", "tags")), strict=True):
+            system = asked.messages[0]["content"]
+            assert "<" not in system and "\\boxed{}" in system and asked.tools == old.tools
+            text = codec.tokenizer.decode(codec.render_prompt(asked.messages, asked.tools))
+            assert [s.name for s in SCHEMAS if f'"name": "{s.name}"' in text] == sorted(asked.tools)
+    assert "tools" not in system_prompt_for("default", (), form="hermes").lower()
+
+
+def test_the_codec_of_a_format_gets_the_schemas_of_our_tools():
+    tokenizer = hermes_codec("qwen3").tokenizer
+    made = make_codec(tokenizer, ProtocolConfig("hermes"), ("search", "python"), enable_thinking=True)
+    assert made.format == "hermes" and made.schemas["python"].text_argument == "code" and made.enable_thinking
+    assert make_codec(tokenizer, ProtocolConfig(), ("search", "mine"), enable_thinking=False).tools == (
+        "search",
+        "mine",
+    )
