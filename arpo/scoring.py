@@ -43,7 +43,8 @@ class Scoring:
         """Judgements that the run has asked for in the steps before this one, on all ranks."""
         self.judge = None
         if "judge" in cfg.weights and team.is_first:
-            self.judge = TrainingJudge(judge, folder / "judge.sqlite", index=team.index, num_parts=team.num_teams)
+            part = {"index": team.index, "num_parts": team.num_teams}
+            self.judge = TrainingJudge(judge, folder / "judge.sqlite", form=codec.format, **part)
 
     def try_on(self, prompt: Prompt, *, selector: str) -> None:
         """Try the user's functions on an invented response to a real prompt. Raises UserError; also for a function of

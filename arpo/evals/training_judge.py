@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from arpo.errors import UserError
-from arpo.evals.grading import extract_prediction
+from arpo.evals.grading import predicted
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.options import TrainingJudgeConfig
 from arpo.rewards.terms import OVER_LIMIT, Judgement
@@ -31,11 +31,14 @@ Asked = Future[tuple[Verdict, float]]
 class TrainingJudge:
     """Judges the answers of one rank's trajectories. Its methods are for one thread."""
 
-    def __init__(self, cfg: TrainingJudgeConfig, cache: str | Path, *, index: int = 0, num_parts: int = 1):
-        """`cache` is the file of replies if `cfg.cache` is empty. This one has part `index` of `num_parts` of the
-        limits. Part 0 asks something small first: raises UserError where the judge cannot be reached.
+    def __init__(
+        self, cfg: TrainingJudgeConfig, cache: str | Path, *, form: str = "tags", index: int = 0, num_parts: int = 1
+    ):
+        """`cache` is the file of replies if `cfg.cache` is empty; `form` the protocol.format of the responses. This one
+        has part `index` of `num_parts` of the limits. Part 0 asks something small first: raises UserError where the
+        judge cannot be reached.
         """
-        self.cfg, self._index, self._num_parts = cfg, index, num_parts
+        self.cfg, self._form, self._index, self._num_parts = cfg, form, index, num_parts
         self._judge = Judge(cfg, cache, deadline_s=cfg.deadline_s)
         if index == 0:
             self._judge.probe()
@@ -62,7 +65,7 @@ class TrainingJudge:
                 self._judgements[id(t)] = t, self._begin_one(group, t)
 
     def _begin_one(self, group: Group, t: Trajectory) -> Judgement | str:
-        prediction = extract_prediction(t.segments)
+        prediction = predicted(t.segments, self._form)
         if not prediction:
             return Judgement(0.0)
         prompt = group.prompt

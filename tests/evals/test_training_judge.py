@@ -205,6 +205,19 @@ def test_the_key_is_sent_and_is_in_no_message_file_or_number(make_judge, service
     assert all(b"sk-secret" not in path.read_bytes() for path in tmp_path.glob("judge.sqlite*"))
 
 
+def test_in_json_the_answer_is_the_last_turns_not_a_box_before_a_call(service, tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    cfg = TrainingJudgeConfig(url=service.url, model="tester", deadline_s=PATIENT_S)
+    one = group("a", "")
+    turns = [(r"\boxed{5}<tool_call>{}</tool_call>", True), ("<tool_response>4</tool_response>", False), ("4 ", True)]
+    one.trajectories[0].segments = [*turns, (r"so \boxed{4}", True)]
+    judge = TrainingJudge(cfg, tmp_path / "judge.sqlite", form="hermes")
+    try:
+        assert [judgement.value for judgement in judge.collect([one]).values()] == [1.0]
+    finally:
+        judge.close()
+
+
 # ---- in the scores of a run
 
 
