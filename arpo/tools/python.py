@@ -21,6 +21,7 @@ from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.options import PythonConfig
+from arpo.tools.sandbox.cgroup import find_parent
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
 from arpo.tools.sandbox.interpreter import Interpreter, named_interpreter
@@ -65,10 +66,11 @@ class PythonTool:
         self.sandbox = self._slots = None
         if not replays:
             check_limits(cfg)
+            check_cgroup(cfg)
             if cfg.max_concurrent_per_node:
                 self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
             limits = CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
-            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s}
+            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s, "cgroup": cfg.cgroup}
             try:
                 self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
             except SandboxUnavailable as error:
@@ -183,6 +185,15 @@ def check_limits(cfg: PythonConfig) -> None:
             raise UserError(f"tools.python.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
     if cfg.max_concurrent_per_node < 0:
         raise UserError("tools.python.max_concurrent_per_node must not be negative; 0 = no such limit")
+
+
+def check_cgroup(cfg: PythonConfig) -> None:
+    """Raises UserError for a named cgroup that cannot be used."""
+    if cfg.cgroup not in ("auto", "none"):
+        try:
+            find_parent(cfg.cgroup)
+        except ValueError as error:
+            raise UserError(f"tools.python.cgroup: {error}; see docs/tools.md, or set auto") from None
 
 
 def interpreter_of(cfg: PythonConfig) -> Interpreter | None:
