@@ -1,4 +1,4 @@
-"""Limits on all processes of a call together, kept by the kernel: a cgroup (version 2) for each call, where one is ours.
+"""Limits on all processes of a call together, kept by the kernel: each call has a cgroup (version 2) where it may.
 
     PARENT/               delegated to us, or named by the user; memory and pids in its cgroup.subtree_control
       arpo-PID-RANDOM/    of one host; whoever holds its lock is alive, the folders of others are removed
