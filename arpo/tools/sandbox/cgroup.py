@@ -126,9 +126,12 @@ class HostFolder:
             os.mkdir(self.path)
             with contextlib.suppress(OSError):  # somebody took it for a leftover before it was locked
                 self.fd = os.open(self.path, FOLDER)
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.exists(self.path):
+                try:
+                    fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.stat(self.path)
                     return
+                except OSError:
+                    os.close(self.fd)
         raise OSError(f"{parent}: cgroups vanish as soon as they are made")
 
     def remove(self) -> None:
@@ -138,7 +141,7 @@ class HostFolder:
 
 
 def remove_leftovers(parent: str) -> None:
-    """Remove the cgroups of hosts that are not there any more. Never raises."""
+    """Remove the cgroups of hosts that are not there any more. Raises OSError if the parent cannot be read."""
     for name in os.listdir(parent):
         if not name.startswith(PREFIX):
             continue

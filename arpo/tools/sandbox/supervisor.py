@@ -79,11 +79,9 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     err_read, err_write = os.pipe2(os.O_CLOEXEC)
     ours, theirs = socket.socketpair()
     cgroup = CallCgroup(jail.cgroup, jail.limits) if jail.cgroup else None
-    worker = os.fork()
+    worker = _fork_into(cgroup)
     if worker == 0:
         run_worker(jail, scratch, out_write, err_write, theirs.fileno())
-    if cgroup:
-        cgroup.adopt(worker)  # it has no code yet
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
     theirs.close()
     for fd in (out_write, err_write):
@@ -92,6 +90,19 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
         os.set_blocking(fd, False)
     stdout, stderr = (Stream(fd, jail.limits.kept_output_bytes) for fd in (out_read, err_read))
     return Spare(jail, worker, scratch, ours, stdout, stderr, cgroup)
+
+
+def _fork_into(cgroup: CallCgroup | None) -> int:
+    """Fork a child that is in the cgroup before it has any code. Raises OSError, and leaves no cgroup then."""
+    try:
+        pid = os.fork()
+        if pid and cgroup:
+            cgroup.adopt(pid)
+    except OSError:
+        if cgroup:
+            cgroup.remove()
+        raise
+    return pid
 
 
 @dataclass
