@@ -23,6 +23,9 @@ class PythonConfig:
     """Most calls that run on a machine at the same time, of all ranks and runs of this user; 0 = no such limit."""
     interpreter: str = ""
     """Python (3.9 or newer) of a virtual or conda environment whose packages the code may import; empty = this one."""
+    cgroup: str = "auto"
+    """Folder of a cgroup (version 2) below which each call gets one, with the limits of all its processes together:
+    auto = where one is delegated to this run; none = never. A folder that cannot be used ends the run."""
     cache: str = ""
     """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Do not use it for code that
     is meant to give another result each time."""
@@ -55,6 +58,8 @@ class NotebookConfig(PythonConfig):
     max_sessions: int = 256
     """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
     a process, which may keep memory_mib."""
+    cgroup: Literal["none"] = "none"
+    """A cgroup is one call's; the limits of a notebook, whose processes stay, are polled."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.options import PythonConfig
+from arpo.tools.sandbox.cgroup import find_parent
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
 from arpo.tools.sandbox.interpreter import Interpreter, named_interpreter
@@ -69,10 +70,11 @@ class PythonTool:
         self.sandbox = self._slots = None
         if not replays:
             check_limits(cfg, self.tag)
+            check_cgroup(cfg, self.tag)
             if cfg.max_concurrent_per_node:
                 self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
             limits = self.limits(cfg)
-            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s}
+            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s, "cgroup": cfg.cgroup}
             try:
                 self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
             except SandboxUnavailable as error:
@@ -194,6 +196,15 @@ def check_limits(cfg: PythonConfig, tag: str) -> None:
             raise UserError(f"tools.{tag}.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
     if cfg.max_concurrent_per_node < 0:
         raise UserError(f"tools.{tag}.max_concurrent_per_node must not be negative; 0 = no such limit")
+
+
+def check_cgroup(cfg: PythonConfig, tag: str) -> None:
+    """Raises UserError for a named cgroup that cannot be used."""
+    if cfg.cgroup not in ("auto", "none"):
+        try:
+            find_parent(cfg.cgroup)
+        except ValueError as error:
+            raise UserError(f"tools.{tag}.cgroup: {error}; see docs/tools.md, or set auto") from None
 
 
 def interpreter_of(cfg: PythonConfig, tag: str) -> Interpreter | None:

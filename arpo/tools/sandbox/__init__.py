@@ -10,7 +10,7 @@ served by the same supervisor.
 
 Tiers, tried at start: namespaces.py (user, mount, pid, net, ipc namespaces), landlock.py (Landlock, if a container
 forbids namespaces), each with seccomp.py; else nothing runs, unless the user accepts rlimits alone (folder.py, which
-documents the methods of all three).
+documents the methods of all three). In each of them a call has a cgroup of its own where one can be had (cgroup.py).
 
 The host imports this package as `sandbox`, without `arpo`: keep it to the standard library and relative imports.
 """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from . import selftest, wire
+from .cgroup import HostFolder, find_parent
 from .host_process import HostProcess, SandboxUnavailable, Tier
 from .interpreter import Interpreter
 from .limits import CallLimits
@@ -27,6 +28,13 @@ LIMITS = {
 }
 """What a start says of each tier's limits; one process: namespaces without a /proc. A limit that is polled may be
 passed for as long as a poll takes (50 ms)."""
+LIMITS_OF_CGROUPS = {
+    "namespaces": "exact limits: wall time, files, processes, memory of all (by cgroup); polled: CPU time (by cgroup)",
+    "one process": LIMITS["one process"],
+    "landlock": "exact limits: wall time, threads, memory (by cgroup), CPU time; polled: files",
+    "none": "exact limits: wall time, processes, memory of all (by cgroup); polled: files, CPU time (by cgroup)",
+}
+"""The same where each call has a cgroup: no memory and no CPU time is overlooked there."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -42,13 +50,17 @@ class Sandbox:
         tier: Tier | None = None,
         allow_unsafe: bool = False,
         grace_s: float = GRACE_S,
+        cgroup: str = "auto",
     ):
-        """Start the host in `tier`, or in the best that this machine allows. Raises SandboxUnavailable."""
+        """Start the host in `tier`, or in the best that this machine allows. cgroup: see PythonConfig. Raises
+        SandboxUnavailable."""
         self.limits, self.interpreter, self.grace_s, self.num_restarts = limits, interpreter, grace_s, 0
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._has_started = False
         self._removals: list[threading.Thread] = []
         """Removals of the files of lost hosts."""
+        self._cgroup, self.no_cgroup = cgroup, "switched off" if cgroup == "none" else ""
+        """The setting, and the reason why there is no cgroup; empty: there is one, or it has not been tried."""
         reasons: list[str] = []
         for candidate in (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING:
             try:
@@ -58,11 +70,25 @@ class Sandbox:
                 reasons.append(f"{candidate}: {error}")
         else:
             raise SandboxUnavailable("; ".join(reasons))
+        self._has_started = True
         self._announce(reasons)
 
     def _start(self, tier: Tier) -> HostProcess:
+        """Start a host, in a cgroup where there can be one. After the first start only if that one had one too."""
+        if self.no_cgroup:
+            return self._start_in(tier, None)
+        try:
+            return self._start_in(tier, HostFolder(find_parent(self._cgroup)))
+        except (OSError, ValueError, SandboxUnavailable) as error:
+            if self._cgroup != "auto" or self._has_started:
+                raise SandboxUnavailable(f"cgroup: {error}") from error
+            host = self._start_in(tier, None)  # raises where the cgroup was not to blame
+            self.no_cgroup = str(error)
+            return host
+
+    def _start_in(self, tier: Tier, cgroup: HostFolder | None) -> HostProcess:
         """Start a host and test its jail. A jail that leaks is worse than none: everybody would trust it."""
-        host = HostProcess(tier, self.limits, self.interpreter)
+        host = HostProcess(tier, self.limits, self.interpreter, cgroup)
         if tier == "none":
             return host
         with selftest.Canaries() as canaries:
@@ -143,7 +169,9 @@ class Sandbox:
             "landlock": "sandboxed by Landlock and seccomp, without namespaces",
             "namespaces": "sandboxed by namespaces and seccomp; without /proc, code may not start processes",
         }[self.tier]
-        limits = LIMITS[self.tier if self._host.has_proc else "one process"]
+        table = LIMITS if self.no_cgroup else LIMITS_OF_CGROUPS
+        limits = table[self.tier if self._host.has_proc else "one process"]
+        limits += f"; no cgroup: {self.no_cgroup}" if self.no_cgroup else ""
         if self.tier != "namespaces" or not self._host.has_proc:
             logger.warning("python tool: %s%s; %s", lacks, f" ({'; '.join(refused)})" if refused else "", limits)
         else:

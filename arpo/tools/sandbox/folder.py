@@ -8,6 +8,7 @@ import signal
 import tempfile
 
 from . import syscalls as kernel
+from .cgroup import HostCgroup
 from .limits import CallLimits, set_rlimits
 from .trees import exceeds, nameless_bytes, remove_tree
 
@@ -20,6 +21,8 @@ class FolderJail:
     """True where /proc shows a call's processes. Without it their memory cannot be summed up: there may be only one."""
     proc: str | int = "/proc"
     """Path or descriptor of a /proc in which the worker finds itself."""
+    cgroup: HostCgroup | None = None
+    """Where each call gets a cgroup; None: limits on sums are polled."""
 
     def __init__(self, limits: CallLimits):
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""

@@ -19,6 +19,7 @@ import time
 from typing import NoReturn
 
 from . import syscalls as kernel
+from .cgroup import HostCgroup
 from .folder import FolderJail
 from .landlock import LandlockJail
 from .limits import CallLimits
@@ -64,12 +65,16 @@ def main(control_fd: int) -> NoReturn:
     sys.path += settings["import_paths"]
     visible = visible_paths(settings["import_paths"] + settings["prefixes"])
     try:
+        cgroup = None if settings["cgroup_fd"] is None else HostCgroup(settings["cgroup_fd"])
         if settings["tier"] == "namespaces":
-            jail: FolderJail | NamespaceJail = NamespaceJail(limits, visible, control)
+            jail: FolderJail | NamespaceJail = NamespaceJail(limits, visible, control, cgroup)
         elif settings["tier"] == "landlock":
             jail = LandlockJail(limits, visible)
         else:
             jail = FolderJail(limits)
+        if cgroup and settings["tier"] != "namespaces":
+            cgroup.settle()
+        jail.cgroup = cgroup
     except (OSError, ValueError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())
         os._exit(3)
@@ -168,4 +173,6 @@ def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: 
         if os.waitpid(spare.worker, os.WNOHANG) == (0, 0):
             jail.kill(spare.worker)
     jail.close_scratch(spare.scratch)
+    if spare.cgroup:
+        spare.cgroup.remove()
     os._exit(exit_code)

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from . import wire
+from .cgroup import HostFolder
 from .host import ENVIRONMENT
 from .interpreter import PACKAGE_PARENT, Interpreter, own_interpreter
 from .limits import CallLimits
@@ -36,11 +37,19 @@ class SandboxUnavailable(Exception):
 class HostProcess:
     """One jailed host, spawned fresh: a fork would take the trainer's memory, threads and files into the jail."""
 
-    def __init__(self, tier: Tier, limits: CallLimits, interpreter: Interpreter | None = None):
-        """Start on this Python, or on `interpreter`. Raises SandboxUnavailable if this tier is not allowed."""
+    def __init__(
+        self,
+        tier: Tier,
+        limits: CallLimits,
+        interpreter: Interpreter | None = None,
+        cgroup: HostFolder | None = None,
+    ):
+        """Start on this Python, or on `interpreter`, in `cgroup`, which is removed with the host's files. Raises
+        SandboxUnavailable if this tier is not allowed."""
         interpreter = interpreter or own_interpreter()
         self.limits = limits
         self.base: str | None = None
+        self._cgroup = cgroup
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # No -E: PYTHONHASHSEED must count, and the environment is ours. -S: a .pth file (an editable install, say) runs
         # code and shows the repository; -s: no user site; -B: writes nothing.
@@ -53,7 +62,7 @@ class HostProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno()] + ([cgroup.fd] if cgroup else []),
                 start_new_session=True,
             )
             theirs.close()
@@ -63,12 +72,14 @@ class HostProcess:
         self.base = answer.get("base")
         if "has_proc" not in answer:
             self.kill()
+            self.remove_files()
             raise SandboxUnavailable(str(answer.get("refused") or " ".join(last_words) or "the host died at its start"))
         self.has_proc: bool = answer["has_proc"]
         """True where the jail has a /proc; without it, code may not start processes."""
 
     def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
         settings = {"tier": tier, "limits": asdict(limits), "trainer_pid": os.getpid(), **asdict(interpreter)}
+        settings["cgroup_fd"] = self._cgroup.fd if self._cgroup else None
         self._control.settimeout(START_TIMEOUT_S)
         try:
             self._control.send(json.dumps(settings).encode())
@@ -129,6 +140,8 @@ class HostProcess:
         self._process.wait()
 
     def remove_files(self) -> None:
-        """Remove the folder of a killed host. Never raises; can take long where calls have made many folders."""
+        """Remove folder and cgroup of a killed host. Never raises; can take long where calls have made many folders."""
+        if self._cgroup:
+            self._cgroup.remove()
         if self.base:
             remove_tree(self.base)

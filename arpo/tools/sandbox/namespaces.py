@@ -14,6 +14,7 @@ import socket
 
 from . import seccomp
 from . import syscalls as kernel
+from .cgroup import HostCgroup
 from .limits import CallLimits, set_rlimits
 
 JAIL_UID = 61000
@@ -35,8 +36,11 @@ class NamespaceJail:
     """A jail with the methods of folder.FolderJail."""
 
     tier = "namespaces"
+    cgroup: HostCgroup | None = None
 
-    def __init__(self, limits: CallLimits, visible: list[str], control: socket.socket):
+    def __init__(
+        self, limits: CallLimits, visible: list[str], control: socket.socket, cgroup: HostCgroup | None = None
+    ):
         """Return in a child that is PID 1 of the new pid namespace; the caller stays behind as its launcher and never
         returns. Raises OSError, in either of them, if the machine does not allow it."""
         self.limits = limits
@@ -48,6 +52,8 @@ class NamespaceJail:
             kernel.mount("/proc", root + "/proc", None, kernel.MS_BIND | kernel.MS_REC)
             _enter(root)  # before NEWUSER: after it these mounts are locked and pivot_root says EINVAL
             root = ""
+            if cgroup:
+                cgroup.give_to(JAIL_UID)
             os.setgroups([])
             os.setresgid(JAIL_UID, JAIL_UID, JAIL_UID)
             os.setresuid(JAIL_UID, JAIL_UID, JAIL_UID)
@@ -62,6 +68,8 @@ class NamespaceJail:
             _new_user_namespace()
             kernel.unshare(kernel.CLONE_NEWNS | own)
             root = _build_root(visible)
+        if cgroup:
+            cgroup.settle()  # before there are two of us
         _become_pid_1(control)
         self.has_proc = _mount_proc(root + "/proc")
         if root:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from . import syscalls as kernel
 from . import wire
+from .cgroup import CallCgroup
 from .folder import FolderJail
 from .limits import BUSY_NICE, CallLimits, step_back
 from .meter import Meter
@@ -76,14 +77,15 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     scratch = jail.open_scratch()
     streams, (out_write, err_write) = prepare_streams(jail.limits)
     ours, theirs = socket.socketpair()
-    worker = os.fork()
+    cgroup = CallCgroup(jail.cgroup, jail.limits) if jail.cgroup else None
+    worker = _fork_into(cgroup)
     if worker == 0:
         run_worker(jail, scratch, out_write, err_write, theirs.fileno())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
     theirs.close()
     for fd in (out_write, err_write):
         os.close(fd)
-    return Spare(jail, worker, scratch, ours, *streams)
+    return Spare(jail, worker, scratch, ours, *streams, cgroup)
 
 
 def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
@@ -92,6 +94,19 @@ def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
     for fd, _ in pipes:
         os.set_blocking(fd, False)
     return [Stream(fd, limits.kept_output_bytes) for fd, _ in pipes], [fd for _, fd in pipes]
+
+
+def _fork_into(cgroup: CallCgroup | None) -> int:
+    """Fork a child that is in the cgroup before it has any code. Raises OSError, and leaves no cgroup then."""
+    try:
+        pid = os.fork()
+        if pid and cgroup:
+            cgroup.adopt(pid)
+    except OSError:
+        if cgroup:
+            cgroup.remove()
+        raise
+    return pid
 
 
 @dataclass
@@ -106,6 +121,7 @@ class Spare:
     runs the code."""
     stdout: Stream
     stderr: Stream
+    cgroup: CallCgroup | None = None
     has_group: bool = False
     """True once the worker's message about its priority has been read."""
     group_files: list[int] = field(default_factory=list)
@@ -125,7 +141,7 @@ class Spare:
             self.channel.shutdown(socket.SHUT_WR)
             is_sent = True
         pidfd = kernel.pidfd_open(self.worker)
-        meter = Meter(self.jail.limits.memory_bytes, host_bytes)
+        meter = self.cgroup or Meter(self.jail.limits.memory_bytes, host_bytes)
         verdict = self._watch(conn, pidfd, started + self.jail.limits.wall_s, meter)
         self.jail.kill(self.worker)
         header = self._bury(pidfd, verdict)
@@ -141,7 +157,7 @@ class Spare:
         conn.settimeout(IO_TIMEOUT_S)
         wire.send_reply(conn, header, self.stdout.text(), error_text)
 
-    def _watch(self, conn: socket.socket, pidfd: int, deadline: float, meter: Meter) -> str | None:
+    def _watch(self, conn: socket.socket, pidfd: int, deadline: float, meter: Meter | CallCgroup) -> str | None:
         """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
         poll_s = QUOTA_POLL_S if self.jail.tier != "namespaces" else POLL_S
         poller = select.poll()
@@ -171,7 +187,7 @@ class Spare:
             if pidfd in ready:
                 return None
 
-    def _exceeded(self, meter: Meter) -> str | None:
+    def _exceeded(self, meter: Meter | CallCgroup) -> str | None:
         pids = self.jail.processes(self.worker)
         memory_bytes, cpu_s, num_tasks = meter.measure(pids)
         if cpu_s > BUSY_CPU_S:
@@ -215,6 +231,8 @@ class Spare:
     def _how_it_ended(self, exit_code: int, cpu_s: float) -> str:
         if exit_code >= 0:
             return "error" if exit_code else "ok"
+        if exit_code == -signal.SIGKILL and self.cgroup and self.cgroup.ran_out_of_memory():
+            return "memory_limit"
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= self.jail.limits.cpu_s):
             return "cpu_limit"
         if exit_code == -signal.SIGXFSZ:

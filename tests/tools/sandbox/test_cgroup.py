@@ -1,0 +1,275 @@
+"""A cgroup for each call: found, or refused with a reason, anywhere; its limits where this machine has one."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.python_tools import HANG_S, wait_until
+
+from arpo.errors import UserError
+from arpo.tools.options import PythonConfig
+from arpo.tools.python import PythonTool
+from arpo.tools.sandbox import cgroup
+from arpo.tools.sandbox.client import Sandbox
+from arpo.tools.sandbox.host_process import SandboxUnavailable
+from arpo.tools.sandbox.limits import CallLimits
+
+REPO = Path(__file__).resolve().parents[3]
+ROOMY = CallLimits(wall_s=120.0, cpu_s=100.0, memory_bytes=256 << 20)
+"""Time for a slow machine: these calls are to end by another limit."""
+MEMORY_OF_MANY_PROCESSES = """
+import os, time
+for _ in range(16):
+    if os.fork() == 0:
+        block = b"x" * (48 << 20)
+        time.sleep(100)
+time.sleep(100)
+"""
+SOCKET_BUFFERS = """
+import os, socket, time
+def fill():
+    pairs = [socket.socketpair() for _ in range(50)]
+    for end in (end for pair in pairs for end in pair):
+        end.setblocking(False)
+        try:
+            while True:
+                end.send(b"x" * 65536)
+        except BlockingIOError:
+            pass
+    time.sleep(100)
+for _ in range(30):
+    if os.fork() == 0:
+        fill()
+time.sleep(100)
+"""
+SHORT_BURSTS = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(1000):
+    if os.fork() == 0:
+        while time.process_time() < 0.03:
+            pass
+        os._exit(0)
+    try:
+        os.wait()
+    except ChildProcessError:
+        pass
+print("30 seconds")
+"""
+MANY_PROCESSES = """
+import os, time
+num_processes = 1
+while True:
+    try:
+        if os.fork() == 0:
+            time.sleep(100)
+    except OSError:
+        break
+    num_processes += 1
+print(num_processes)
+"""
+MEMORY_AND_FILES = """
+import os
+block = b"x" * (100 << 20)
+for i in range(3):
+    with open(f"file{i}", "wb") as file:
+        file.write(bytes(20 << 20))
+for _ in range(4):
+    if os.fork() == 0:
+        os._exit(len(block) % 2)
+    os.wait()
+print("fine")
+"""
+START_AND_WAIT = """
+import sys, time
+from arpo.tools.sandbox.client import Sandbox
+from arpo.tools.sandbox.limits import CallLimits
+sandbox = Sandbox(CallLimits(), cgroup=sys.argv[1])
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def parent() -> str:
+    """A cgroup for hosts. Skips where this machine has none."""
+    try:
+        return cgroup.find_parent("auto")
+    except ValueError as error:
+        pytest.skip(f"no cgroup to be had here: {error}")
+
+
+@pytest.fixture(params=["namespaces", "landlock"])
+def sandbox(request, parent):
+    try:
+        sandbox = Sandbox(ROOMY, tier=request.param, cgroup=parent)
+    except SandboxUnavailable as error:
+        pytest.skip(f"this machine cannot carry it: {error}")
+    yield sandbox
+    sandbox.close()
+
+
+def hosts_below(parent: str) -> set[str]:
+    return {name for name in os.listdir(parent) if name.startswith(cgroup.PREFIX)}
+
+
+# ---- anywhere
+
+
+def test_the_own_cgroup_is_the_line_of_version_2():
+    assert cgroup.own_path("9:memory:/x\n0::/user.slice/run:7.scope\n") == "/user.slice/run:7.scope"
+
+
+@pytest.mark.parametrize("text", ["4:memory:/x\n", "0::/../other\n", "0::/gone (deleted)\n"])
+def test_a_cgroup_that_is_not_there_or_out_of_sight_is_refused(text):
+    with pytest.raises(ValueError, match="cgroup"):
+        cgroup.own_path(text)
+
+
+@pytest.mark.parametrize(
+    ("own", "mount", "found"),
+    [
+        ("/a/b", "/ /sys/fs/cgroup", ("/sys/fs/cgroup", "/sys/fs/cgroup/a/b")),
+        ("/", "/ /sys/fs/cgroup/unified", ("/sys/fs/cgroup/unified", "/sys/fs/cgroup/unified")),
+        ("/a/b/c", "/a/b /cg", ("/cg", "/cg/c")),
+        ("/a/b", "/a/b /cg", ("/cg", "/cg")),
+        ("/a b", r"/ /my\040cg", ("/my cg", "/my cg/a b")),
+    ],
+)
+def test_its_folder_is_below_the_mount_that_shows_it(own, mount, found):
+    other = "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw\n"
+    assert cgroup.locate(own, f"{other}41 31 0:38 {mount} rw,relatime shared:4 - cgroup2 cgroup2 rw\n") == found
+
+
+def test_a_mount_that_shows_another_part_of_the_tree_is_none():
+    with pytest.raises(ValueError, match="mounted"):
+        cgroup.locate("/ab", "41 31 0:38 /a /cg rw - cgroup2 cgroup2 rw\n")
+
+
+def test_a_field_is_found_by_its_whole_name():
+    text = "oom 0\noom_kill 3\nusage_usec 12\n"
+    assert [cgroup.field(text, name) for name in ("oom", "oom_kill", "usage", "usage_usec")] == [0, 3, 0, 12]
+
+
+def test_a_named_folder_that_is_no_cgroup_ends_the_run_with_one_line(tmp_path):
+    with pytest.raises(UserError, match=f"tools.python.cgroup: {tmp_path} is no cgroup") as caught:
+        PythonTool(PythonConfig(cgroup=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_start_says_whether_calls_have_cgroups_and_if_not_why(caplog):
+    for setting in ("auto", "none"):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="arpo"):
+            sandbox = Sandbox(ROOMY, cgroup=setting, allow_unsafe=True)
+        try:
+            said = "; no cgroup: " in caplog.text
+            assert said == bool(sandbox.no_cgroup) and sandbox.no_cgroup in caplog.text
+            assert said or ("by cgroup" in caplog.text or not sandbox._host.has_proc)
+            assert sandbox.run("6 * 7").stdout == "42\n"
+        finally:
+            sandbox.close()
+    assert sandbox.no_cgroup == "switched off"
+
+
+# ---- where there is one
+
+
+@pytest.mark.slow
+def test_each_call_is_in_a_cgroup_of_its_own_that_it_cannot_reach(sandbox, parent):
+    [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
+    assert Path(parent, host, "host", "cgroup.procs").read_text()
+    for call in Path(parent, host).glob("call-*"):
+        assert (call / "memory.oom.group").read_text() == "1\n" and (call / "pids.max").read_text() == "32\n"
+    assert sandbox.run("import os\nopen('/sys/fs/cgroup/cgroup.procs')").status == "error"
+    probe = "import os\nfor fd in range(3, 256):\n  try:\n    os.fstat(fd); print(fd)\n  except OSError: pass"
+    assert sandbox.run(probe).stdout == ""
+
+
+@pytest.mark.slow
+def test_memory_of_all_processes_together_is_limited(sandbox):
+    if sandbox.tier == "landlock":
+        pytest.skip("one process per call")
+    assert sandbox.run(MEMORY_OF_MANY_PROCESSES).status == "memory_limit"
+
+
+@pytest.mark.slow
+def test_buffers_of_sockets_count_as_memory(sandbox):
+    if sandbox.tier == "landlock":
+        pytest.skip("one process per call, whose descriptors are few")
+    assert sandbox.run(SOCKET_BUFFERS).status == "memory_limit"
+
+
+@pytest.mark.slow
+def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbox, monkeypatch, parent):
+    if sandbox.tier == "landlock":
+        pytest.skip("one process per call")
+    [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
+    for call in Path(parent, host).glob("call-*"):  # of the spares: the polled limit stays where it was
+        (call / "memory.max").write_text(str(64 << 20))
+    assert sandbox.run(MEMORY_OF_MANY_PROCESSES).status == "memory_limit"
+
+
+@pytest.mark.slow
+def test_cpu_time_counts_in_bursts_shorter_than_a_poll_that_nobody_waits_for(parent):
+    sandbox = Sandbox(dataclasses.replace(ROOMY, cpu_s=6.0), cgroup=parent)
+    try:
+        if sandbox.tier != "namespaces":
+            pytest.skip("one process per call")
+        assert sandbox.run(SHORT_BURSTS).status == "cpu_limit"
+    finally:
+        sandbox.close()
+
+
+@pytest.mark.slow
+def test_processes_are_limited(sandbox):
+    if sandbox.tier == "landlock":
+        pytest.skip("one process per call")
+    reply = sandbox.run(MANY_PROCESSES)
+    assert reply.status == "ok" and int(reply.stdout) <= ROOMY.max_processes
+
+
+@pytest.mark.slow
+def test_shared_memory_counts_once_and_files_have_room_beside_it(sandbox):
+    code = MEMORY_AND_FILES if sandbox.tier == "namespaces" else MEMORY_AND_FILES.replace("range(4)", "range(0)")
+    reply = sandbox.run(code)
+    assert (reply.status, reply.stdout) == ("ok", "fine\n"), reply
+
+
+@pytest.mark.slow
+def test_calls_and_hosts_leave_no_cgroup(parent):
+    sandbox = Sandbox(ROOMY, cgroup=parent)
+    [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
+    for _ in range(20):
+        assert sandbox.run("6 * 7").stdout == "42\n"
+    assert wait_until(lambda: len(list(Path(parent, host).glob("call-*"))) == 4)  # spares
+    os.kill(sandbox.host_pid, signal.SIGKILL)
+    assert sandbox.run("6 * 7").stdout == "42\n" and sandbox.num_restarts == 1
+    assert wait_until(lambda: host not in hosts_below(parent))
+    sandbox.close()
+    assert not [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
+
+
+@pytest.mark.slow
+def test_a_start_removes_the_cgroups_of_the_dead_and_of_nobody_else(parent):
+    living = Sandbox(ROOMY, cgroup=parent)
+    before = hosts_below(parent)
+    command = [sys.executable, "-c", START_AND_WAIT, parent]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout.readline() == "started\n"
+        [its] = [name for name in hosts_below(parent) if f"-{trainer.pid}-" in name]
+        trainer.kill()
+        trainer.wait(HANG_S)
+    try:
+        events = Path(parent, its, "cgroup.events")
+        assert wait_until(lambda: not events.exists() or "populated 0" in events.read_text())
+        Sandbox(ROOMY, cgroup=parent).close()
+        assert its not in hosts_below(parent) and before <= hosts_below(parent)
+        assert living.run("6 * 7").stdout == "42\n"
+    finally:
+        living.close()
