@@ -104,10 +104,10 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup redis-server  # the fast tier, minutes: before every commit
 	$(PYTEST) -m "not slow"
 
-test-slow: setup redis-server  # what the fast tier leaves out
+test-slow: setup redis-server .venv/ready-llm  # what the fast tier leaves out
 	$(PYTEST) -m slow
 
-check: setup redis-server  # both
+check: setup redis-server .venv/ready-llm  # both
 	$(PYTEST)
 
 .PHONY: test-downloads

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -113,21 +114,28 @@ class Done:
     """What the ranks wrote to stdout and stderr, tracebacks included."""
 
 
-def run_script(script: str, *argv: str, ranks: int = 2) -> str:
-    """The output of `script`, which must end well."""
-    done = try_script(script, *argv, ranks=ranks)
+def run_script(script: str, *argv: str, ranks: int = 2, env: dict[str, str] | None = None) -> str:
+    """The output of `script`, which must end well. env: variables beside those that the server began with."""
+    done = try_script(script, *argv, ranks=ranks, env=env)
     assert done.code == 0, f"{script} ended with code {done.code}\n{done.output[-6000:]}"
     return done.output
 
 
-def try_script(script: str, *argv: str, ranks: int = 2, patience_after_failure_s: float = 30.0) -> Done:
+def try_script(
+    script: str, *argv: str, ranks: int = 2, env: dict[str, str] | None = None, patience_after_failure_s: float = 30.0
+) -> Done:
     """Run `python script argv` as `__main__` on each of `ranks` ranks, and wait for all of them.
 
     When one of them fails, the others may end by themselves, as under torchrun, until they are killed.
     """
-    with script_on_ranks(script, *argv, ranks=ranks) as (processes, output):
+    prepare = partial(set_variables, env) if env else None
+    with script_on_ranks(script, *argv, ranks=ranks, prepare=prepare) as (processes, output):
         code = wait_for_all(processes, patience_after_failure_s)
         return Done(code, output.read_text(errors="replace"))
+
+
+def set_variables(env: dict[str, str], rank: int) -> None:
+    os.environ.update(env)
 
 
 @contextlib.contextmanager

@@ -85,15 +85,15 @@ def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_
 
 
 @pytest.mark.slow
-def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("MCP_TEST_SECRET", "swordfish-of-the-deep")
+def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path):
     world, log = build_toy_world(tmp_path), tmp_path / "log"
     server = {
         "command": sys.executable,
         "args": [str(SERVER), "--log", str(log)],
         "env": {"API_KEY": "$MCP_TEST_SECRET"},
     }
-    run_script("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1", "--tools.mcp", json.dumps(server))
+    flags = ("--run.num_steps", "1", "--tools.mcp", json.dumps(server))
+    run_script("train_rl.py", str(world / "config.yaml"), *flags, env={"MCP_TEST_SECRET": "swordfish-of-the-deep"})
     run = world / "runs" / "rl"
     assert load_config(RLConfig, [str(run / "config.yaml")]).tools.servers[0].env == (("API_KEY", "$MCP_TEST_SECRET"),)
     files = [path for path in run.rglob("*") if path.is_file()]
