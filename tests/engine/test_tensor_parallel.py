@@ -119,6 +119,7 @@ def tokens_of(groups: list[Group]) -> list[tuple]:
     return [(g.prompt.prompt_id, t.trajectory_id, t.token_ids, t.loss_mask) for g in groups for t in g.trajectories]
 
 
+@pytest.mark.slow
 def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
     for step in ("first", "second", "by_reward"):
         ours, theirs = ([t for g in rank[step] for t in g.trajectories] for rank in team_of_two)
@@ -126,12 +127,14 @@ def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
         assert [vars(t) for t in ours] == [vars(t) for t in theirs]
 
 
+@pytest.mark.slow
 def test_the_trainer_agrees_with_a_split_engine_before_and_after_an_optimizer_step(team_of_two):
     for rank in team_of_two:
         before, outdated, after = rank["mismatches"]
         assert before < 1e-4 and after < 1e-4 and outdated > 1e-2, rank["mismatches"]
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
     calls = [
         call.executed
@@ -144,6 +147,7 @@ def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
     assert [rank["ran"] for rank in team_of_two] == [sum(calls), 0]
 
 
+@pytest.mark.slow
 def test_a_team_counts_once_in_the_exchange(team_of_two):
     for rank in team_of_two:
         assert tokens_of(rank["once"]) == tokens_of(rank["first"])
