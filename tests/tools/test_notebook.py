@@ -117,7 +117,8 @@ def test_a_child_that_returns_from_the_code_does_not_speak_for_the_cell(forking)
 
 def test_code_that_writes_to_the_supervisors_channel_harms_nobody_else(tool):
     forged = texts(tool, "import os\nx = 1\nos.write(3, b'\\0')\nimport time\ntime.sleep(0.3)\nprint('late')", "x")
-    assert forged[1] in ("late\n1", "1")
+    # It has only fooled itself: what the second cell shows is the end of the first, its own, or both.
+    assert forged[1] in ("late", "late\n1", "1")
     assert texts(tool, "import os\nos.close(3)", "1 + 1")[1] == "2"
     assert texts(tool, "1 + 1") == ["2"]
 
