@@ -95,7 +95,7 @@ def downloaded(part: str) -> Path:
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be reached. Asked once, because each download by itself would try for half a minute."""
+    """Return whether the Hub can be reached, asked once: each download by itself would try for half a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError
 
@@ -184,7 +184,7 @@ def trajectory(row: dict[str, str], steps: list[Step], rest: str, results: dict[
 
 
 def agrees(printed: float, noted: float) -> bool:
-    """Whether a solution's value is the printed one, up to two decimals (10/3 is noted as 3.33, and some round up)."""
+    """Return whether a solution's value is the printed one up to two decimals (10/3 is noted as 3.33; some round up)."""
     return abs(printed - noted) <= 0.01
 
 
