@@ -184,7 +184,7 @@ def trajectory(row: dict[str, str], steps: list[Step], rest: str, results: dict[
 
 
 def agrees(printed: float, noted: float) -> bool:
-    """Return whether a solution's value is the printed one up to two decimals (10/3 is noted as 3.33; some round up)."""
+    """Return whether a solution's value is the printed one to two decimals (10/3 is noted as 3.33; some round up)."""
     return abs(printed - noted) <= 0.01
 
 
