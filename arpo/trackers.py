@@ -158,8 +158,13 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 def check_installed(names: Iterable[str]) -> None:
     """Raise UserError for a tracker whose package is not there. Imports none of them."""
     for name in names:
-        if name in ("wandb", "trackio") and find_spec(name) is None:
+        if name in ("wandb", "trackio") and not _is_installed(name):
             raise UserError(f"run.trackers has {name}, which is not installed; pip install '.[{name}]', or drop it")
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
 
 
 # ---- all of a run's trackers

@@ -202,9 +202,8 @@ def _results(run: Path, step: int) -> list[str]:
     """Return a table of the last value of each of METRICS up to the step; training's are of that step's batch."""
     last: dict[str, tuple[float, int]] = {}
     file = run / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        row = json.loads(line)
-        if row["step"] <= step:
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+        if line.endswith("\n") and (row := json.loads(line))["step"] <= step:  # a killed run may leave half a line
             last |= {name: (row[name], int(row["step"])) for name in METRICS if name in row}
     rows = [f"| `{name}` | {last[name][0]:.4g} | {last[name][1]} |" for name in METRICS if name in last]
     return ["| metric | value | step |", "|---|---|---|", *rows] if rows else ["The run has logged none."]

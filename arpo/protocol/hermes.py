@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from arpo.protocol.schema import ToolSchema, argument_of, check_arguments
+from arpo.protocol.schema import ToolSchema, argument_of, check_arguments, read_json
 from arpo.protocol.tags import Call
 
 RESERVED = ("think", "tool_call", "tool_response")
@@ -56,11 +56,11 @@ def parse_body(body: str, is_closed: bool, offered: Mapping[str, ToolSchema]) ->
         return Call(body.strip(), kind, error, tag)
 
     try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        call = read_json(body)
+    except ValueError as error:
         if not is_closed:
             return wrong("unclosed_call", UNCLOSED_CALL)
-        return wrong("bad_json", BAD_JSON.format(reason=getattr(error, "msg", "it is too deep"), call=A_CALL))
+        return wrong("bad_json", BAD_JSON.format(reason=error, call=A_CALL))
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
         return wrong("bad_json", NO_CALL)
     name, arguments = call["name"], call["arguments"]

@@ -22,6 +22,8 @@ from arpo.errors import UserError
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
+MAX_NESTING = 100
+"""Levels of a call's JSON. What checks and writes it calls itself once per level, and Python forbids a thousand."""
 MAX_SHOWN_CHARS = 60
 """Characters shown of a wrong value."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -135,11 +137,31 @@ def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
         arguments = {schema.text_argument: argument}
     else:
         try:
-            arguments = json.loads(argument)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", "it cannot be read")
-            return f"Error: the call of {schema.name} is no JSON ({reason}); it takes {_a_call(schema)}."
+            arguments = read_json(argument)
+        except ValueError as error:
+            return f"Error: the call of {schema.name} is no JSON ({error}); it takes {_a_call(schema)}."
     return check_arguments(schema, arguments) or arguments
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text that a model wrote. Raises ValueError, whose text is the reason in a few words.
+
+    Deep nesting is refused, since Python's reader takes more of it than what is done with the value later.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(error.msg) from None
+    except RecursionError:
+        raise ValueError("it is too deep") from None
+    except ValueError:  # Python converts no more than 4300 digits
+        raise ValueError("a number is too long") from None
+    level = [value]
+    for _ in range(MAX_NESTING):
+        objects = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not (level := [inner for members in objects for inner in members]):
+            return value
+    raise ValueError("it is too deep")
 
 
 def schema_of(function: Callable[..., Any]) -> ToolSchema:

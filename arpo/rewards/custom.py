@@ -176,7 +176,7 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    if inspect.iscoroutinefunction(custom.function):
+    if _is_async(custom.function):
         return custom.runner.run(call_all())
     results = []
     for where, arguments in calls:
@@ -185,6 +185,10 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
         except Exception as error:
             raise failed(where, error) from error
     return results
+
+
+def _is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _truth(prompt: Prompt) -> str | list[str]:

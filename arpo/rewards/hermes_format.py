@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from arpo.protocol.hermes import BLOCKS, call_bodies
+from arpo.protocol.schema import read_json
 from arpo.rewards.format import Segments, has_box, last_box
 
+# One lazy span over all results of a turn: a pattern that repeated per result could part them in ever more ways.
 _RESULTS = re.compile(
-    r"(?<=</tool_call>)\s*(?:(?:user|tool)?\s*<tool_response>\n.*?\n</tool_response>\s*)+assistant\n", re.DOTALL
+    r"(?<=</tool_call>)\s*(?:user|tool)?\s*<tool_response>\n.*?\n</tool_response>\s*assistant\n", re.DOTALL
 )
 _RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 
@@ -85,8 +87,8 @@ def _turn_error(text: str, has_result: bool) -> str:
 
 def _is_call(body: str) -> bool:
     try:
-        call = json.loads(body)
-    except (ValueError, RecursionError):
+        call = read_json(body)
+    except ValueError:
         return False
     return isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
 

@@ -159,6 +159,17 @@ def test_without_a_verdict_the_trajectory_is_not_trained_on_where_that_is_asked_
     assert teaching(group) == [there] and is_dead(group)
 
 
+def test_what_an_error_of_ours_ended_is_not_judged_and_has_no_reward():
+    group = make_group()
+    group.trajectories[0].stop_reason = StopReason.ERROR
+    verdicts = {id(group.trajectories[1]): Judgement(1.0)}
+    scored(group, terms_of("answer=1", "judge=0.5", judgements=verdicts))
+    gone, there = group.trajectories
+    assert gone.reward is None and there.reward == 0.5 and teaching(group) == [there]
+    with pytest.raises(AssertionError):  # of all others there is a judgement
+        scored(make_group(), terms_of("judge=1"))
+
+
 def test_each_built_in_term_has_one_line():
     assert list(TERMS) == ["answer", "format", "accuracy", "tool_bonus", "overlong", "judge"]
 
@@ -186,6 +197,12 @@ async def old_form(data_source, solution_str, ground_truth, extra_info):
 
 async def old_batch(samples):
     return [len(samples)] * len(samples)
+
+class Judge:
+    async def __call__(self, trajectory, prompt):
+        return await single(trajectory, prompt)
+
+an_object = Judge()
 """
 
 
@@ -197,6 +214,7 @@ async def old_batch(samples):
         ("batched_async", [0.0, 1.0], {"tokens": 5.0}),
         ("old_form", [1.0, 0.0], {}),
         ("old_batch", [2.0, 2.0], {}),
+        ("an_object", [5.0, 6.0], {}),
     ],
 )
 def test_a_function_may_be_async_and_batched_and_see_everything(tmp_path, function, rewards, parts):
