@@ -56,7 +56,7 @@ class Scoring:
 
     @property
     def on_group(self) -> Callable[[Group, list[float]], None] | None:
-        """What the rollout calls with each group that is whole; None where nothing is to be done."""
+        """The function that the rollout calls with each group that is whole; None where nothing is to be done."""
         return self.judge.begin if self.judge else None
 
     def __call__(self, groups: list[Group]) -> None:

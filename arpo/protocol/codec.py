@@ -88,7 +88,7 @@ class Codec:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
+        """Return all that tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
         return {}
 
     def _count_min_result_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What a tool takes: its name, its description and a JSON schema of its arguments. Made, checked and written as text.
+"""Schemas of tools, made from functions; arguments, checked against a schema; and the texts of calls.
 
 The text of a call is what the tags hold and what records show. Where a tool takes one text and nothing else, it is that
 text; else it is a JSON object:
@@ -41,12 +41,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class ToolSchema:
-    """What a model must know to call a tool."""
+    """A tool as a model must know it to call it."""
 
     name: str
     """The tool's name, which is its tag too."""
     description: str
-    """What it does, in a sentence or a paragraph for the model."""
+    """Its purpose, in a sentence or a paragraph for the model."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: {"type": "object", "properties": {name: schema}, "required": [name, ...]}."""
 

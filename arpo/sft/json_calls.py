@@ -27,14 +27,21 @@ class Conversation(NamedTuple):
 
 def parse_conversation(row: dict) -> Conversation:
     """Parse one conversation of any style. Raises BadRow."""
-    messages = parse_turns(row, _turn)
-    names: list[str] = []
-    for role, group in groupby(messages, key=lambda message: message["role"]):
-        for number, message in enumerate(group):
-            if role == "tool":
+    messages: list[dict[str, Any]] = []
+    names, ids = [], []  # of the newest calls
+    for role, group in groupby(parse_turns(row, _turn), key=lambda message: message["role"]):
+        turns = list(group)
+        found = [message.pop("ids", []) for message in turns]
+        if role == "assistant":
+            names, ids = _names_of(turns[-1]), found[-1]
+        elif role == "tool":
+            given = [one for [one] in found]
+            # Results that name their calls may stand in any order; those of a rollout are in the order of the calls.
+            if len(given) == len(ids) and sorted(given) == sorted({*ids}):
+                turns = [turns[given.index(one)] for one in ids]
+            for number, message in enumerate(turns):
                 message.setdefault("name", names[number] if number < len(names) else "unknown")
-            elif role == "assistant":
-                names = _names_of(message)
+        messages += turns
     return Conversation(messages, _functions(row.get("tools")))
 
 
@@ -50,11 +57,13 @@ def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
             raise BadRow("the text of a function_call is not valid JSON") from None
         calls, message["content"] = found if isinstance(found, list) else [found], ""
     if calls:
-        return [{**message, "tool_calls": [whole_call(call) for call in calls]}]
+        whole = [whole_call(call) for call in calls]
+        return [{**message, "tool_calls": whole, "ids": [str(call.get("id")) for call in calls]}]
     if message["role"] != "tool":
         return [message]
     named = {"name": turn["name"]} if isinstance(turn.get("name"), str) else {}
-    return [{**message, **named, "content": text} for text in _results(message["content"])]
+    ids = [str(turn.get("tool_call_id"))]
+    return [{**message, **named, "ids": ids, "content": text} for text in _results(message["content"])]
 
 
 def _results(text: str) -> list[str]:

@@ -47,6 +47,16 @@ def test_openais_messages_keep_their_calls(as_text):
     assert parse_conversation(row).messages[1]["content"] == ""
 
 
+def test_results_that_name_their_calls_come_in_the_order_of_the_calls():
+    calls = [openai_call(call, i, as_text=True) for i, call in enumerate((CODE, QUERY))]
+    results = [{"role": "tool", "tool_call_id": i, "content": text} for i, text in (("1", "found"), ("0", "2"))]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    turns = [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]
+    assert parse_conversation({"messages": turns}).messages == MESSAGES
+    results[0]["tool_call_id"] = "0"  # twice the same: as the file has them
+    assert [m["content"] for m in parse_conversation({"messages": turns}).messages[2:4]] == ["found", "2"]
+
+
 def test_calls_in_the_text_stay_and_wrapped_results_come_apart():
     wrapped = "<tool_response>\n2\n</tool_response>\n<tool_response>\nfound\n</tool_response>\n"
     said = "I look.\n" + text_of(CODE, QUERY)
