@@ -50,7 +50,7 @@ class Scoring:
         """Try the user's functions on an invented response to a real prompt. Raises UserError; also for a function of
         whole batches where the selector needs rewards while the groups still grow."""
         for custom in [self.custom] if self.custom else self.terms.custom.values() if self.terms else ():
-            custom.try_on(prompt)
+            custom.try_on(prompt, self.codec)
             if selector in NEED_REWARDS:
                 custom.require_single(f"branching.selector={selector}")
 

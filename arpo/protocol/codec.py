@@ -179,6 +179,13 @@ class Codec:
         with tags it is the system prompt that speaks of them."""
         return self._encode_rendered(self._template(messages, generation=True))
 
+    def answer_text(self, answer: str) -> str:
+        """Return a short well-formed response without calls, as the model would write it."""
+        return self._with_thought(rf"<answer> \boxed{{{answer}}} </answer>")
+
+    def _with_thought(self, text: str) -> str:
+        return f"{THINK if not self._opened else ''} It is known. </think>{text}"
+
     # -- a turn's calls and their results
 
     def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:

@@ -85,6 +85,10 @@ class HermesCodec(Codec):
             "data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
         )
 
+    def answer_text(self, answer: str) -> str:
+        text = rf"The answer is \boxed{{{answer}}}."
+        return self._with_thought(text) if self._opened else text
+
     # -- a turn's calls and their results
 
     def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:

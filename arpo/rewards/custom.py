@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo.errors import UserError
+from arpo.protocol import Codec
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -45,15 +46,16 @@ class CustomReward:
     """Has the event loop of an async function: one for the run, since what such a function keeps (a session, say)
     belongs to a loop."""
 
-    def try_on(self, prompt: Prompt) -> None:
+    def try_on(self, prompt: Prompt, codec: Codec) -> None:
         """Score an invented response to a real prompt, so that what is wrong is known before any is sampled.
 
         Raises UserError, as the scoring of a rollout does.
         """
-        text = f"<answer>{prompt.answers[0]}</answer>"
+        ids = [*codec.encode(codec.answer_text(prompt.answers[0])), codec.tokenizer.eos_token_id]
+        segments = codec.segments(ids, mask := [1] * len(ids))
         invented = Trajectory(
-            prompt.prompt_id, "invented, before the run", token_ids=[0], loss_mask=[1], rollout_logprobs=[0.0],
-            turns=[Turn(0, 1, 1)], stop_reason=StopReason.EOS, text=text, segments=[(text, True)],
+            prompt.prompt_id, "invented, before the run", ids, mask, rollout_logprobs=[0.0] * len(ids),
+            turns=[Turn(0, len(ids), len(ids))], stop_reason=StopReason.EOS, text=segments[0][0], segments=segments,
         )  # fmt: skip
         custom_scores(self, [(invented, prompt)])
 

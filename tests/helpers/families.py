@@ -35,8 +35,8 @@ def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(ends | {"chat_template": template} | changes))
 
 
-def codec_of(family: str, *, enable_thinking: bool = True) -> Codec:
-    return Codec(family_tokenizer(family), enable_thinking=enable_thinking)
+def codec_of(family: str, *, enable_thinking: bool = True, **changes: str) -> Codec:
+    return Codec(family_tokenizer(family, **changes), enable_thinking=enable_thinking)
 
 
 HERMES_FAMILIES = ("qwen2_5", "qwen3", "hermes")

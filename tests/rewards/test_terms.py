@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from helpers.edits import edited_copy, edits_of, run_in
+from helpers.families import codec_of
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig, TrainingRewardConfig
@@ -300,9 +301,9 @@ def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, w
 def test_a_function_of_whole_trajectories_is_tried_on_an_invented_one(tmp_path, source, words):
     (tmp_path / "r.py").write_text(source)
     with pytest.raises(UserError, match=words):
-        load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]))
+        load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
     (tmp_path / "r.py").write_text("def f(trajectory, prompt): return trajectory.turns[-1].end + len(trajectory.text)")
-    load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]))
+    load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
 
 
 def test_an_async_function_works_in_any_thread(tmp_path):
