@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers.calling_model import DIALOGUES, ERROR, build_calling_model, codec_for, conversation
 from helpers.fakes import EchoTool
 from helpers.python_tools import start
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
+from transformers import AutoTokenizer
 
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
@@ -82,22 +82,9 @@ def test_masked_tokens_are_what_the_template_writes_around_the_results(parts):
 
 def test_logprobs_are_those_of_the_whole_response(parts):
     _, folder, groups, _ = parts
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for group in groups:
-        for t in group.trajectories:
-            ids = torch.tensor([[*group.prompt.token_ids, *t.token_ids]])  # (1, P + T)
-            with torch.no_grad():
-                logprobs = model(ids).logits.log_softmax(-1)[0, len(group.prompt.token_ids) - 1 : -1]  # (T, V)
-            ours, mask = torch.tensor(t.rollout_logprobs), torch.tensor(t.loss_mask, dtype=torch.bool)
-            theirs = logprobs.gather(-1, torch.tensor(t.token_ids)[:, None])[:, 0]
-            torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-3, rtol=0)
+    for t, logprobs in teacher_forced(folder, groups):
+        assert_rollout_logprobs(t, logprobs, atol=1e-3)
 
 
 def test_branches_share_everything_up_to_the_template_behind_the_results(parts):
-    assert any(t.parent_id for t in trajectories(parts))
-    for group in parts[2]:
-        by_id = {t.trajectory_id: t for t in group.trajectories}
-        for child in (t for t in group.trajectories if t.parent_id is not None):
-            parent = by_id[child.parent_id]
-            assert child.fork_at in {turn.result_end for turn in parent.turns}
-            assert child.token_ids[: child.fork_at] == parent.token_ids[: child.fork_at]
+    assert_children_fork_behind_results(parts[2])
