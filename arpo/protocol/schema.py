@@ -210,9 +210,7 @@ def _mismatch(value: Any, schema: Any, root: Mapping, place: str, depth: int) ->
     for ways in filter(None, (schema.get("anyOf"), schema.get("oneOf"))):
         found = [_mismatch(value, way, root, place, depth + 1) for way in ways]
         if all(found):
-            inside = next(
-                (one for one in found if one[0] != place), None
-            )  # the type is right, and what it holds is not
+            inside = next((one for one in found if one[0] != place), None)  # the type is right, what it holds is not
             return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type") or []
     if kinds and not any(_is_a(value, kind) for kind in kinds):

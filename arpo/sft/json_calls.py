@@ -1,4 +1,6 @@
-"""SFT conversations for protocol.format=hermes: calls stay what they are in the file, fields or <tool_call> text.
+"""SFT conversations with calls in JSON, which stay what they are in the file: fields, or text.
+
+With protocol.format=llama, whose text has no blocks, calls in <tool_call> blocks become fields.
 
 A row may bring its own functions in `tools` (OpenAI's form or bare, as a list or as its JSON); else those of data.tools
 are listed, unless the system message lists some itself.
@@ -11,7 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from arpo.data import BadRow, parse_message
-from arpo.protocol.hermes import call_bodies
+from arpo.protocol.hermes import BLOCKS, call_bodies
 from arpo.sft.conversations import parse_turns, whole_call
 
 RESPONSE, END = "<tool_response>", "</tool_response>"
@@ -43,6 +45,24 @@ def parse_conversation(row: dict) -> Conversation:
                 message.setdefault("name", names[number] if number < len(names) else "unknown")
         messages += turns
     return Conversation(messages, _functions(row.get("tools")))
+
+
+def parse_for_llama(row: dict) -> Conversation:
+    """Parse one conversation of any style, with the calls of <tool_call> blocks in fields. Raises BadRow."""
+    conversation = parse_conversation(row)
+    return conversation._replace(messages=[_with_fields(message) for message in conversation.messages])
+
+
+def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
+    bodies = call_bodies(message["content"]) if message["role"] == "assistant" else []
+    if not bodies:
+        return message
+    try:
+        found = [json.loads(body) for body, _ in bodies]
+    except ValueError:
+        raise BadRow("the text of a <tool_call> is not valid JSON") from None
+    said = BLOCKS.sub(lambda block: "" if block[1] is not None else block[0], message["content"])
+    return {**message, "content": said.strip(), "tool_calls": [whole_call(call) for call in found]}
 
 
 def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
