@@ -24,14 +24,19 @@ LLAMA_WORDS = (
 FAMILIES = ("qwen2_5", "qwen3", "llama3_1", "smollm2")
 
 
+def words_of(family: str) -> pre_tokenizers.PreTokenizer:
+    """Parts a text into what may become one token."""
+    if family != "llama3_1":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pattern = pre_tokenizers.Split(Regex(LLAMA_WORDS), behavior="isolated")
+    return pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
 def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
     """A small byte-level BPE with the family's special tokens, EOS, BOS and chat template."""
     special = LLAMA if family == "llama3_1" else CHATML
     tokenizer = Tokenizer(models.BPE())
-    pattern = pre_tokenizers.Split(Regex(LLAMA_WORDS), behavior="isolated")
-    words = pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = words if family == "llama3_1" else plain
+    tokenizer.pre_tokenizer = words_of(family)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
