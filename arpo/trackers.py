@@ -171,7 +171,7 @@ def _is_installed(package: str) -> bool:
 
 
 class Trackers:
-    """The trackers of a run. One that raises is closed out with a warning, and the run goes on."""
+    """The trackers of a run. One that raises is told of in a warning, and gets no more; the run goes on."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun, *, say: Callable[[str], None]):
         self._say = say

@@ -130,8 +130,10 @@ def score_with_custom(custom: CustomReward, trajectories: list[Trajectory], prom
 
 def custom_scores(custom: CustomReward, pairs: Sequence[tuple[Trajectory, Prompt]]) -> list[Score]:
     """Return what the function says of each trajectory, in order. Raises UserError that names file and sample."""
+    if not pairs:  # on ranks that share the engine of another; few functions of batches can do with none
+        return []
     if custom.batched:
-        where = f"{len(pairs)} samples from {_sample(pairs[0][0])}" if pairs else "0 samples"
+        where = f"{len(pairs)} samples from {_sample(pairs[0][0])}"
         [results] = _call(custom, [(where, _batch(custom, pairs))])
         if len(results) != len(pairs):
             raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")

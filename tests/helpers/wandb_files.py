@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def history(run_folder: Path, num_rows: int) -> list[dict]:

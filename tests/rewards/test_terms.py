@@ -243,6 +243,18 @@ def test_async_functions_run_at_the_same_time_and_always_on_one_loop(tmp_path):
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("parameters", ["samples", "trajectories, prompts"])
+def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp_path, parameters):
+    (tmp_path / "r.py").write_text(f"def f({parameters}): raise ValueError('mean of an empty list')")
+    custom = load_custom(str(tmp_path / "r.py"), "f")
+    score_groups([], RewardConfig(), custom, tools=LOADED)
+    score_groups([], TrainingRewardConfig(), tools=LOADED, terms=terms_of(f"{tmp_path}/r.py:f=1"))
+    scored_already = make_group()
+    for t in scored_already.trajectories:
+        t.reward = 1.0
+    score_groups([scored_already], RewardConfig(), custom, tools=LOADED, only_new=True)
+
+
 def test_at_most_so_many_calls_are_under_way(tmp_path):
     (tmp_path / "r.py").write_text(
         "import asyncio\nrunning = most = 0\n"
