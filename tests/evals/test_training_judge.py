@@ -32,6 +32,9 @@ class OneRank:
 
     rank, world_size = 0, 1
 
+    def all_gather_objects(self, value: object) -> list:
+        return [value]
+
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
         return metrics
 
