@@ -46,6 +46,11 @@ METRICS = (
 )  # fmt: skip
 """Metrics of the model, where the run has them; docs/metrics.md defines each."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+OUR_FOLDERS, SUFFIXES = (
+    ("runs", "models", "data", "configs", ".", "..", "~"),
+    (".py", ".yaml", ".json", ".jsonl", ".parquet"),
+)
+"""Beginnings and ends by which a path of two parts is told from a name on the Hub, though it is not here any more."""
 MAX_ANCESTORS = 10
 
 
@@ -180,7 +185,9 @@ def _algorithm(settings: dict[str, Any]) -> str:
 
 
 def _on_hub(path: str) -> bool:
-    return bool(HUB_NAME.fullmatch(path)) and not Path(path).exists() and not path.startswith(("runs/", "./", "../"))
+    owner = path.partition("/")[0]
+    is_name = HUB_NAME.fullmatch(path) and owner not in OUR_FOLDERS and Path(path).suffix not in SUFFIXES
+    return bool(is_name) and not Path(path).exists()
 
 
 def _data_sets(settings: dict[str, Any]) -> dict[str, str]:
@@ -188,7 +195,7 @@ def _data_sets(settings: dict[str, Any]) -> dict[str, str]:
     found = {}
     for option in ("data.train", "data.valid"):
         name = re.split(r"[@:]", str(settings.get(option) or ""))[0]
-        found[option] = name if _on_hub(name) and "." not in name.partition("/")[2] else ""
+        found[option] = name if _on_hub(name) else ""
     return found
 
 
@@ -229,5 +236,5 @@ def _plain(value: Any) -> str:
     """Return a value for a table's cell, with the last parts of paths only."""
     if isinstance(value, list):
         return ", ".join(map(_plain, value))
-    text = str(value).replace("|", "\\|")
-    return text.rsplit("/", 1)[-1] if text.count("/") > 1 or text.startswith(("/", ".", "runs/")) else text
+    text = str(value)
+    return (text if _on_hub(text) else text.rsplit("/", 1)[-1]).replace("|", "\\|")
