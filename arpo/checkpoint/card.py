@@ -46,10 +46,8 @@ METRICS = (
 )  # fmt: skip
 """Metrics of the model, where the run has them; docs/metrics.md defines each."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-OUR_FOLDERS, SUFFIXES = (
-    ("runs", "models", "data", "configs", ".", "..", "~"),
-    (".py", ".yaml", ".json", ".jsonl", ".parquet"),
-)
+OUR_FOLDERS = ("runs", "models", "data", "configs", ".", "..", "~")
+SUFFIXES = (".py", ".yaml", ".json", ".jsonl", ".parquet")
 """Beginnings and ends by which a path of two parts is told from a name on the Hub, though it is not here any more."""
 MAX_ANCESTORS = 10
 

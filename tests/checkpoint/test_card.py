@@ -35,8 +35,7 @@ def test_a_setting_names_no_folder_of_ours(value, shown):
 
 
 def test_a_path_that_is_gone_is_no_name_of_the_hub():
-    assert [_on_hub(name) for name in ("models/x", "data/x", "../x", "runs/x", "Qwen/Qwen2.5-3B")] == [False] * 4 + [
-        True
-    ]
+    gone = ("models/x", "data/x", "../x", "runs/x", "secret/mine.py")
+    assert not any(map(_on_hub, gone)) and _on_hub("Qwen/Qwen2.5-3B")
     found = _data_sets({"data.train": "secret/x.parquet", "data.valid": "openai/gsm8k@0123:main/test.parquet"})
     assert found == {"data.train": "", "data.valid": "openai/gsm8k"}
