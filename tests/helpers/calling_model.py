@@ -13,7 +13,7 @@ from arpo.protocol.hermes_codec import HermesCodec
 from arpo.protocol.llama_codec import LlamaCodec
 from arpo.tools import tool_class
 
-MAX_STEPS, LEARNT = 600, 0.2  # nats of its least likely token
+MAX_STEPS, LEARNT = 600, 0.05  # nats of its least likely token
 TOOLS = ("python", "search")
 ANSWER = "It is \\boxed{42}."
 
