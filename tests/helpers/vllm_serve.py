@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,8 +37,17 @@ def serving(model: Path, folder: Path, *, max_model_len: int) -> Iterator[str]:
                 return
             assert PORT_TAKEN in log.read_text() and not is_last, log.read_text()[-3000:]
         finally:
-            process.terminate()
-            process.wait(timeout=PATIENCE_S)
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End the server and its engine; one that is too busy to hear of it is killed."""
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its session, which is its own
+        process.wait()
 
 
 def _start(model: Path, port: int, max_model_len: int, log: Path) -> subprocess.Popen:
