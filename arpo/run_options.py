@@ -99,10 +99,11 @@ class ModelConfig:
 class ProtocolConfig:
     """The form in which the model calls tools: the same in SFT, RL and evaluation."""
 
-    format: Literal["tags", "hermes"] = "tags"
+    format: Literal["tags", "hermes", "llama"] = "tags"
     """tags = <python> code </python>, all within one assistant turn, as the papers' models; hermes = JSON in
     <tool_call> blocks, with the chat template's own list of tools and its turns for results, as Qwen2.5, Qwen3 and
-    Hermes models were trained to (set system_prompt=default too: prompts of files speak of tags)."""
+    Hermes models were trained to; llama = likewise, but a call is JSON that is a whole turn, as of Llama 3.1 and later.
+    (With JSON set system_prompt=default too: prompts of files speak of tags.)"""
 
 
 @dataclass(frozen=True)

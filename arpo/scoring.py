@@ -11,6 +11,7 @@ from pathlib import Path
 
 from arpo import rewards
 from arpo.engine.team import Team
+from arpo.errors import UserError
 from arpo.evals.options import TrainingJudgeConfig
 from arpo.evals.training_judge import TrainingJudge
 from arpo.options import TrainingRewardConfig
@@ -34,29 +35,39 @@ class Scoring:
         *,
         folder: Path,
     ):
-        """`folder` is the run's. Raises UserError for files and functions that cannot be used, and where the judge
-        cannot be reached."""
+        """`folder` is the run's. Collective with a judge. Raises UserError for files and functions that cannot be used,
+        and, on all ranks, where the judge cannot be reached."""
         self.cfg, self.team, self.codec = cfg, team, codec
         self.custom = load_custom(cfg.file, cfg.function) if cfg.file else None
         self.terms = load_terms(cfg, max_response_tokens)
         self.num_judge_calls = 0
         """Judgements that the run has asked for in the steps before this one, on all ranks."""
-        self.judge = None
-        if "judge" in cfg.weights and team.is_first:
-            part = {"index": team.index, "num_parts": team.num_teams}
-            self.judge = TrainingJudge(judge, folder / "judge.sqlite", form=codec.format, **part)
+        self.judge = self._begin_judge(judge, folder / "judge.sqlite") if "judge" in cfg.weights else None
+
+    def _begin_judge(self, cfg: TrainingJudgeConfig, cache: Path) -> TrainingJudge | None:
+        """Return the judge of this team, on its first rank. Rank 0 alone asks it something; all hear what is wrong."""
+        judge, problem = None, ""
+        try:
+            if self.team.is_first:
+                part = {"index": self.team.index, "num_parts": self.team.num_teams}
+                judge = TrainingJudge(cfg, cache, form=self.codec.format, **part)
+        except UserError as error:
+            problem = str(error)
+        if problem := next(filter(None, self.team.ranks.all_gather_objects(problem)), ""):
+            raise UserError(problem)
+        return judge
 
     def try_on(self, prompt: Prompt, *, selector: str) -> None:
         """Try the user's functions on an invented response to a real prompt. Raises UserError; also for a function of
         whole batches where the selector needs rewards while the groups still grow."""
         for custom in [self.custom] if self.custom else self.terms.custom.values() if self.terms else ():
-            custom.try_on(prompt)
+            custom.try_on(prompt, self.codec)
             if selector in NEED_REWARDS:
                 custom.require_single(f"branching.selector={selector}")
 
     @property
     def on_group(self) -> Callable[[Group, list[float]], None] | None:
-        """What the rollout calls with each group that is whole; None where nothing is to be done."""
+        """The function that the rollout calls with each group that is whole; None where nothing is to be done."""
         return self.judge.begin if self.judge else None
 
     def __call__(self, groups: list[Group]) -> None:

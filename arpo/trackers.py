@@ -1,4 +1,4 @@
-"""Where the numbers of a run go besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
+"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
 
 A tracker is one function and one line in TRACKERS. One that cannot be imported is an error before a model is loaded;
 whatever goes wrong later is one warning, and the tracker is off: a run never ends for its sake. A continued run goes on
@@ -27,7 +27,7 @@ LOGIN_TIMEOUT_S = 30.0
 
 
 class Tracker(Protocol):
-    """What a tracker does with the numbers of rank 0. It may raise anything."""
+    """A receiver of the numbers of rank 0. It may raise anything."""
 
     where: str
     """Line that says where the run can be looked at."""
@@ -41,7 +41,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run when it begins."""
+    """A run, as a tracker is told of it when it begins."""
 
     folder: Path
     config: object
@@ -158,15 +158,20 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 def check_installed(names: Iterable[str]) -> None:
     """Raise UserError for a tracker whose package is not there. Imports none of them."""
     for name in names:
-        if name in ("wandb", "trackio") and find_spec(name) is None:
+        if name in ("wandb", "trackio") and not _is_installed(name):
             raise UserError(f"run.trackers has {name}, which is not installed; pip install '.[{name}]', or drop it")
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
 
 
 # ---- all of a run's trackers
 
 
 class Trackers:
-    """The trackers of a run. One that raises is closed out with a warning, and the run goes on."""
+    """The trackers of a run. One that raises is told of in a warning, and gets no more; the run goes on."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun, *, say: Callable[[str], None]):
         self._say = say

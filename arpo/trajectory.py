@@ -8,8 +8,8 @@ One trajectory is one response. Its token lists are parallel, and cover the resp
     turns             |------ Turn 0 -------------------------------|   |------ Turn 1 ------|
                       start            end               result_end     start             end = result_end
 
-With protocol.format=hermes a turn ends with the model's end token, and masked behind it is all that the chat template
-writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
+With calls in JSON (protocol.format) a turn ends with the model's end token, and masked behind it is all that the chat
+template writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import torch
 from helpers.fakes import EchoTool
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
+from transformers import AutoTokenizer
 
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
@@ -55,24 +55,13 @@ def test_real_engine_calls_tools_and_branches(parts):
 
 
 def test_rollout_logprobs_and_entropies_are_those_of_the_whole_response(parts, tiny_model_dir):
-    """Teacher-forced over prompt, turns and results at once: any misplaced token, mask or fork would show here."""
-    _, groups, *_ = parts
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    for group in groups:
-        for t in group.trajectories:
-            ids = torch.tensor([[*group.prompt.token_ids, *t.token_ids]])  # (1, P + T)
-            with torch.no_grad():
-                logprobs = model(ids).logits.log_softmax(-1)[0, len(group.prompt.token_ids) - 1 : -1]  # (T, V)
-            ours = torch.tensor(t.rollout_logprobs)
-            mask = torch.tensor(t.loss_mask, dtype=torch.bool)
-            theirs = logprobs.gather(-1, torch.tensor(t.token_ids)[:, None])[:, 0]
-            torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-4, rtol=0)
-            entropy = -(logprobs.exp() * logprobs).sum(-1)  # (T,)
-            for turn in t.turns:
-                head = entropy[turn.start : min(turn.end, turn.start + 8)]
-                expected = float(head.mean())
-                assert turn.entropy == pytest.approx(float(expected), abs=1e-4)
-                assert turn.token_entropies == pytest.approx(head.tolist(), abs=1e-4)
+    for t, logprobs in teacher_forced(tiny_model_dir, parts[1]):
+        assert_rollout_logprobs(t, logprobs, atol=1e-4)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)  # (T,)
+        for turn in t.turns:
+            head = entropy[turn.start : min(turn.end, turn.start + 8)]
+            assert turn.entropy == pytest.approx(float(head.mean()), abs=1e-4)
+            assert turn.token_entropies == pytest.approx(head.tolist(), abs=1e-4)
 
 
 def test_every_token_of_a_random_model_has_its_characters(parts):
@@ -88,13 +77,10 @@ def test_masked_tokens_are_exactly_the_results_that_were_read(parts):
 
 
 def test_children_start_where_the_tool_result_of_their_parent_ends(parts):
+    assert_children_fork_behind_results(parts[1])
     for group in parts[1]:
         by_id = {t.trajectory_id: t for t in group.trajectories}
-        for child in (t for t in group.trajectories if t.parent_id is not None):
-            parent = by_id[child.parent_id]
-            assert child.fork_at in {turn.result_end for turn in parent.turns}
-            assert child.token_ids[: child.fork_at] == parent.token_ids[: child.fork_at]
-            assert child.token_ids != parent.token_ids
+        assert all(t.token_ids != by_id[t.parent_id].token_ids for t in group.trajectories if t.parent_id is not None)
 
 
 def test_the_same_seed_gives_the_same_trees_whatever_the_tool_latencies(parts):

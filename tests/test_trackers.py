@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_tracker_that_is_not_installed_is_one_line_that_says_how(monkeypatch):
     check_installed(["tensorboard"])
     with pytest.raises(UserError, match=r"^run\.trackers has wandb, which is not installed; pip install '\.\[wandb\]'"):
         check_installed(["tensorboard", "wandb"])
+
+
+def test_a_folder_of_the_trackers_name_is_not_its_package(monkeypatch, tmp_path):
+    (tmp_path / "a_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = find_spec("a_tracker")
+    assert spec is not None
+    monkeypatch.setattr(arpo.trackers, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match=r"run\.trackers has wandb, which is not installed"):
+        check_installed(["wandb"])
 
 
 def test_each_tracker_is_an_extra_of_its_name():

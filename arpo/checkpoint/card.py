@@ -46,6 +46,9 @@ METRICS = (
 )  # fmt: skip
 """Metrics of the model, where the run has them; docs/metrics.md defines each."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+OUR_FOLDERS = ("runs", "models", "data", "configs", ".", "..", "~")
+SUFFIXES = (".py", ".yaml", ".json", ".jsonl", ".parquet")
+"""Beginnings and ends by which a path of two parts is told from a name on the Hub, though it is not here any more."""
 MAX_ANCESTORS = 10
 
 
@@ -180,7 +183,9 @@ def _algorithm(settings: dict[str, Any]) -> str:
 
 
 def _on_hub(path: str) -> bool:
-    return bool(HUB_NAME.fullmatch(path)) and not Path(path).exists() and not path.startswith(("runs/", "./", "../"))
+    owner = path.partition("/")[0]
+    is_name = HUB_NAME.fullmatch(path) and owner not in OUR_FOLDERS and Path(path).suffix not in SUFFIXES
+    return bool(is_name) and not Path(path).exists()
 
 
 def _data_sets(settings: dict[str, Any]) -> dict[str, str]:
@@ -188,7 +193,7 @@ def _data_sets(settings: dict[str, Any]) -> dict[str, str]:
     found = {}
     for option in ("data.train", "data.valid"):
         name = re.split(r"[@:]", str(settings.get(option) or ""))[0]
-        found[option] = name if _on_hub(name) and "." not in name.partition("/")[2] else ""
+        found[option] = name if _on_hub(name) else ""
     return found
 
 
@@ -202,9 +207,8 @@ def _results(run: Path, step: int) -> list[str]:
     """Return a table of the last value of each of METRICS up to the step; training's are of that step's batch."""
     last: dict[str, tuple[float, int]] = {}
     file = run / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        row = json.loads(line)
-        if row["step"] <= step:
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+        if line.endswith("\n") and (row := json.loads(line))["step"] <= step:  # a killed run may leave half a line
             last |= {name: (row[name], int(row["step"])) for name in METRICS if name in row}
     rows = [f"| `{name}` | {last[name][0]:.4g} | {last[name][1]} |" for name in METRICS if name in last]
     return ["| metric | value | step |", "|---|---|---|", *rows] if rows else ["The run has logged none."]
@@ -230,5 +234,5 @@ def _plain(value: Any) -> str:
     """Return a value for a table's cell, with the last parts of paths only."""
     if isinstance(value, list):
         return ", ".join(map(_plain, value))
-    text = str(value).replace("|", "\\|")
-    return text.rsplit("/", 1)[-1] if text.count("/") > 1 or text.startswith(("/", ".", "runs/")) else text
+    text = str(value)
+    return (text if _on_hub(text) else text.rsplit("/", 1)[-1]).replace("|", "\\|")

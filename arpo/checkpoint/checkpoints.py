@@ -52,7 +52,7 @@ class Checkpoints:
         self.folder, self.ranks, self.keep = folder, ranks, keep
         self.my_files = slice(ranks.rank, None, ranks.world_size)  # this rank's share of a folder's sorted files
         self.progress: dict = {}
-        """What `resume` found of the `progress` given to `save`; empty where there was none."""
+        """The `progress` given to `save`, as `resume` has found it; empty where there was none."""
 
     def save(
         self,

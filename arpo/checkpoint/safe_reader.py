@@ -22,7 +22,7 @@ KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
 }
-"""What torch writes of a checkpoint of tensors; dtypes besides. Bytes are missing: torch reads them as any pickle."""
+"""Names in the pickle of a checkpoint of tensors; dtypes besides. Bytes are missing: torch reads them as any pickle."""
 
 
 class SafeReader(FileSystemReader):

@@ -1,4 +1,4 @@
-"""What a training script does with its state: continue from it, and save it with a Hugging Face folder beside it.
+"""Saving the state of a training, with a Hugging Face folder beside it, and continuing from it.
 
 A save that fails ends nothing while a later one can make up for it: the run says so, and goes on from memory.
 """

@@ -1,4 +1,4 @@
-"""What a report says of its run besides scores: its model and settings, when and by which code it was made, and links.
+"""The facts beside the scores of a report: the model, the settings, when and by which code the run was made, and links.
 
     RUN/sessions.jsonl     {"date": "2026-01-31 09:00 UTC", "code": "commit 12ab34c", "overlong": {"gaia": 3}}
 

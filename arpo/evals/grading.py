@@ -27,7 +27,6 @@ from arpo.options import RewardConfig
 from arpo.rewards import FORMATS, score_trajectories
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.format import last_box, model_text
-from arpo.rewards.hermes_format import answer_text
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import option_letter, qa_accuracy, tokens, wanted_option
 from arpo.trajectory import Prompt, ToolCall, Trajectory, Turn
@@ -100,7 +99,7 @@ def prediction_of(record: Record) -> str:
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
     """Return the answer that a response in this protocol.format gives; "" = none."""
-    return extract_prediction([(answer_text(segments), True)] if form == "hermes" else segments)
+    return extract_prediction([(FORMATS[form].answer_text(segments), True)])
 
 
 def extract_prediction(segments: list[tuple[str, bool]]) -> str:

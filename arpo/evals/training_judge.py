@@ -143,9 +143,13 @@ class TrainingJudge:
         return metrics
 
     def close(self) -> None:
-        """Close the client, the loop and the cache."""
+        """Break off what is under way; close the client, the loop and the cache."""
 
         async def close() -> None:
+            asking = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
             if self._client is not None:
                 await self._client.aclose()
 

@@ -1,4 +1,4 @@
-"""What the papers published on the Hub, and the models they began with: link, size, licence, and what to do with it.
+"""The data sets and models that the papers published on the Hub or began with: link, size, licence, and the next step.
 
 Sizes and licences are those of the pages as far as they could be read; "see the page" stands where they could not. The
 sizes of models are their parameters times two bytes.
@@ -24,7 +24,7 @@ class Entry:
     train: str = ""
     """Pattern of the file to train on, where the repository may have others beside it."""
     command: str = ""
-    """What to run with it next; {path} is the file or folder."""
+    """Command line to run with it next; {path} is the file or folder."""
 
     def url(self, repo: str) -> str:
         return f"https://huggingface.co/{'datasets/' if self.kind == 'dataset' else ''}{repo}"

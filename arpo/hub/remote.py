@@ -1,4 +1,4 @@
-"""What the Hub says of a repository and its files, and its errors as one line each.
+"""The Hub's description of a repository and its files, and its errors as one line each.
 
 HF_ENDPOINT names a mirror, HF_TOKEN opens what is behind a form, and HF_HUB_OFFLINE=1 keeps to the cache.
 """

@@ -88,7 +88,7 @@ class Codec:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
+        """Return all that tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
         return {}
 
     def _count_min_result_tokens(self) -> int:
@@ -178,6 +178,13 @@ class Codec:
         """Tokenise chat messages up to where the response begins. `tools` are those that the prompt offers, None = all;
         with tags it is the system prompt that speaks of them."""
         return self._encode_rendered(self._template(messages, generation=True))
+
+    def answer_text(self, answer: str) -> str:
+        """Return a short well-formed response without calls, as the model would write it."""
+        return self._with_thought(rf"<answer> \boxed{{{answer}}} </answer>")
+
+    def _with_thought(self, text: str) -> str:
+        return f"{THINK if not self._opened else ''} It is known. </think>{text}"
 
     # -- a turn's calls and their results
 

@@ -9,7 +9,7 @@ and thoughts before the newest question) is never given the chance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import ceil
 from operator import itemgetter
@@ -34,6 +34,8 @@ class HermesCodec(Codec):
     """
 
     format = "hermes"
+    call_form = "calls as <tool_call> JSON </tool_call>"
+    """The form in which the template must write calls, for messages."""
 
     def __init__(self, tokenizer, *, tools: Sequence[ToolSchema], enable_thinking: bool = False):
         self.schemas = {schema.name: schema for schema in tools}
@@ -42,6 +44,11 @@ class HermesCodec(Codec):
     @property
     def reserved(self) -> tuple[str, ...]:
         return RESERVED
+
+    @property
+    def turn_ends(self) -> tuple[str, ...]:
+        """Special tokens that end a turn and stand before what the template writes behind it."""
+        return (self.tokenizer.eos_token,)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -62,11 +69,17 @@ class HermesCodec(Codec):
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(f"{name}: the chat template has no turns for calls and results ({reason}); {fix}") from None
         if shown == without:
-            raise UserError(f"{name}: the chat template ignores tools, which protocol.format=hermes needs; {fix}")
-        if "<tool_call>" not in called:
-            raise UserError(f"{name}: the chat template does not write calls as <tool_call> JSON </tool_call>; {fix}")
+            raise UserError(
+                f"{name}: the chat template ignores tools, which protocol.format={self.format} needs; {fix}"
+            )
+        if not self._writes_calls(called):
+            raise UserError(f"{name}: the chat template does not write {self.call_form}; {fix}")
         if MARK not in self._after_calls([UNKNOWN], [MARK]):
             raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
+
+    def _writes_calls(self, called: str) -> bool:
+        """Return whether the template, which has rendered `_conversation`, writes calls in this protocol's form."""
+        return "<tool_call>" in called
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
         """Return `tools=` of the template, in the order in which the tools are loaded; None for no tools."""
@@ -81,9 +94,13 @@ class HermesCodec(Codec):
         """Return the error of a system message that asks for calls in tags, as those of the published files do."""
         called = tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system"))
         return called and (
-            f"a prompt's system message speaks of {called[0]}, but protocol.format=hermes has calls in JSON; set "
-            "data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
+            f"a prompt's system message speaks of {called[0]}, but protocol.format={self.format} has calls in JSON; "
+            "set data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
         )
+
+    def answer_text(self, answer: str) -> str:
+        text = rf"The answer is \boxed{{{answer}}}."
+        return self._with_thought(text) if self._opened else text
 
     # -- a turn's calls and their results
 
@@ -95,15 +112,19 @@ class HermesCodec(Codec):
     ) -> list[Call]:
         if finish != "eos":
             return []
-        return parse_calls(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
+        return self._parse(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
+
+    def _parse(self, text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
+        return parse_calls(text, offered)
 
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
     ) -> tuple[list[str], list[int]] | None:
         names = [call.tag for call in calls]
-        texts = [escape_tags(call.result, RESERVED) for call in calls]
+        texts = [escape_tags(call.result, self.reserved) for call in calls]
         # Sampling also stops at other end tokens (Qwen's <|endoftext|>); then the turn's own end is yet to be written.
-        end = [] if last_token == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
+        has_ended = last_token in self.tokenizer.convert_tokens_to_ids(list(self.turn_ends))
+        end = [] if has_ended else [self.tokenizer.eos_token_id]
 
         def rendered(texts: list[str]) -> list[int]:
             return end + self._encode_rendered(self._after_calls(names, texts))
@@ -150,9 +171,9 @@ class HermesCodec(Codec):
         """
         if error := self._system_error(messages):
             raise ValueError(error)
-        lists_tools = messages[0]["role"] == "system" and "<tools>" in messages[0]["content"]
+        lists_tools = messages[0]["role"] == "system" and self._lists_tools(messages[0]["content"])
         functions = self._functions(None) if functions is None and not lists_tools else functions or None
-        messages = [_as_the_template_takes_it(message) for message in messages]
+        messages = [self._as_the_template_takes_it(message) for message in messages]
         asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
         row, done = Rendered([], [], []), ""
         for start in asked if train_turns == "all" else asked[-1:]:
@@ -184,12 +205,27 @@ class HermesCodec(Codec):
     def _assistant_text(self, message: dict[str, Any]) -> str:
         """Return what the assistant says, as the file has it, and its calls as the template writes them."""
         text = message["content"].strip() if self._trims else message["content"]
-        if message.get("tool_calls"):
-            asked = self._template([QUESTION], generation=False)
-            whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
-            calls = whole[whole.index("<tool_call>") : whole.rindex(self.tokenizer.eos_token)].replace(DATA, "")
-            text += "\n" * bool(text) + calls
+        text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
         return self._after_opening(text) if self._opened else text
+
+    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
+        """Return the text and, behind it, the calls of the message as the template writes them."""
+        asked = self._template([QUESTION], generation=False)
+        whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
+        calls = whole[whole.index("<tool_call>") : whole.rindex(self.tokenizer.eos_token)]
+        return text + "\n" * bool(text) + calls
+
+    def _lists_tools(self, system: str) -> bool:
+        """Return whether a system message of a file lists tools itself."""
+        return "<tools>" in system
+
+    def _as_the_template_takes_it(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["role"] == "tool":
+            return {"name": UNKNOWN, **message, "content": escape_tags(message["content"], self.reserved)}
+        if message.get("tool_calls"):
+            calls = [{"type": "function", "function": call} for call in message["tool_calls"]]
+            return {**message, "tool_calls": calls}
+        return message
 
 
 def longest_share(sizes: Sequence[int], room: int) -> int:
@@ -216,15 +252,6 @@ def _conversation(names: Sequence[str], results: Sequence[str]) -> list[dict[str
         for i, name, result in zip(ids, names, results, strict=True)
     ]
     return [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]
-
-
-def _as_the_template_takes_it(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"name": UNKNOWN, **message, "content": escape_tags(message["content"], RESERVED)}
-    if message.get("tool_calls"):
-        calls = [{"type": "function", "function": call} for call in message["tool_calls"]]
-        return {**message, "tool_calls": calls}
-    return message
 
 
 def _run(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:

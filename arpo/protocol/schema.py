@@ -1,4 +1,4 @@
-"""What a tool takes: its name, its description and a JSON schema of its arguments. Made, checked and written as text.
+"""Schemas of tools, made from functions; arguments, checked against a schema; and the texts of calls.
 
 The text of a call is what the tags hold and what records show. Where a tool takes one text and nothing else, it is that
 text; else it is a JSON object:
@@ -22,6 +22,8 @@ from arpo.errors import UserError
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
+MAX_NESTING = 100
+"""Levels of a call's JSON. What checks and writes it calls itself once per level, and Python forbids a thousand."""
 MAX_SHOWN_CHARS = 60
 """Characters shown of a wrong value."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -39,12 +41,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class ToolSchema:
-    """What a model must know to call a tool."""
+    """A tool as a model must know it to call it."""
 
     name: str
     """The tool's name, which is its tag too."""
     description: str
-    """What it does, in a sentence or a paragraph for the model."""
+    """Its purpose, in a sentence or a paragraph for the model."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: {"type": "object", "properties": {name: schema}, "required": [name, ...]}."""
 
@@ -135,11 +137,31 @@ def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
         arguments = {schema.text_argument: argument}
     else:
         try:
-            arguments = json.loads(argument)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", "it cannot be read")
-            return f"Error: the call of {schema.name} is no JSON ({reason}); it takes {_a_call(schema)}."
+            arguments = read_json(argument)
+        except ValueError as error:
+            return f"Error: the call of {schema.name} is no JSON ({error}); it takes {_a_call(schema)}."
     return check_arguments(schema, arguments) or arguments
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text that a model wrote. Raises ValueError, whose text is the reason in a few words.
+
+    Deep nesting is refused, since Python's reader takes more of it than what is done with the value later.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(error.msg) from None
+    except RecursionError:
+        raise ValueError("it is too deep") from None
+    except ValueError:  # Python converts no more than 4300 digits
+        raise ValueError("a number is too long") from None
+    level = [value]
+    for _ in range(MAX_NESTING):
+        objects = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not (level := [inner for members in objects for inner in members]):
+            return value
+    raise ValueError("it is too deep")
 
 
 def schema_of(function: Callable[..., Any]) -> ToolSchema:
@@ -188,9 +210,7 @@ def _mismatch(value: Any, schema: Any, root: Mapping, place: str, depth: int) ->
     for ways in filter(None, (schema.get("anyOf"), schema.get("oneOf"))):
         found = [_mismatch(value, way, root, place, depth + 1) for way in ways]
         if all(found):
-            inside = next(
-                (one for one in found if one[0] != place), None
-            )  # the type is right, and what it holds is not
+            inside = next((one for one in found if one[0] != place), None)  # the type is right, what it holds is not
             return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type") or []
     if kinds and not any(_is_a(value, kind) for kind in kinds):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are no character."""
+"""The character that decoders write for bytes that are none."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """The name of a byte in a sentencepiece vocabulary."""
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -17,7 +17,7 @@ from typing import Literal
 from arpo.options import RewardConfig
 from arpo.protocol.tags import PAPER_TOOLS
 from arpo.rewards import format as tags_format
-from arpo.rewards import hermes_format
+from arpo.rewards import hermes_format, llama_format
 from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
 from arpo.rewards.format import Segments
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
@@ -39,8 +39,8 @@ REWARDS: dict[str, RewardFn] = {
 }
 """Data source -> accuracy. A prompt's own `ability` comes first; sources of mixed content are not listed."""
 
-FORMATS = {"tags": tags_format, "hermes": hermes_format}
-"""protocol.format -> module with derive_segments, extract_answer, format_error and answered_calls of it."""
+FORMATS = {"tags": tags_format, "hermes": hermes_format, "llama": llama_format}
+"""protocol.format -> module with its derive_segments, answer_text, extract_answer, format_error and answered_calls."""
 _LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo.errors import UserError
+from arpo.protocol import Codec
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -45,15 +46,16 @@ class CustomReward:
     """Has the event loop of an async function: one for the run, since what such a function keeps (a session, say)
     belongs to a loop."""
 
-    def try_on(self, prompt: Prompt) -> None:
+    def try_on(self, prompt: Prompt, codec: Codec) -> None:
         """Score an invented response to a real prompt, so that what is wrong is known before any is sampled.
 
         Raises UserError, as the scoring of a rollout does.
         """
-        text = f"<answer>{prompt.answers[0]}</answer>"
+        ids = [*codec.encode(codec.answer_text(prompt.answers[0])), codec.tokenizer.eos_token_id]
+        segments = codec.segments(ids, mask := [1] * len(ids))
         invented = Trajectory(
-            prompt.prompt_id, "invented, before the run", token_ids=[0], loss_mask=[1], rollout_logprobs=[0.0],
-            turns=[Turn(0, 1, 1)], stop_reason=StopReason.EOS, text=text, segments=[(text, True)],
+            prompt.prompt_id, "invented, before the run", ids, mask, rollout_logprobs=[0.0] * len(ids),
+            turns=[Turn(0, len(ids), len(ids))], stop_reason=StopReason.EOS, text=segments[0][0], segments=segments,
         )  # fmt: skip
         custom_scores(self, [(invented, prompt)])
 
@@ -128,8 +130,10 @@ def score_with_custom(custom: CustomReward, trajectories: list[Trajectory], prom
 
 def custom_scores(custom: CustomReward, pairs: Sequence[tuple[Trajectory, Prompt]]) -> list[Score]:
     """Return what the function says of each trajectory, in order. Raises UserError that names file and sample."""
+    if not pairs:  # on ranks that share the engine of another; few functions of batches can do with none
+        return []
     if custom.batched:
-        where = f"{len(pairs)} samples from {_sample(pairs[0][0])}" if pairs else "0 samples"
+        where = f"{len(pairs)} samples from {_sample(pairs[0][0])}"
         [results] = _call(custom, [(where, _batch(custom, pairs))])
         if len(results) != len(pairs):
             raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
@@ -176,7 +180,7 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    if inspect.iscoroutinefunction(custom.function):
+    if _is_async(custom.function):
         return custom.runner.run(call_all())
     results = []
     for where, arguments in calls:
@@ -185,6 +189,10 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
         except Exception as error:
             raise failed(where, error) from error
     return results
+
+
+def _is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _truth(prompt: Prompt) -> str | list[str]:

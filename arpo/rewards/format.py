@@ -39,6 +39,11 @@ def model_text(segments: Segments) -> str:
     return "".join(text for text, by_model in segments if by_model)
 
 
+def answer_text(segments: Segments) -> str:
+    """Return the text in which a grader looks for the answer: all that the model wrote."""
+    return model_text(segments)
+
+
 def last_box(text: str) -> str | None:
     r"""Return the content of the last \boxed{} (or \fbox{}); None where there is none or it never closes.
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from arpo.errors import UserError
 from arpo.options import TrainingRewardConfig
 from arpo.rewards.custom import CustomReward, custom_scores, load_custom
-from arpo.trajectory import Prompt, Trajectory
+from arpo.trajectory import Prompt, StopReason, Trajectory
 
 OVER_LIMIT = "judge_over_limit"
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
@@ -35,7 +35,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a language model says of the answer of a trajectory."""
+    """The verdict of a language model on the answer of a trajectory."""
 
     value: float | None
     """1 = right, 0 = wrong, or no answer was given; None = there is no verdict."""
@@ -59,7 +59,7 @@ class TermEvidence:
     prompt: Prompt
     by_rule: Callable[[Trajectory, Prompt], RewardResult]
     judgement: Judgement | None
-    """None where no judge is asked."""
+    """None where no judge is asked: without that term, and of a trajectory that an error of ours ended."""
     max_response_tokens: int
     """Budget of one trajectory: sampled tokens and tool results together."""
 
@@ -101,10 +101,11 @@ def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
 
 def judge(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float | None:
     """1 where the judge finds the answer right, else 0; without a verdict the accuracy by rule, or None."""
-    assert evidence.judgement is not None, evidence.trajectory.trajectory_id
-    if evidence.judgement.value is None and evidence.judgement.use_rule:
-        return accuracy(evidence, cfg)
-    return evidence.judgement.value
+    judgement, trajectory = evidence.judgement, evidence.trajectory
+    if judgement is None:  # nobody was asked about what an error of ours ended, for it is not trained on
+        assert trajectory.stop_reason == StopReason.ERROR, trajectory.trajectory_id
+        return None
+    return accuracy(evidence, cfg) if judgement.value is None and judgement.use_rule else judgement.value
 
 
 TERMS: dict[str, Callable[[TermEvidence, TrainingRewardConfig], float | None]] = {

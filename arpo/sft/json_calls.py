@@ -1,4 +1,6 @@
-"""SFT conversations for protocol.format=hermes: calls stay what they are in the file, fields or <tool_call> text.
+"""SFT conversations with calls in JSON, which stay what they are in the file: fields, or text.
+
+With protocol.format=llama, whose text has no blocks, calls in <tool_call> blocks become fields.
 
 A row may bring its own functions in `tools` (OpenAI's form or bare, as a list or as its JSON); else those of data.tools
 are listed, unless the system message lists some itself.
@@ -11,7 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from arpo.data import BadRow, parse_message
-from arpo.protocol.hermes import call_bodies
+from arpo.protocol.hermes import BLOCKS, call_bodies
 from arpo.sft.conversations import parse_turns, whole_call
 
 RESPONSE, END = "<tool_response>", "</tool_response>"
@@ -27,15 +29,40 @@ class Conversation(NamedTuple):
 
 def parse_conversation(row: dict) -> Conversation:
     """Parse one conversation of any style. Raises BadRow."""
-    messages = parse_turns(row, _turn)
-    names: list[str] = []
-    for role, group in groupby(messages, key=lambda message: message["role"]):
-        for number, message in enumerate(group):
-            if role == "tool":
+    messages: list[dict[str, Any]] = []
+    names, ids = [], []  # of the newest calls
+    for role, group in groupby(parse_turns(row, _turn), key=lambda message: message["role"]):
+        turns = list(group)
+        found = [message.pop("ids", []) for message in turns]
+        if role == "assistant":
+            names, ids = _names_of(turns[-1]), found[-1]
+        elif role == "tool":
+            given = [one for [one] in found]
+            # Results that name their calls may stand in any order; those of a rollout are in the order of the calls.
+            if len(given) == len(ids) and sorted(given) == sorted({*ids}):
+                turns = [turns[given.index(one)] for one in ids]
+            for number, message in enumerate(turns):
                 message.setdefault("name", names[number] if number < len(names) else "unknown")
-            elif role == "assistant":
-                names = _names_of(message)
+        messages += turns
     return Conversation(messages, _functions(row.get("tools")))
+
+
+def parse_for_llama(row: dict) -> Conversation:
+    """Parse one conversation of any style, with the calls of <tool_call> blocks in fields. Raises BadRow."""
+    conversation = parse_conversation(row)
+    return conversation._replace(messages=[_with_fields(message) for message in conversation.messages])
+
+
+def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
+    bodies = call_bodies(message["content"]) if message["role"] == "assistant" else []
+    if not bodies:
+        return message
+    try:
+        found = [json.loads(body) for body, _ in bodies]
+    except ValueError:
+        raise BadRow("the text of a <tool_call> is not valid JSON") from None
+    said = BLOCKS.sub(lambda block: "" if block[1] is not None else block[0], message["content"])
+    return {**message, "content": said.strip(), "tool_calls": [whole_call(call) for call in found]}
 
 
 def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
@@ -50,11 +77,13 @@ def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
             raise BadRow("the text of a function_call is not valid JSON") from None
         calls, message["content"] = found if isinstance(found, list) else [found], ""
     if calls:
-        return [{**message, "tool_calls": [whole_call(call) for call in calls]}]
+        whole = [whole_call(call) for call in calls]
+        return [{**message, "tool_calls": whole, "ids": [str(call.get("id")) for call in calls]}]
     if message["role"] != "tool":
         return [message]
     named = {"name": turn["name"]} if isinstance(turn.get("name"), str) else {}
-    return [{**message, **named, "content": text} for text in _results(message["content"])]
+    ids = [str(turn.get("tool_call_id"))]
+    return [{**message, **named, "ids": ids, "content": text} for text in _results(message["content"])]
 
 
 def _results(text: str) -> list[str]:

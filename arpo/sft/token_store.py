@@ -41,7 +41,7 @@ from arpo.tools import system_prompt_for
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
-FORMAT = 2  # raise it when the same file would give other tokens, or another layout
+FORMAT = 3  # raise it when the same file would give other tokens, or another layout
 
 
 class ConversationRows(Sequence):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 
 from arpo.errors import UserError
-from arpo.protocol import Codec, HermesCodec
+from arpo.protocol import JSON_CODECS, Codec
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
@@ -154,7 +154,7 @@ def make_codec(
     if cfg.format == "tags":
         return Codec(tokenizer, tools=tuple(tools), enable_thinking=enable_thinking)
     schemas = tools if isinstance(tools, Mapping) else {name: schema_of_tool(name) for name in tools}
-    return HermesCodec(tokenizer, tools=list(schemas.values()), enable_thinking=enable_thinking)
+    return JSON_CODECS[cfg.format](tokenizer, tools=list(schemas.values()), enable_thinking=enable_thinking)
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
@@ -166,7 +166,7 @@ def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSche
     if setting != "default":
         return setting
     names = list(tools)
-    if form == "hermes":
+    if form != "tags":
         return json_system_prompt(names)
     ours = {name: tool_class(name) for name in TOOLS if name in names}
     listed = tools if isinstance(tools, Mapping) else {}

@@ -1,6 +1,8 @@
 """Evaluation with calls in JSON: the answer is the last turn's, older records have tags, no prompt speaks of tags."""
 
 import json
+from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 from helpers.eval_records import record
@@ -13,11 +15,15 @@ from arpo.evals.options import EvalSection
 from arpo.evals.records import append_records, read_records
 from arpo.evals.resume import what_decides
 from arpo.options import RolloutConfig
+from arpo.protocol import JSON_CODECS
+from arpo.rewards import FORMATS
 from arpo.run_options import ModelConfig, ProtocolConfig
+from arpo.sft import PARSERS
 from arpo.tools import make_codec, system_prompt_for
 from arpo.tools.options import ToolsConfig
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
+LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ['ipython\n\n"\\boxed{5}"assistant\n\n', False]
 RESULT = ["\nuser\n<tool_response>\n\\boxed{5}\n</tool_response>\nassistant\n", False]
 
 
@@ -45,6 +51,22 @@ def test_the_answer_is_looked_for_in_the_last_turn(segments, prediction, is_well
     assert by_reward.scores["well_formed"] == is_well_formed
 
 
+@pytest.mark.parametrize(
+    ("segments", "prediction", "is_well_formed"),
+    [
+        ([(LLAMA_CALL, True), LLAMA_RESULT, ("<think>\\boxed{6}</think>It is \\boxed{4}.", True)], "4", True),
+        ([('{"name": ', True), LLAMA_RESULT, ("It is \\boxed{4}.", True)], "4", False),
+        ([(LLAMA_CALL, True), LLAMA_RESULT], "", False),
+        ([('{"name": "f", "parameters": {"x": "\\boxed{4}"}}', True)], "", False),
+    ],
+)  # fmt: skip
+def test_a_call_in_llamas_form_is_no_answer(segments, prediction, is_well_formed):
+    made = replace(of(*segments), protocol="llama")
+    [grade] = grade_records([made], metric="math")
+    assert (grade.prediction, grade.correct) == (prediction, float(prediction == "4"))
+    assert well_formed(made) is is_well_formed
+
+
 def test_records_keep_their_protocol_and_older_ones_have_tags(tmp_path):
     append_records(tmp_path / "a.jsonl", [of(("\\boxed{4}", True))])
     assert [r.protocol for r in read_records(tmp_path)] == ["hermes"]
@@ -70,6 +92,12 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
             text = codec.tokenizer.decode(codec.render_prompt(asked.messages, asked.tools))
             assert [s.name for s in SCHEMAS if f'"name": "{s.name}"' in text] == sorted(asked.tools)
     assert "tools" not in system_prompt_for("default", (), form="hermes").lower()
+
+
+def test_each_format_of_calls_has_its_codec_reward_and_parser():
+    values = get_args(get_type_hints(ProtocolConfig)["format"])
+    assert set(values) == set(FORMATS) == set(PARSERS) == {"tags", *JSON_CODECS}
+    assert all(codec.format == name for name, codec in JSON_CODECS.items())
 
 
 def test_the_codec_of_a_format_gets_the_schemas_of_our_tools():

@@ -2,24 +2,41 @@
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from arpo.protocol import Codec
 from arpo.protocol.hermes_codec import HermesCodec
+from arpo.protocol.llama_codec import LlamaCodec
 from arpo.protocol.schema import ToolSchema
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+LLAMA = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
+    "<|python_tag|>",
+]  # fmt: skip
+LLAMA_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The pieces in which Llama 3's tokenizers take a text: the line breaks behind a header are always one."""
 FAMILIES = ("qwen2_5", "qwen3", "llama3_1", "smollm2")
+
+
+def words_of(family: str) -> pre_tokenizers.PreTokenizer:
+    """Parts a text into what may become one token."""
+    if family != "llama3_1":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pattern = pre_tokenizers.Split(Regex(LLAMA_WORDS), behavior="isolated")
+    return pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
     """A small byte-level BPE with the family's special tokens, EOS, BOS and chat template."""
     special = LLAMA if family == "llama3_1" else CHATML
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = words_of(family)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -35,8 +52,8 @@ def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(ends | {"chat_template": template} | changes))
 
 
-def codec_of(family: str, *, enable_thinking: bool = True) -> Codec:
-    return Codec(family_tokenizer(family), enable_thinking=enable_thinking)
+def codec_of(family: str, *, enable_thinking: bool = True, **changes: str) -> Codec:
+    return Codec(family_tokenizer(family, **changes), enable_thinking=enable_thinking)
 
 
 HERMES_FAMILIES = ("qwen2_5", "qwen3", "hermes")
@@ -62,6 +79,10 @@ def hermes_codec(family: str, *, enable_thinking: bool = True, special: bool = F
     tokens = HERMES_TOKENS.get(family, ())
     tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in tokens], special_tokens=special)
     return HermesCodec(tokenizer, tools=SCHEMAS, enable_thinking=enable_thinking)
+
+
+def llama_codec(**changes: str) -> LlamaCodec:
+    return LlamaCodec(family_tokenizer("llama3_1", **changes), tools=SCHEMAS)
 
 
 def dialogue(*turns: str) -> list[dict[str, str]]:

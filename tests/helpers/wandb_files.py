@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def history(run_folder: Path, num_rows: int) -> list[dict]:
@@ -43,6 +43,8 @@ def _records(data: bytes):
             continue
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         position += HEADER_BYTES
+        if position + length > len(data):
+            return  # it is being written
         parts.append(data[position : position + length])
         position += length
         if kind in (1, 4):

@@ -39,7 +39,7 @@ class WebService:
         started = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(120)
         return self
 
     def __exit__(self, *_) -> None:

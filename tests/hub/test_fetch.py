@@ -53,7 +53,7 @@ def hub(server: HubServer | None, folder: Path, *argv: str, **environment: str) 
         os.environ | {"PYTHONPATH": str(ROOT)} | (server.environment(folder / "cache") if server else {}) | environment
     )
     env.pop("HF_TOKEN", None) if "HF_TOKEN" not in environment else None
-    return subprocess.run(command(*argv), cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(*argv), cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_a_data_set_is_fetched_checked_and_read_and_the_next_command_is_shown(tmp_path):

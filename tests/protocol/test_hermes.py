@@ -5,7 +5,7 @@ import json
 import pytest
 
 from arpo.protocol.hermes import A_CALL, call_bodies, parse_calls
-from arpo.protocol.schema import ToolSchema
+from arpo.protocol.schema import ToolSchema, arguments_of
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
@@ -50,6 +50,7 @@ def test_thoughts_contain_no_calls_but_arguments_may_contain_thoughts():
         (block(3, {}), "unknown", "bad_json", "no JSON object with a name and arguments"),
         ('<tool_call>{"name": "python"}</tool_call>', "unknown", "bad_json", A_CALL),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "unknown", "bad_json", "not valid JSON"),
+        (block("add", {}).replace("{}", '{"a": ' + "1" * 5000 + "}"), "unknown", "bad_json", "a number is too long"),
         ('<tool_call>{"name": "python", "arg', "unknown", "unclosed_call", "cut off"),
         (block("Python", {"code": "1"}), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
         (block("\ud800" + "x" * 99, {}), "unknown", "unknown_tool", '"\\ud800xxx'),
@@ -66,6 +67,22 @@ def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
     assert (call.tag, call.error_kind) == (tag, kind)
     assert call.error.startswith("Error: ") and error in call.error and len(call.error) < 300
     call.error.encode()  # no half characters
+
+
+@pytest.mark.parametrize("around", ["[{}]", '{{"a": {}}}'])
+@pytest.mark.parametrize("depth", [200, 700, 900, 990, 3000, 20_000])
+def test_deep_nesting_is_refused_before_python_gives_up_on_it(around, depth):
+    """Each version of Python reads another depth, and forbids what follows at yet another."""
+    opening, closing = around.format("|").replace("{{", "{").split("|")
+    deep = opening * depth + "1" + closing * depth
+    for name, argument in (("python", "code"), ("add", "a")):
+        text = f'<tool_call>{{"name": "{name}", "arguments": {{"{argument}": {deep}}}}}</tool_call>'
+        [call] = parse_calls(text, TOOLS)
+        assert call.error_kind == "bad_json" and "it is too deep" in call.error
+    assert "is no JSON (it is too deep)" in arguments_of(TOOLS["add"], f'{{"a": {deep}}}')
+    shallow = opening * 40 + "1" + closing * 40
+    [call] = parse_calls(f'<tool_call>{{"name": "add", "arguments": {{"a": {shallow}}}}}</tool_call>', TOOLS)
+    assert call.error_kind == "bad_arguments"
 
 
 def test_a_wrong_call_leaves_the_others_as_they_are():

@@ -77,6 +77,14 @@ def test_a_response_that_is_known_as_text_has_the_same_segments(segments):
     assert derive_segments("".join(text for text, _ in segments)) == segments
 
 
+def test_many_results_without_an_end_are_told_apart_in_no_time():
+    """A pattern that repeats per result would try 2 ** 400 ways to part them."""
+    text = f"{CALL}\nuser\n" + "<tool_response>\nr\n</tool_response>\n" * 400
+    assert derive_segments(text) == [(text, True)]
+    whole = derive_segments(f"{text}assistant\n{BOX}")
+    assert [by_model for _, by_model in whole] == [True, False, True] and whole[2] == (BOX, True)
+
+
 def test_without_calls_the_bonus_is_for_tools_whose_results_are_no_errors():
     def bonus(*texts: str) -> float:
         segments = [(CALL + CODE, True), results(*texts), (BOX, True)]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.families import TEMPLATES, codec_of, hermes_codec
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig
@@ -410,14 +411,31 @@ def test_a_custom_reward_of_another_form_is_refused_when_it_is_loaded(tmp_path, 
 def test_a_custom_reward_is_tried_before_anything_is_sampled(tmp_path, source, words):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(UserError, match=words):
-        load_custom(str(tmp_path / "mine.py"), "f").try_on(Prompt("q", [], ["4"], meta={"extra_info": {}}))
+        custom = load_custom(str(tmp_path / "mine.py"), "f")
+        custom.try_on(Prompt("q", [], ["4"], meta={"extra_info": {}}), codec_of("qwen2_5"))
 
 
-def test_a_trial_gets_the_rows_own_fields_and_an_answer_in_the_protocols_form(tmp_path):
+@pytest.mark.parametrize("opens_think", [False, True])
+@pytest.mark.parametrize("make_codec", [codec_of, hermes_codec])
+def test_a_trial_gets_the_rows_own_fields_and_a_well_formed_answer_in_the_protocols_form(
+    tmp_path, make_codec, opens_think
+):
     (tmp_path / "mine.py").write_text(
-        "def f(a, text, c, d, *, k=2): return float(text == f'<answer>{c}</answer>') + d['x']"
+        "from arpo.rewards import score\n"
+        "def f(trajectory, prompt):\n"
+        "    result = score(trajectory.text, ['4'], 'math', segments=trajectory.segments, form=prompt.meta['form'])\n"
+        "    assert result.total == 1.0, (result, trajectory)\n"
+        "    trajectory.check()\n"
+        "    return result.total"
     )
-    load_custom(str(tmp_path / "mine.py"), "f").try_on(Prompt("q", [], ["4"], meta={"extra_info": {"x": 1}}))
+    template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    before, generation_prompt, end = template.rpartition("<|im_start|>assistant\\n")
+    codec = make_codec(
+        "qwen2_5", chat_template=f"{before}{generation_prompt}<think>\\n{end}" if opens_think else template
+    )
+    assert bool(codec._opened) == opens_think
+    prompt = Prompt("q", [], ["4"], meta={"form": codec.format})
+    load_custom(str(tmp_path / "mine.py"), "f").try_on(prompt, codec)
 
 
 def test_the_process_that_compares_answers_has_no_keys_and_is_in_a_jail(monkeypatch):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from helpers.edits import edited_copy, edits_of, run_in
+from helpers.families import codec_of
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig, TrainingRewardConfig
@@ -159,6 +160,17 @@ def test_without_a_verdict_the_trajectory_is_not_trained_on_where_that_is_asked_
     assert teaching(group) == [there] and is_dead(group)
 
 
+def test_what_an_error_of_ours_ended_is_not_judged_and_has_no_reward():
+    group = make_group()
+    group.trajectories[0].stop_reason = StopReason.ERROR
+    verdicts = {id(group.trajectories[1]): Judgement(1.0)}
+    scored(group, terms_of("answer=1", "judge=0.5", judgements=verdicts))
+    gone, there = group.trajectories
+    assert gone.reward is None and there.reward == 0.5 and teaching(group) == [there]
+    with pytest.raises(AssertionError):  # of all others there is a judgement
+        scored(make_group(), terms_of("judge=1"))
+
+
 def test_each_built_in_term_has_one_line():
     assert list(TERMS) == ["answer", "format", "accuracy", "tool_bonus", "overlong", "judge"]
 
@@ -186,6 +198,12 @@ async def old_form(data_source, solution_str, ground_truth, extra_info):
 
 async def old_batch(samples):
     return [len(samples)] * len(samples)
+
+class Judge:
+    async def __call__(self, trajectory, prompt):
+        return await single(trajectory, prompt)
+
+an_object = Judge()
 """
 
 
@@ -197,6 +215,7 @@ async def old_batch(samples):
         ("batched_async", [0.0, 1.0], {"tokens": 5.0}),
         ("old_form", [1.0, 0.0], {}),
         ("old_batch", [2.0, 2.0], {}),
+        ("an_object", [5.0, 6.0], {}),
     ],
 )
 def test_a_function_may_be_async_and_batched_and_see_everything(tmp_path, function, rewards, parts):
@@ -222,6 +241,18 @@ def test_async_functions_run_at_the_same_time_and_always_on_one_loop(tmp_path):
         group = make_group()
         score_groups([group], RewardConfig(), custom, tools=LOADED)
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("parameters", ["samples", "trajectories, prompts"])
+def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp_path, parameters):
+    (tmp_path / "r.py").write_text(f"def f({parameters}): raise ValueError('mean of an empty list')")
+    custom = load_custom(str(tmp_path / "r.py"), "f")
+    score_groups([], RewardConfig(), custom, tools=LOADED)
+    score_groups([], TrainingRewardConfig(), tools=LOADED, terms=terms_of(f"{tmp_path}/r.py:f=1"))
+    scored_already = make_group()
+    for t in scored_already.trajectories:
+        t.reward = 1.0
+    score_groups([scored_already], RewardConfig(), custom, tools=LOADED, only_new=True)
 
 
 def test_at_most_so_many_calls_are_under_way(tmp_path):
@@ -282,9 +313,9 @@ def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, w
 def test_a_function_of_whole_trajectories_is_tried_on_an_invented_one(tmp_path, source, words):
     (tmp_path / "r.py").write_text(source)
     with pytest.raises(UserError, match=words):
-        load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]))
+        load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
     (tmp_path / "r.py").write_text("def f(trajectory, prompt): return trajectory.turns[-1].end + len(trajectory.text)")
-    load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]))
+    load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
 
 
 def test_an_async_function_works_in_any_thread(tmp_path):

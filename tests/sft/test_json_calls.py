@@ -4,17 +4,18 @@ import json
 import re
 
 import pytest
-from helpers.families import dialogue, hermes_codec, pieces
+from helpers.families import dialogue, hermes_codec, llama_codec, pieces
 from helpers.files import write_jsonl, write_parquet
 from helpers.ranks import run_ranks
 
 from arpo.data import BadRow
 from arpo.errors import UserError
 from arpo.sft.conversations import read_conversations
-from arpo.sft.json_calls import Conversation, parse_conversation
+from arpo.sft.json_calls import Conversation, parse_conversation, parse_for_llama
 from arpo.sft.options import SFTDataConfig
 from arpo.sft.token_store import ConversationRows, render, tokenise
 
+SFT = SFTDataConfig(train="x")
 CODE = {"name": "python", "arguments": {"code": "1+1"}}
 QUERY = {"name": "search", "arguments": {"query": "who"}}
 CLOCK = {"name": "clock", "description": "Tells the time.", "parameters": {"type": "object", "properties": {}}}
@@ -45,6 +46,16 @@ def test_openais_messages_keep_their_calls(as_text):
     assert parse_conversation(row) == Conversation(MESSAGES, None)
     row["messages"][1]["content"] = None
     assert parse_conversation(row).messages[1]["content"] == ""
+
+
+def test_results_that_name_their_calls_come_in_the_order_of_the_calls():
+    calls = [openai_call(call, i, as_text=True) for i, call in enumerate((CODE, QUERY))]
+    results = [{"role": "tool", "tool_call_id": i, "content": text} for i, text in (("1", "found"), ("0", "2"))]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    turns = [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]
+    assert parse_conversation({"messages": turns}).messages == MESSAGES
+    results[0]["tool_call_id"] = "0"  # twice the same: as the file has them
+    assert [m["content"] for m in parse_conversation({"messages": turns}).messages[2:4]] == ["found", "2"]
 
 
 def test_calls_in_the_text_stay_and_wrapped_results_come_apart():
@@ -94,6 +105,38 @@ def test_a_row_may_bring_its_functions_in_every_form(tools, functions):
 def test_a_row_that_cannot_be_used_says_why(messages, tools, error):
     with pytest.raises(BadRow, match=re.escape(error)):
         parse_conversation({"messages": [*dialogue("u:q"), *messages], "tools": tools})
+
+
+def test_for_llama_blocks_become_fields_and_json_that_is_a_turn_stays():
+    said = "<think>I look. <tool_call>no</tool_call></think>"
+    turns = [*dialogue("u:q", f"a:{said}\n{text_of(QUERY)}", "t:found"), *dialogue("a:\\boxed{2}")]
+    messages, functions = parse_for_llama({"messages": turns, "tools": [CLOCK]})
+    assert messages[1] == {"role": "assistant", "content": said, "tool_calls": [QUERY]}
+    assert functions == [{"type": "function", "function": CLOCK}]
+    whole = '{"name": "search", "parameters": {"query": "who"}}'
+    [_, called, *_] = parse_for_llama({"messages": [turns[0], *dialogue(f"a:{whole}"), *turns[2:]]}).messages
+    assert called == {"role": "assistant", "content": whole}
+    codec = llama_codec()
+    rows = [
+        render(parse_for_llama({"messages": [turns[0], {"role": "assistant", **said}, *turns[2:]]}), SFT, codec, "x:1")
+        for said in ({"content": text_of(QUERY)}, {"content": whole}, {"content": "", "tool_calls": [QUERY]})
+    ]
+    assert rows[0] == rows[1] == rows[2] and whole in codec.tokenizer.decode(rows[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("<tool_call>{</tool_call>", "the text of a <tool_call> is not valid JSON"),
+        ("<tool_call>[]</tool_call>", "a function call must be an object"),
+        (text_of(CODE, QUERY), "x:1: only one call in a turn"),
+        (f"I look. {text_of(CODE)}", "x:1: a message has a call and a text"),
+    ],
+)
+def test_what_llamas_form_has_not_is_refused_in_one_line(said, error):
+    row = {"messages": dialogue("u:q", f"a:{said}", "t:x", "a:\\boxed{2}")}
+    with pytest.raises((BadRow, UserError), match=re.escape(error)):
+        render(parse_for_llama(row), SFT, llama_codec(), "x:1")
 
 
 def test_parquet_gives_calls_the_arguments_of_others_as_nothing(tmp_path):
