@@ -41,7 +41,7 @@ class Episode:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What a reward may read of the newest call, beside the reward of that step."""
+        """Facts for a reward about the episode so far; the reward of the newest step comes beside them."""
         return {"return": self.total_reward, "terminated": self.terminated, "truncated": self.truncated}
 
 

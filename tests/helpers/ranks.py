@@ -37,7 +37,7 @@ from arpo.ranks import Ranks, init
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
-"""How long a script may take on a machine that is busy with other things. A bound, not an expectation."""
+"""Longest time of a script on a machine that is busy with other things. A bound, not an expectation."""
 PRELOADED = [
     "train_rl",
     "train_sft",
@@ -106,12 +106,12 @@ def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[...
 
 @dataclass(frozen=True)
 class Done:
-    """What is left of a script's ranks."""
+    """The processes that are left of a script's ranks."""
 
     code: int
     """0 where all ranks ended well, else the exit code of the one that ended first with another."""
     output: str
-    """What the ranks wrote to stdout and stderr, tracebacks included."""
+    """The ranks' stdout and stderr, tracebacks included."""
 
 
 def run_script(script: str, *argv: str, ranks: int = 2, env: dict[str, str] | None = None) -> str:

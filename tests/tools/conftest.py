@@ -9,7 +9,7 @@ from arpo.tools.notebook import NotebookTool
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path_factory, monkeypatch):
-    """What the tools derive from a test's files does not stay in the user's cache folder."""
+    """Keep what the tools derive from a test's files out of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache_home")))
 
 

@@ -77,7 +77,7 @@ class McpServer:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What decides which server answers; part of the keys of its cache."""
+        """The settings that decide which server answers; part of the keys of its cache."""
         return {"url": self.url} if self.url else {"command": self.command, "args": list(self.args)}
 
     @property

@@ -1,4 +1,4 @@
-"""What the processes of a call use, from /proc: the limits that bind them together are enforced by polling it."""
+"""Measures what the processes of a call use together, from /proc: limits on the sums are enforced by polling it."""
 
 from __future__ import annotations
 
