@@ -16,6 +16,7 @@ import multiprocessing.connection
 import os
 import pickle
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -163,7 +164,7 @@ def script_on_ranks(
 
 
 def wait_for_all(processes: list[multiprocessing.Process], patience_after_failure_s: float) -> int:
-    """0, or the code of the first that failed."""
+    """0, or the code of the first that failed; that of a kill before all others, which it has caused."""
     deadline, running, code = time.monotonic() + PATIENCE_S, list(processes), 0
     while running and (left := deadline - time.monotonic()) > 0:
         multiprocessing.connection.wait([process.sentinel for process in running], timeout=left)
@@ -172,7 +173,7 @@ def wait_for_all(processes: list[multiprocessing.Process], patience_after_failur
             if process.exitcode and not code:
                 code, deadline = process.exitcode, min(deadline, time.monotonic() + patience_after_failure_s)
     assert code or not running, f"{len(running)} ranks still ran after {PATIENCE_S} s"
-    return code
+    return -signal.SIGKILL if any(process.exitcode == -signal.SIGKILL for process in processes) else code
 
 
 def wait_for_step(run: Path, step: int, is_running: Callable[[], bool]) -> None:
