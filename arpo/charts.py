@@ -1,4 +1,4 @@
-"""What a training run shows of itself: curve.png, and the charts of TensorBoard's page "Custom Scalars"."""
+"""The charts of a training run: curve.png, and those of TensorBoard's page "Custom Scalars"."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ An evaluation has only a `Console`. Only rank 0 writes; on other ranks every met
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from arpo.charts import NO_CHARTS, Charts, draw_curve
 from arpo.dumps import DumpWriter
+from arpo.metrics_file import MetricsFile
 from arpo.run_folder import record_settings
 from arpo.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
@@ -66,27 +68,27 @@ class RunLog(Console):
             return
         folder.mkdir(parents=True, exist_ok=True)
         record_settings(folder, config, resume_step)
-        self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps)
-        self.metrics_path = folder / "metrics.jsonl"
-        self._drop_lines_after(resume_step)
+        self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps, say=self.line)
+        self.metrics = MetricsFile(folder / "metrics.jsonl", resume_step)
         self.trackers = Trackers(trackers, TrackedRun(folder, config, charts, resume_step), say=self.line)
-
-    def _drop_lines_after(self, step: int) -> None:
-        lines = self.metrics_path.read_text().splitlines(keepends=True) if self.metrics_path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # a killed run may leave half a line
-        self.metrics_path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
 
     def scalars(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
         """Write a line of metrics.jsonl, and to the trackers a point per value and the histograms' values.
 
-        `step` counts from 1.
+        `step` counts from 1. A line for which there is no room is written with a later one.
         """
         if not self.is_main:
             return
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps({"step": step} | {k: round(v, 8) for k, v in values.items()}) + "\n")
+        if self.dumps.num_lost:
+            values = {**values, "log/lost_dumps": self.dumps.num_lost}
+        num_waiting = len(self.metrics.waiting_steps)
+        reason = self.metrics.append({"step": step} | {k: round(v, 8) for k, v in values.items()})
+        if reason and not num_waiting:
+            self.line(f"warning: {self.metrics.path}: cannot write step {step} ({reason}); its rows wait for room")
+        elif num_waiting and not reason:
+            self.line(f"{self.metrics.path}: the {num_waiting} rows that waited are written")
         self.trackers.scalars(step, values, histograms or {})
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
@@ -105,17 +107,26 @@ class RunLog(Console):
 
     def finish(self) -> None:
         """Draw the curve, close all files, and say where the run can be looked at."""
+        curve = self.folder / "curve.png"
         if self.is_main and self.charts.lines:
-            draw_curve(read_metrics(self.folder), self.charts, self.folder.name, self.folder / "curve.png")
-            self.line(f"curve: {self.folder / 'curve.png'}")
+            try:
+                draw_curve(read_metrics(self.folder), self.charts, self.folder.name, curve)
+                self.line(f"curve: {curve}")
+            except OSError as error:  # the run is done and saved
+                curve.unlink(missing_ok=True)
+                self.line(f"warning: {curve}: cannot be written ({error.strerror})")
         for where in self.trackers.places() if self.is_main else ():
             self.line(where)
         self.close()
 
     def close(self) -> None:
+        """Write what waits, and close all files."""
         if self.is_main:
             self.trackers.close()
             self.dumps.close()
+            if reason := self.metrics.flush():
+                steps = ", ".join(map(str, self.metrics.waiting_steps))
+                self.line(f"warning: {self.metrics.path}: lacks the rows of steps {steps} ({reason})")
 
 
 class Progress(contextlib.AbstractContextManager):
@@ -156,9 +167,13 @@ class Progress(contextlib.AbstractContextManager):
 
 
 def print_line(text: str) -> None:
-    """Print to stdout, above the progress bars that a terminal shows."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+    """Print to stdout, above the progress bars that a terminal shows. A full disk below it ends no run."""
+    try:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What a model folder must hold, checked without torch and before anything of it is loaded."""
+"""Checks that a model folder holds what a model needs, without torch and before anything of it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said and kept of a mini-batch whose loss or gradient is not a finite number."""
+"""The message and the dump about a mini-batch whose loss or gradient is not a finite number."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ SHARES = {"quick": (8, 1), "full": (64, 3)}
 
 
 def expected(n: int) -> list[str]:
-    """What the trajectory's four calls print."""
+    """Return the texts that the trajectory's four calls print."""
     total, count = sum(range(n + 3)), n % 7 + 3
     first = [str(total), str(total + sum(i * i for i in range(count))), str(count + 1)]
     return [*first, f"{count + 1} {total}"]  # the copy is made after the second cell

@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from arpo.charts import SFT_CHARTS, Charts, draw_curve, rl_charts
-from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.metrics import MAX_SOURCES, memory_metrics, rollout_metrics, source_names, speeds
@@ -288,10 +287,14 @@ def test_only_the_newest_dumps_of_each_kind_stay_and_none_is_half_written(tmp_pa
     assert names == ["step_000002.jsonl.gz", "step_000003.jsonl.gz", "valid_000003.jsonl.gz"]
 
 
-def test_a_dump_that_cannot_be_written_is_said_with_the_next_one(tmp_path):
-    log = RunLog(tmp_path, Config(), is_main=True)
+def test_a_dump_that_cannot_be_written_is_said_with_the_next_one_and_counted(tmp_path, capsys):
+    log = RunLog(tmp_path, Config(), is_main=True, trackers=())
     (tmp_path / "trajectories").write_text("a file in the way")
     log.trajectories(1, [group()])
-    with pytest.raises(UserError, match=r"trajectories: cannot write the trajectory dump \(.+\); free some space"):
-        log.trajectories(2, [group()])
+    log.trajectories(2, [group()])
+    log.scalars(2, {"reward/mean": 0.0})
     log.close()
+    told = capsys.readouterr().out.splitlines()
+    words = "trajectories: cannot write the trajectory dump (File exists); free some space"
+    assert len(told) == 2 and all(words in line for line in told)
+    assert [row["log/lost_dumps"] for row in read_metrics(tmp_path)] == [1]

@@ -64,7 +64,7 @@ class Weather:
 
 
 def storm(victim_call: int, rank: int) -> None:
-    """What breaks inside a rank: sandbox hosts under their calls, the caches' disk, and rank 1 at a tool call."""
+    """Break things inside a rank: sandbox hosts under their calls, the caches' disk, and rank 1 at a tool call."""
     from arpo.tools.cache.store import CacheFile
     from arpo.tools.sandbox.host_process import HostProcess
 
@@ -90,7 +90,7 @@ def weights_of(run: Path) -> bytes:
 
 
 def without_tools(run: Path) -> list[dict[str, float]]:
-    """What was learnt; the tools' own metrics say how often they were tried and what a cache knew."""
+    """Return what was learnt; the tools' own metrics say how often they were tried and what a cache knew."""
     return [{name: value for name, value in row.items() if not name.startswith("tools/")} for row in learnt(run)]
 
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from arpo.protocol.prompts import About
 from arpo.tools.interface import CannotFork, ToolContext, ToolResult
+from arpo.tools.threads import on_thread
 
 LOOK = "look"
 """The argument that shows the newest observation again, the first one before any step."""
@@ -39,7 +41,7 @@ class Episode:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What a reward may read of the newest call, beside the reward of that step."""
+        """Facts for a reward about the episode so far; the reward of the newest step comes beside them."""
         return {"return": self.total_reward, "terminated": self.terminated, "truncated": self.truncated}
 
 
@@ -56,8 +58,11 @@ class EnvironmentTool:
     max_sessions = 0
     may_branch = True
     copies_exactly = False
-    """Whether `copy.deepcopy` gives an environment that goes on alike. If not, a branch replays its parent's actions in
+    """True where `copy.deepcopy` gives an environment that goes on alike. Else a branch replays its parent's actions in
     a new one, which a seeded environment answers alike; where it does not, tools/replay_mismatch says so."""
+    deadline_s = 60.0
+    """Longest time of a reset, a step, a copy or a closing in seconds. An environment that takes longer counts as an
+    exception of the tool, and its trajectory is dropped."""
 
     def make(self, context: ToolContext) -> Any:
         """Return a new environment. `context.row` has the columns of the prompt's row."""
@@ -71,7 +76,7 @@ class EnvironmentTool:
         """Return the action that the model has written: JSON, else the text as it is. Raises ValueError for others."""
         try:
             action = json.loads(argument)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter where it is nested too deeply
             action = argument.strip()
         space = getattr(env, "action_space", None)
         if space is not None and not space.contains(action):
@@ -83,7 +88,7 @@ class EnvironmentTool:
         return str(observation)
 
     async def open(self, context: ToolContext) -> Episode:
-        return await asyncio.to_thread(self._open, context)
+        return await self._in_time(self._open, context)
 
     def _open(self, context: ToolContext) -> Episode:
         env = self.make(context)
@@ -91,7 +96,7 @@ class EnvironmentTool:
         return Episode(env, observation)
 
     async def run(self, argument: str, context: ToolContext, session: Episode) -> ToolResult:
-        return await asyncio.to_thread(self._run, argument, session)
+        return await self._in_time(self._run, argument, session)
 
     def _run(self, argument: str, episode: Episode) -> ToolResult:
         if argument.strip() == LOOK:
@@ -115,11 +120,16 @@ class EnvironmentTool:
     async def fork(self, session: Episode, context: ToolContext) -> Episode:
         if not self.copies_exactly:
             raise CannotFork("the environment is replayed")
-        return await asyncio.to_thread(copy.deepcopy, session)
+        return await self._in_time(copy.deepcopy, session)
 
     async def close(self, session: Episode) -> None:
         if hasattr(session.env, "close"):
-            await asyncio.to_thread(session.env.close)
+            await self._in_time(session.env.close)
+
+    async def _in_time(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `work` returns. Raises TimeoutError after the deadline; what hangs is left to itself."""
+        async with asyncio.timeout(self.deadline_s):
+            return await on_thread(f"arpo-{self.tag}", work, *arguments)
 
     async def aclose(self) -> None:
         """Nothing to release: the sessions are closed."""

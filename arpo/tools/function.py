@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from arpo.errors import UserError
 from arpo.protocol.schema import arguments_of, schema_of
 from arpo.tools.base import ToolResult
+from arpo.tools.threads import on_thread
 
 DEADLINE_S = 30.0
 MAX_CONCURRENT = 32
@@ -22,8 +22,7 @@ MAX_CONCURRENT = 32
 class FunctionTool:
     """Calls a function with the arguments that the model wrote. What it returns, or raises, the model reads as text.
 
-    A coroutine function runs on the loop of the tools, any other in a thread. A thread cannot be ended: one that goes
-    on after the deadline is left to itself, and does not keep the run from ending.
+    A coroutine function runs on the loop of the tools, any other in a thread, which nothing ends after the deadline.
     """
 
     about = None
@@ -61,17 +60,7 @@ class FunctionTool:
     async def _call(self, arguments: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**arguments)
-        answer: Future[Any] = Future()
-
-        def work() -> None:
-            answer.set_running_or_notify_cancel()
-            try:
-                answer.set_result(self._function(**arguments))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=work, name=f"arpo-{self.tag}", daemon=True).start()
-        return await asyncio.wrap_future(answer)
+        return await on_thread(f"arpo-{self.tag}", partial(self._function, **arguments))
 
     async def aclose(self) -> None:
         """Nothing to release."""

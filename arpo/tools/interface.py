@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ToolContext:
-    """What a call belongs to. A tool whose `run` has a parameter `context` gets it."""
+    """Identifies the trajectory and the turn of a call. A tool whose `run` has a parameter `context` gets it."""
 
     prompt_id: str
     trajectory_id: str
@@ -47,7 +47,7 @@ class ToolResult:
     infra_error: bool = False
     """True where the failure is ours (backend down, sandbox broken) and not the model's."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """What a reward may want to know besides the text, in plain types (JSON): an environment's reward, say."""
+    """Facts for a reward besides the text, in plain types (JSON): an environment's reward, say."""
     replayed: int = 0
     """Calls of the trajectory that it branched from, run again to give this call its session."""
     replay_mismatches: int = 0

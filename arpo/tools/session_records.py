@@ -1,4 +1,4 @@
-"""What `Sessions` keeps of a trajectory's session of a tool: its calls, and the copies that wait for branches."""
+"""The records that `Sessions` keeps of a trajectory's session: its calls, and the copies that wait for branches."""
 
 from __future__ import annotations
 

@@ -9,12 +9,14 @@ without `fork`, where a copy found no free place, and for retrospective selector
 
 No limit can make trajectories wait for each other for ever. A copy never waits: without a free place there is none.
 So at most max_sessions - 1 copies exist, the remaining session belongs to a trajectory that grows and ends, and its
-place is the next one's. Who holds a session of another tool does not wait either, but goes over the limit.
+place is the next one's. Who holds a session of another tool does not wait either, but goes over the limit, and is not
+copied.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
@@ -146,15 +148,29 @@ class Sessions:
         try:
             session.has_place = await self._take_place(tool.tag, context.owner)
             if handle is not None:
-                session.handle = await self._try_to_fork(tool, handle, context)
+                session.handle = await self._finished(tool, self._try_to_fork(tool, handle, context))
                 session.is_open = session.handle is not None
         finally:
             self._release(source)
         if session.is_open:
             return ToolResult("", ok=True)
-        session.handle = await tool.open(replace(context, history=""))
+        session.handle = await self._finished(tool, tool.open(replace(context, history="")))
         session.is_open = True
         return await self._replay(tool, session, context)
+
+    async def _finished(self, tool: SessionTool, making: Coroutine) -> Any | None:
+        """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""
+        task = self._spawn(making)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._spawn(self._close_made(tool, task))
+            raise
+
+    async def _close_made(self, tool: SessionTool, task: asyncio.Task) -> None:
+        with contextlib.suppress(Exception):  # there is none
+            if (handle := await task) is not None:
+                await self._close_handle(tool, handle)
 
     async def _replay(self, tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
         calls, session.calls = session.calls, []
@@ -206,7 +222,7 @@ class Sessions:
     async def _make_copy(self, copy: Copy, session: Session, owner: Owner) -> Any | None:
         tag = copy.tool.tag
         async with session.lock:
-            if not session.is_open or (tag in self._places and self._places[tag].locked()):
+            if not session.is_open or (tag in self._places and (self._places[tag].locked() or not session.has_place)):
                 return None
             copy.has_place = await self._take_place(tag, owner)
             handle = await self._try_to_fork(copy.tool, session.handle, session.context)
@@ -256,6 +272,7 @@ class Sessions:
         self._retain(prompt_id, set())
         self._copies.pop(prompt_id, None)
         for owner in [owner for owner in self._sessions if owner[0] == prompt_id]:
+            self._end(owner)
             del self._sessions[owner]
 
     async def _drop(self, copy: Copy) -> None:
@@ -294,9 +311,7 @@ class Sessions:
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        for prompt_id in {owner[0] for owner in self._sessions}:
-            for owner in [owner for owner in self._sessions if owner[0] == prompt_id]:
-                self._end(owner)
+        for prompt_id in {owner[0] for owner in self._sessions} | self._copies.keys():
             self._forget(prompt_id)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)

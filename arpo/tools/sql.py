@@ -7,6 +7,7 @@ copy of it is a copy of the session. What would be outside (random numbers, temp
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 
 from arpo.protocol.prompts import About
@@ -18,8 +19,12 @@ STEPS_PER_LOOK = 10_000
 """Instructions of SQLite's machine between two looks at their number."""
 PAGE_BYTES = 4096
 MAX_CELL_CHARS = 200
+LIMITS = {sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000, sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1000}
+"""Bytes of a value or a row, and of a pattern: one instruction, which nothing stops, may make a value in our memory."""
 READABLE_PRAGMAS = {"table_info", "table_list", "index_list", "index_info", "foreign_key_list"}
-OUTSIDE = {"random", "randomblob", "last_insert_rowid", "changes", "total_changes", "load_extension"}
+OUTSIDE = {
+    "random", "randomblob", "last_insert_rowid", "changes", "total_changes", "load_extension", "fts3_tokenizer",
+}  # fmt: skip
 """Functions of what is not in the database."""
 DENIED = {
     sqlite3.SQLITE_ATTACH,
@@ -68,18 +73,26 @@ class SqlTool:
 
     def _confined(self, database: sqlite3.Connection) -> sqlite3.Connection:
         database.set_authorizer(_authorize)
+        for limit, value in LIMITS.items():
+            database.setlimit(limit, value)
         return database
 
     async def run(self, argument: str, context: ToolContext, session: sqlite3.Connection) -> ToolResult:
         return await asyncio.to_thread(self._run, session, argument)
 
     def _run(self, database: sqlite3.Connection, text: str) -> ToolResult:
-        looks_left = self.cfg.max_steps // STEPS_PER_LOOK
+        looks_left, reason = self.cfg.max_steps // STEPS_PER_LOOK, ""
+        folder = _temporary_folder()
+        least_free = _free_bytes(folder) // 2
 
         def must_stop() -> bool:
-            nonlocal looks_left
+            nonlocal looks_left, reason
             looks_left -= 1
-            return looks_left < 0
+            if looks_left < 0:
+                reason = f"more than {self.cfg.max_steps} steps"
+            elif _free_bytes(folder) < least_free:  # SQLite limits a database, not what it sorts outside of it
+                reason = "too much to sort or to compare"
+            return bool(reason)
 
         shown = "(no rows)"
         database.set_progress_handler(must_stop, STEPS_PER_LOOK)
@@ -89,9 +102,7 @@ class SqlTool:
                 if cursor.description:
                     shown = self._table(cursor)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            kind = "step_limit" if looks_left < 0 else "error"
-            reason = f"more than {self.cfg.max_steps} steps" if looks_left < 0 else str(error)
-            return ToolResult(f"Error: {reason}", ok=False, error_kind=kind)
+            return ToolResult(f"Error: {reason or error}", ok=False, error_kind="step_limit" if reason else "error")
         finally:
             database.set_progress_handler(None, 0)
         return ToolResult(shown, ok=True)
@@ -123,6 +134,17 @@ class SqlTool:
 
     async def aclose(self) -> None:
         """Nothing to release: the sessions are closed."""
+
+
+def _temporary_folder() -> str:
+    """Return the folder to which SQLite writes what it sorts, by its own rules."""
+    folders = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
+    return next((folder for folder in folders if folder and os.access(folder, os.W_OK | os.X_OK)), ".")
+
+
+def _free_bytes(folder: str) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:

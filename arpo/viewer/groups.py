@@ -1,4 +1,4 @@
-"""What the viewer shows of a dump: its groups, read and checked line by line.
+"""The groups of a dump as the viewer shows them, read and checked line by line.
 
 Reads dumps of older versions too: what those do not have (token texts, token entropies) the page leaves out.
 """

@@ -1,4 +1,4 @@
-"""What the viewer draws over the steps: a few of the numbers in metrics.jsonl."""
+"""The curves that the viewer draws over the steps: a few of the numbers in metrics.jsonl."""
 
 from __future__ import annotations
 

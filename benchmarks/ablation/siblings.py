@@ -1,4 +1,4 @@
-"""What the entropy after a tool result says, from the trajectory dumps of finished runs:
+"""Measures what the entropy after a tool result predicts, from the trajectory dumps of finished runs:
 
     python benchmarks/ablation/siblings.py runs/demo_hard_ablation/{random,arpo,standardized}_seed*
     python benchmarks/ablation/siblings.py runs/llm_arpo --picture entropies.png

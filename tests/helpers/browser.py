@@ -29,7 +29,7 @@ def dom(page: Path, profile: Path, address: str = "", keys: tuple[str, ...] = ()
 
 
 def words(fragment: str) -> str:
-    """What a reader sees of some HTML, spaces between the elements."""
+    """Return the text of some HTML as a reader sees it, with spaces between the elements."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", fragment)).split())
 
 

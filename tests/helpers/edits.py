@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = {"arpo", "helpers", "use", *(script.stem for script in ROOT.glob("*.py"))}
 
 Edit = tuple[str, str]
-"""What a paragraph says of the place, and the code below it."""
+"""A place as a paragraph names it, and the code below it."""
 
 
 def edits_of(title: str) -> list[Edit]:
@@ -68,7 +68,7 @@ def make(lines: list[str], place: str, target: str, code: str) -> list[str]:
 
 
 def run_in(folder: Path, code: str) -> str:
-    """What Python code prints that runs in the copy, in a process of its own; raises what the code raises.
+    """Return what Python code prints that runs in the copy, in a process of its own; raises what the code raises.
 
     The process is forked from this one, which has torch behind it, and forgets this project's own modules.
     """

@@ -1,4 +1,4 @@
-"""What the tests of a GPU have in common. ARPO_GPU_KIT=cpu runs them on the CPU, to see that they work."""
+"""Parts that the tests of a GPU have in common. ARPO_GPU_KIT=cpu runs them on the CPU, to see that they work."""
 
 import os
 
@@ -20,7 +20,7 @@ VOCAB = 384
 
 
 def missing(attention: str) -> str:
-    """Why this model.attention does not run here in bfloat16; "" if it does. (FlexAttention: uncompiled on the CPU.)"""
+    """Return why this model.attention does not run here in bfloat16; "" if it does. FlexAttention: uncompiled."""
     try:
         attention_backend(ModelConfig(attention=attention), torch.device("cuda" if ON_GPU else "cpu"))
     except UserError as error:

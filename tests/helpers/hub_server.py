@@ -73,7 +73,7 @@ class HubServer:
             assert self.changed.wait_for(lambda: not self.num_connections, timeout=120)
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """What a process must have in its environment to ask this server."""
+        """The environment of a process that is to ask this server."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(cache),
@@ -187,7 +187,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self.json({"url": f"{hub.url}/{repo.removeprefix('models/')}", "name": repo}, 409 if known else 200)
 
         def lfs(self, wanted: dict) -> dict:
-            """What to do for a large file: nothing where it is stored already."""
+            """Return the actions for a large file: none where it is stored already."""
             there = wanted["oid"] in hub.stored
             upload = {"upload": {"href": f"{hub.cdn}/upload/{wanted['oid']}", "header": {}}}
             return wanted if there else wanted | {"actions": upload}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from arpo.tools import make_tools, take_restarts
@@ -56,6 +58,18 @@ class Running:
     def restarts(self) -> int:
         """Times that servers were started again since this was last asked."""
         return take_restarts(self.tools)
+
+
+@contextmanager
+def served(port: int, *args: object) -> Iterator[subprocess.Popen]:
+    """The server over HTTP, once it listens. It ends with the test, however that ends."""
+    process = subprocess.Popen([sys.executable, SERVER, "--port", str(port), *map(str, args)])
+    try:
+        wait_for(lambda: listens(f"http://127.0.0.1:{port}/mcp"))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

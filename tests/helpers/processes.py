@@ -1,16 +1,28 @@
 """Processes, seen from outside."""
 
+import random
 import socket
 from pathlib import Path
 
+LEAST_PORT = 10_000
+
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port that nobody uses, for a server that starts later.
+
+    It is below those that the kernel gives to connections: one of thousands on a busy machine would have it by then.
+    """
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(LEAST_PORT, max(first_of_connections, 2 * LEAST_PORT))
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:  # somebody does
+            continue
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended. A zombie has, though nobody may have reaped it yet."""
+    """Return whether there is such a process that has not ended. A zombie has, though nobody may have reaped it yet."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"

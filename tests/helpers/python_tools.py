@@ -56,6 +56,24 @@ def text_of(tool: PythonTool, code: str) -> str:
     return run(tool, code)[0].text
 
 
+def burning_children(number: int, *, cpu_s: float, are_waited_for: bool = False) -> str:
+    """Code with so many children, one after the other, that compute for `cpu_s`. Nobody sees how long the ones took
+    that are not waited for."""
+    return f"""
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.{"SIG_DFL" if are_waited_for else "SIG_IGN"})
+for _ in range({number}):
+    if os.fork() == 0:
+        while time.process_time() < {cpu_s}:
+            pass
+        os._exit(0)
+    try:
+        os.wait()
+    except ChildProcessError:
+        pass
+"""
+
+
 def processes_of(host_pid: int, *, zombies: bool = False) -> list[int]:
     """The host and all processes below it."""
     parents = {}

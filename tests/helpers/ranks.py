@@ -16,6 +16,7 @@ import multiprocessing.connection
 import os
 import pickle
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -37,7 +38,7 @@ from arpo.ranks import Ranks, init
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
-"""How long a script may take on a machine that is busy with other things. A bound, not an expectation."""
+"""Longest time of a script on a machine that is busy with other things. A bound, not an expectation."""
 PRELOADED = [
     "train_rl",
     "train_sft",
@@ -106,12 +107,12 @@ def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[...
 
 @dataclass(frozen=True)
 class Done:
-    """What is left of a script's ranks."""
+    """The processes that are left of a script's ranks."""
 
     code: int
     """0 where all ranks ended well, else the exit code of the one that ended first with another."""
     output: str
-    """What the ranks wrote to stdout and stderr, tracebacks included."""
+    """The ranks' stdout and stderr, tracebacks included."""
 
 
 def run_script(script: str, *argv: str, ranks: int = 2, env: dict[str, str] | None = None) -> str:
@@ -163,7 +164,7 @@ def script_on_ranks(
 
 
 def wait_for_all(processes: list[multiprocessing.Process], patience_after_failure_s: float) -> int:
-    """0, or the code of the first that failed."""
+    """0, or the code of the first that failed; that of a kill before all others, which it has caused."""
     deadline, running, code = time.monotonic() + PATIENCE_S, list(processes), 0
     while running and (left := deadline - time.monotonic()) > 0:
         multiprocessing.connection.wait([process.sentinel for process in running], timeout=left)
@@ -172,7 +173,7 @@ def wait_for_all(processes: list[multiprocessing.Process], patience_after_failur
             if process.exitcode and not code:
                 code, deadline = process.exitcode, min(deadline, time.monotonic() + patience_after_failure_s)
     assert code or not running, f"{len(running)} ranks still ran after {PATIENCE_S} s"
-    return code
+    return -signal.SIGKILL if any(process.exitcode == -signal.SIGKILL for process in processes) else code
 
 
 def wait_for_step(run: Path, step: int, is_running: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What the package logs."""
+"""The log records of the package."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""What runs have in common."""
+"""Reading and comparing runs in tests."""
 
 from fnmatch import fnmatch
 from itertools import zip_longest
@@ -7,7 +7,7 @@ from pathlib import Path
 from arpo.log import read_metrics
 
 MEASURED = ("time/*", "memory/*", "tokens/*_per_second", "tools/*/seconds_*")
-"""What two runs of the same steps need not have in common."""
+"""Metrics in which two runs of the same steps may differ."""
 
 
 def learnt(run: Path) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ class Notes:
     contexts: list[ToolContext] = field(default_factory=list)
     """Those of `open`."""
     ran: list[str] = field(default_factory=list)
-    """What each call answered, replays included."""
+    """The answer of each call, replays included."""
     num_open: int = 0
     most_open: int = 0
 

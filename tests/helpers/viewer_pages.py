@@ -48,5 +48,5 @@ def data_of(page: str) -> dict:
 
 
 def run_data_of(page: str) -> dict:
-    """What a page says of the whole run."""
+    """Return what a page says of the whole run."""
     return json.loads(re.search(r'<script type="application/json" id="run">(.*?)</script>', page)[1])

@@ -16,8 +16,8 @@ import os, time
 for _ in range(8):
     if os.fork() == 0:
         block = b"x" * (48 << 20)
-        time.sleep(9)
-time.sleep(9)
+        time.sleep(30)
+time.sleep(30)
 """
 ZERO_DEVICE_MAPPING = """
 import mmap
@@ -34,19 +34,19 @@ import ctypes, os, threading, time
 def hold():
     time.sleep(0.2)
     block = b"x" * (48 << 20)
-    time.sleep(9)
+    time.sleep(30)
 for _ in range(8):
     if os.fork() == 0:
         threading.Thread(target=hold).start()
         ctypes.CDLL(None).syscall(WORLD["exit"], 0)
-time.sleep(9)
+time.sleep(30)
 """
 NEW_PROGRAMS = """
 import subprocess, sys, time
-code = "import time; block = b'x' * (30 << 20); time.sleep(9)"
+code = "import time; block = b'x' * (30 << 20); time.sleep(30)"
 for _ in range(15):
     subprocess.Popen([sys.executable, "-S", "-c", code])
-time.sleep(9)
+time.sleep(30)
 """
 ONE_BLOCK_OF_MANY_PROCESSES = """
 import os, time
@@ -95,14 +95,14 @@ MANY_FILES = """
 import time
 for i in range(20000):
     open(str(i), "w").close()
-time.sleep(9)
+time.sleep(30)
 """
 DEEP_FOLDER = """
 import os, time
 for _ in range(1200):
     os.mkdir("d")
     os.chdir("d")
-time.sleep(9)
+time.sleep(30)
 """
 REMOVED_OPEN_FILES = """
 import os, time
@@ -111,7 +111,7 @@ for i in range(20):
     files.append(open("file", "wb"))
     os.remove("file")
     files[-1].write(bytes(20 << 20))
-time.sleep(9)
+time.sleep(30)
 """
 REMOVED_MAPPED_FILES = """
 import ctypes, mmap, os, time
@@ -123,7 +123,7 @@ for i in range(20):
         file.write(bytes(20 << 20))
         file.flush()
         libc.mmap(None, ctypes.c_size_t(4096), mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), ctypes.c_long(0))
-time.sleep(9)
+time.sleep(30)
 """
 FILES_IN_MESSAGES = """
 import os, socket, time
@@ -134,7 +134,7 @@ for i in range(20):
         file.write(bytes(20 << 20))
         file.flush()
         socket.send_fds(a, [b"x"], [file.fileno()])
-time.sleep(9)
+time.sleep(30)
 """
 FILES_BELOW_LONG_PATHS = """
 import os, time
@@ -144,7 +144,7 @@ for _ in range(20):
 for i in range(20):
     with open(f"file{i}", "wb") as file:
         file.write(bytes(20 << 20))
-time.sleep(9)
+time.sleep(30)
 """
 IGNORED_SIGNALS = """
 import signal
@@ -184,7 +184,7 @@ while True:
 MANY_THREADS = """
 import threading, time
 for _ in range(2000):
-    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
 """
 DAEMON = f"""
 import subprocess

@@ -104,11 +104,11 @@ def test_branches_of_an_environment_go_on_where_it_was(kind):
 
 def test_rewards_ends_and_bad_actions_are_in_the_record():
     context = ToolContext("p", "0", 0, seed=3, row={"goal": 1})
-    look, bad, *steps = alone(WalkTool(), context, ["look", "fly", *["2"] * 4])
+    look, bad, deep, *steps = alone(WalkTool(), context, ["look", "fly", "[" * 100_000, *["2"] * 4])
     assert look.text == "you are at 0" and look.info == {
         "reward": 0.0, "return": 0.0, "terminated": False, "truncated": False
     }  # fmt: skip
-    assert bad.error_kind == "bad_action" and "'fly' is no step" in bad.text
+    assert bad.error_kind == deep.error_kind == "bad_action" and "'fly' is no step" in bad.text
     won = next(step for step in steps if step.info["reward"])
     assert won.info["terminated"] and won.info["return"] == 1.0 and won.text.endswith("The episode has ended.")
     assert steps[-1].error_kind == "ended" and steps[-1].info["return"] == 1.0

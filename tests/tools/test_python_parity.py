@@ -1,4 +1,4 @@
-"""What code comes to in the sandbox is what it comes to under `python -c`: output, exit code, the end of its traceback.
+"""Code comes to the same in the sandbox as under `python -c`: output, exit code, the end of its traceback.
 
 Different by design: the value of a last bare expression is shown (as in a notebook); of a traceback only the error is,
 without what is guessed ("Did you mean") and the members of an exception group.

@@ -51,7 +51,7 @@ def told(t: Trajectory, tag: str = "search") -> list[tuple[str, str]]:
 
 
 def as_if_alone(calls: list[tuple[str, str]]) -> list[str]:
-    """What a fresh trajectory that makes the same calls would read."""
+    """Return what a fresh trajectory that makes the same calls would read."""
     arguments = [argument for argument, _ in calls]
     return [" ".join(arguments[: n + 1]) for n in range(len(arguments))]
 

@@ -1,7 +1,10 @@
 """The SQL environment: a database per trajectory, and branches with an exact copy of it."""
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 from helpers.scripted_rollout import ANSWER, play, prompt
@@ -59,6 +62,10 @@ def test_several_statements_run_in_order_and_the_last_rows_are_shown():
     ("SELECT load_extension('/x')", "not authorized"),
     ("VACUUM INTO '/tmp/x.db'", "authorization denied"),
     ("SELECT '\0'", "null character"),
+    ("SELECT length(hex(zeroblob(300000000)))", "too big"),
+    ("SELECT replace(printf('%.*c', 90000, 'a'), 'a', printf('%.*c', 90000, 'b'))", "too big"),
+    ("SELECT printf('%.*c', 900000, 'a') LIKE '%' || printf('%.*c', 40000, 'a') || 'b'", "too complex"),
+    ("SELECT fts3_tokenizer('simple')", "not authorized"),
 ])  # fmt: skip
 def test_errors_are_text_that_the_model_reads(call, words):
     failed, after = ask(call, "SELECT count(*) FROM films")
@@ -69,10 +76,39 @@ def test_a_query_that_never_ends_and_a_database_that_grows_hit_their_limits():
     endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
     small = SqlConfig(max_steps=200_000, max_mib=1, max_rows=2)
     stopped, full, cut = ask(
-        endless, "CREATE TABLE t AS SELECT zeroblob(3000000) AS b", "SELECT 1 UNION SELECT 2 UNION SELECT 3", cfg=small
+        endless,
+        f"CREATE TABLE t AS {' UNION ALL '.join(['SELECT zeroblob(900000)'] * 2)}",
+        "SELECT 1 UNION SELECT 2 UNION SELECT 3",
+        cfg=small,
     )
     assert stopped.error_kind == "step_limit" and "more than 200000 steps" in stopped.text
     assert not full.ok and "full" in full.text and cut.text == "1\n1\n2\n..."
+
+
+SORT = """
+import asyncio
+from arpo.tools.base import ToolContext
+from arpo.tools.options import SqlConfig
+from arpo.tools.sql import SqlTool
+async def ask():
+    tool = SqlTool(SqlConfig())
+    session = await tool.open(ToolContext("p", "0", 0))
+    rows = "WITH RECURSIVE n(x, y) AS (SELECT 1, zeroblob(1000) UNION ALL SELECT x + 1, y FROM n) SELECT y, x FROM n"
+    print((await tool.run(f"{rows} ORDER BY y, x DESC", ToolContext("p", "0", 0), session)).text)
+    print((await tool.run("SELECT 1", ToolContext("p", "0", 0), session)).text)
+asyncio.run(ask())
+"""
+
+
+def test_rows_that_are_sorted_fill_no_disk(tmp_path):
+    """On a disk of 40 MB. Nothing but the steps would end the query, after 4 GB."""
+    mounted = f'mount -t tmpfs -o size=40m none {tmp_path} && exec "$@"'
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, "sh"]
+    if subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    environment = os.environ | {"TMPDIR": str(tmp_path), "SQLITE_TMPDIR": str(tmp_path)}
+    done = subprocess.run([*namespace, sys.executable, "-c", SORT], capture_output=True, text=True, env=environment)
+    assert done.stdout == "Error: too much to sort or to compare\n1\n1\n", done.stderr
 
 
 def test_a_row_whose_script_fails_is_named():

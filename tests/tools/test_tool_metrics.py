@@ -1,4 +1,4 @@
-"""What is counted of the tools is what the trajectories' records say; and what their calls cost."""
+"""Metrics of the tools agree with the trajectories' records; and what the calls cost."""
 
 import asyncio
 import json

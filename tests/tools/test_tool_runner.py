@@ -1,4 +1,4 @@
-"""What an exception of a tool costs: one trajectory, except where the run cannot go on."""
+"""An exception of a tool costs one trajectory, except where the run cannot go on."""
 
 import pytest
 from helpers.fakes import EchoTool

@@ -32,13 +32,22 @@ CLOSE_S = 15.0
 GRACE_S = 1.0
 """Time that the client has to notice that a call is overdue, before we do."""
 PROBE_S = 5.0
-"""Longest time in which a server that is alive lists its tools."""
+"""Longest time in which a server that is alive lists its tools, or says goodbye."""
 STDERR_BYTES = 2000
 """Bytes kept of the last that a server wrote to its standard error."""
 HTTP_FAILED = "Server returned an error response"
 """Message with which the client stands in for an HTTP error that has no JSON-RPC error in it."""
 SESSION_LOST = "Session terminated"
 """The same for an HTTP server that does not know our session any more."""
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    record.exc_info = None
+    return True
+
+
+for name in ("stdio", "streamable_http", "session"):  # their errors show what a server wrote, maybe a key of it
+    logging.getLogger(f"mcp.client.{name}").addFilter(_without_traceback)
 
 
 class ConnectionLost(ConnectionError):
@@ -177,6 +186,8 @@ class OpenClient:
         return f"HTTP {self._statuses[-1]}" if self._statuses else ""
 
     async def _own(self, former: OpenClient | None) -> None:
+        import anyio
+
         if former is not None:
             await asyncio.wait([former._task])
         start_s = self.server.start_s
@@ -189,6 +200,7 @@ class OpenClient:
                     self.was_open = True
                     self._is_open.set_result(None)
                     await self._closing.wait()
+                    self._scope.deadline = anyio.current_time() + PROBE_S  # a goodbye over HTTP may find no listener
             except Exception as error:  # an ExceptionGroup, mostly: whatever broke the connection is no bug of ours
                 self._error = self._error or _reason(error)
         timer.cancel()

@@ -28,6 +28,10 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 """Names of values that must not stand in a config, which is copied into the run's folder."""
+SECRET_FLAG = re.compile(
+    r"-{1,2}(?:[\w-]+[_-])?(?:api_?key|key|token|secret|password|passwd|credentials?)", re.IGNORECASE
+)
+"""Names of arguments whose values must not stand there."""
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _LEAST_SECRET_CHARS = 4
 """Shorter values of the environment are no secrets: hiding every "1" would only mangle results."""
@@ -73,7 +77,7 @@ class McpServer:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What decides which server answers; part of the keys of its cache."""
+        """The settings that decide which server answers; part of the keys of its cache."""
         return {"url": self.url} if self.url else {"command": self.command, "args": list(self.args)}
 
     @property
@@ -184,13 +188,23 @@ def _check(server: McpServer, where: str) -> None:
                     f"{where}.{key}.{name} looks like a secret, and the config is copied into the run's folder; put it "
                     f"into the environment, and its name here: ${re.sub('[^A-Za-z0-9_]', '_', name).upper()}"
                 )
+    for number, arg in enumerate(server.args):
+        name, is_pair, own = arg.partition("=")
+        value = "".join(server.args[number + 1 : number + 2])
+        if SECRET_FLAG.fullmatch(name) and _may_be_secret(own if is_pair else value):
+            raise ValueError(f"{where}.args: {name} looks like a secret, which messages would show; give it by env")
     if server.url:
         _check_url(server.url, where)
+
+
+def _may_be_secret(value: str) -> bool:
+    """Return whether a value can be a secret: no number, no path, no other flag."""
+    return bool(value) and not value.startswith("-") and "/" not in value and not value.isdigit()
 
 
 def _check_url(url: str, where: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{where}.url must be like http://host:8000/mcp, not {url!r}")
-    if parts.password or any(SECRET.search(name) for name, _ in parse_qsl(parts.query)):
+    if parts.username or any(SECRET.search(name) for name, _ in parse_qsl(parts.query)):
         raise ValueError(f"{where}.url has a secret in it; put it into the environment, and its name into headers")

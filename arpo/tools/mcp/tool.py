@@ -77,7 +77,7 @@ class McpTool:
 
 
 class Service:
-    """What the tools of one server share. For one event loop."""
+    """Connection, cache and limit of calls that the tools of one server share. For one event loop."""
 
     policy = HttpPolicy(backoff_cap_s=5.0)
 

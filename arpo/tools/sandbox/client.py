@@ -26,8 +26,8 @@ LIMITS = {
     "landlock": "exact limits: wall time, memory, CPU time; polled: files and threads",
     "none": "exact limits: wall time, the first process's memory and CPU time; polled: its files and threads",
 }
-"""What a start says of each tier's limits; one process: namespaces without a /proc. A limit that is polled may be
-passed for as long as a poll takes (50 ms)."""
+"""The words with which a start announces each tier's limits; one process: namespaces without a /proc. A limit that is
+polled may be passed for as long as a poll takes (50 ms)."""
 LIMITS_OF_CGROUPS = {
     "namespaces": "exact limits: wall time, files, processes, memory of all (by cgroup); polled: CPU time (by cgroup)",
     "one process": LIMITS["one process"],

@@ -22,7 +22,7 @@ class FolderJail:
     proc: str | int = "/proc"
     """Path or descriptor of a /proc in which the worker finds itself."""
     cgroup: HostCgroup | None = None
-    """Where each call gets a cgroup; None: limits on sums are polled."""
+    """The cgroup below which each call gets its own; None: limits on sums are polled."""
 
     def __init__(self, limits: CallLimits):
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""

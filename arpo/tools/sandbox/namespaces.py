@@ -76,7 +76,8 @@ class NamespaceJail:
             _enter(root)
         self._pid_namespace = kernel.pidfd_open(os.getpid())
         # Without /proc nobody can sum up the memory of several processes, so there is only one.
-        self._filter = seccomp.program(allow_children=self.has_proc)
+        has_sessions = self.has_proc and limits.session_cpu_s > 0  # they hide from each other, see session_worker.py
+        self._filter = seccomp.program(allow_children=self.has_proc, may_hide=has_sessions)
 
     def fork(self) -> int:
         """Fork a child that is PID 1 of a pid namespace of its own: when it ends, the kernel kills the rest of it."""

@@ -33,11 +33,11 @@ Instruction = tuple[int, int, int, int]
 """(code, jump if true, jump if false, constant)"""
 
 
-def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
+def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool = False) -> bytes:
     """Return the filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
 
     only_pid: the one process, itself, that the worker may signal. It is set if no namespaces hide the user's other
-    processes and files.
+    processes and files. may_hide: it may forbid others of its user, and allow them again, to read its memory.
     """
     machine = platform.machine()
     if machine not in table.ARCHITECTURES:
@@ -74,8 +74,9 @@ def program(*, allow_children: bool, only_pid: int | None = None) -> bytes:
         code += _refuse({name: single[name] for name in ("fork", "vfork") if name in single}, errno.EPERM)
     code += _on_argument(single["clone"], 0, children)
     # a process that may be dumped may write its /proc/self/oom_score_adj, and leave a core to the machine's handler
-    own_state = (kernel.PR_SET_DUMPABLE,) if only_pid is None else (kernel.PR_SET_DUMPABLE, kernel.PR_SET_PDEATHSIG)
-    code += _on_argument(single["prctl"], 0, _if_any(own_state, RETURN_ERRNO | errno.EPERM))
+    own_state = {kernel.PR_SET_DUMPABLE: not may_hide, kernel.PR_SET_PDEATHSIG: only_pid is not None}
+    forbidden = tuple(option for option, is_forbidden in own_state.items() if is_forbidden)
+    code += _on_argument(single["prctl"], 0, _if_any(forbidden, RETURN_ERRNO | errno.EPERM))
     code += _against_others(only_pid, single, machine)
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

@@ -2,8 +2,9 @@
 
 A session is a worker (session_worker.py) that waits for its next cell. What it may leave behind is in its memory:
 between two cells it is stopped, the processes that it has started are killed, and the files it has written are removed,
-so no session can reach another, and a fork of the worker is all of it. A session that a fork would not copy whole (it
-has threads, children, open or mapped files) is not forked, and its branch replays.
+so no session can read or change another (it can kill it, which costs a replay), and a fork of the worker is all of it.
+A session that a fork would not copy whole (it has threads, children, open or mapped files) is not forked, and its
+branch replays.
 
     client                               supervisor S (PID 1 of the family's namespace)
       == session 1's socket ==>            worker 1, stopped      (READY, cells, exit codes on its channel)
@@ -32,6 +33,7 @@ from .trees import remove_tree
 
 KILL_PATIENCE_S = 2.0
 OWN_FDS = {"0", "1", "2", "3"}
+"""Descriptors of a worker. A copy gets others for all but the first, which is /dev/null."""
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -50,6 +52,8 @@ class Member(Spare):
     def run(self, code: bytes, host_bytes: int) -> tuple[dict[str, object], bytes, bytes]:
         """Run a cell. Return the reply's header, stdout and stderr."""
         started = time.monotonic()
+        for stream in (self.stdout, self.stderr):  # what a process wrote between its cell's end and its own
+            stream.drain()
         self.stdout, self.stderr = (Stream(s.fd, s.kept_bytes) for s in (self.stdout, self.stderr))
         self.cell_cpu_s, self._before_s = 0.0, None
         if not is_stopped(self.worker):
@@ -106,14 +110,16 @@ class Member(Spare):
         return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
 
     def is_whole(self) -> bool:
-        """Return whether a fork of the worker copies all of the session."""
+        """Return whether a fork of the worker, which must not be hidden, copies all of the session."""
         folder = f"/proc/{self.worker}"
         try:
             with open(f"{folder}/maps", "rb") as file:
                 has_lost_files = b" (deleted)\n" in file.read()
-            alone = len(os.listdir(f"{folder}/task")) == 1 and set(os.listdir(f"{folder}/fd")) <= OWN_FDS
+            fds = set(os.listdir(f"{folder}/fd"))
+            has_files = not fds <= OWN_FDS or ("0" in fds and os.readlink(f"{folder}/fd/0") != os.devnull)
             with open(f"{folder}/task/{self.worker}/children") as file:
-                return alone and not has_lost_files and not file.read().split()
+                is_alone = len(os.listdir(f"{folder}/task")) == 1 and not file.read().split()
+            return is_alone and not has_files and not has_lost_files
         except OSError:
             return False
 
@@ -170,7 +176,7 @@ class Family:
         if request == COPY and fds:
             conn = socket.socket(fileno=fds[0])
             conn.settimeout(IO_TIMEOUT_S)
-            copy = self._copy(member, conn) if len(self.members) < MAX_FAMILY and member.is_whole() else None
+            copy = self._copy(member, conn) if len(self.members) < MAX_FAMILY else None
             if copy is None:
                 conn.close()
             wire.send_reply(member.conn, {"status": "ok" if copy else "cannot_fork"}, b"", b"")
@@ -178,33 +184,51 @@ class Family:
         return False, None
 
     def _copy(self, member: Member, conn: socket.socket) -> Member | None:
-        """Have the worker fork. Return its copy; None where it does not."""
-        streams, theirs = prepare_streams(self.jail.limits)
-        ours, channel = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        ours.settimeout(IO_TIMEOUT_S)
+        """Have the worker fork. Return its copy; None where it does not, or must not."""
         os.kill(member.worker, signal.SIGCONT)
         try:
+            member.channel.settimeout(IO_TIMEOUT_S)
+            member.channel.sendall(FORK)
+            if member.channel.recv(1) != FORK:
+                raise ConnectionError("the worker does not show itself")
+            if member.is_whole():
+                return self._forked(member, conn)
+            member.channel.sendall(FORK)
+            member.channel.recv(1)
+        except OSError:
+            self._clean(member)  # whatever it has made in place of a copy
+        finally:
+            stop(member.worker)
+        return None
+
+    def _forked(self, member: Member, conn: socket.socket) -> Member:
+        """Return the copy that the worker makes. Raises OSError if none comes."""
+        streams, theirs = prepare_streams(self.jail.limits)
+        ours, channel = socket.socketpair()
+        try:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            ours.settimeout(IO_TIMEOUT_S)
             with channel:
-                member.channel.settimeout(IO_TIMEOUT_S)
                 socket.send_fds(member.channel, [FORK], [*theirs, channel.fileno()])
             ready, notes, _, _ = ours.recvmsg(1, socket.CMSG_SPACE(CREDENTIALS.size))
             answered = member.channel.recv(1) == FORK
-            worker = next(CREDENTIALS.unpack(data)[0] for _, kind, data in notes if kind == socket.SCM_CREDENTIALS)
-            if ready != READY or not answered or worker not in self.jail.processes(member.worker):
+            [worker] = [CREDENTIALS.unpack(data)[0] for _, kind, data in notes if kind == socket.SCM_CREDENTIALS]
+            is_new = worker in self.jail.processes(member.worker) and worker not in self._workers()
+            if ready != READY or not answered or not is_new:
                 raise ConnectionError("no copy has come")
-        except (OSError, StopIteration):
+            stop(worker)
+        except (OSError, ValueError) as error:
             ours.close()
             for stream in streams:
                 os.close(stream.fd)
-            self._clean(member)  # whatever it has made in place of a copy
-            return None
+            raise ConnectionError("no copy has come") from error
         finally:
             for fd in theirs:
                 os.close(fd)
-            stop(member.worker)
-        stop(worker)
         return Member(self.jail, worker, member.scratch, ours, *streams, has_group=True, conn=conn, cpu_s=member.cpu_s)
+
+    def _workers(self) -> set[int]:
+        return {member.worker for member in self.members.values()}
 
     def _close(self, member: Member) -> None:
         with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
@@ -218,7 +242,7 @@ class Family:
 
     def _clean(self, member: Member) -> None:
         """Leave nothing of the cell but its worker's memory: end other processes, remove files."""
-        workers = {m.worker for m in self.members.values()}
+        workers = self._workers()
         deadline = time.monotonic() + KILL_PATIENCE_S
         while strays := [pid for pid in self.jail.processes(member.worker) if pid not in workers and _is_alive(pid)]:
             for pid in strays:

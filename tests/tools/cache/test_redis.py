@@ -44,7 +44,7 @@ def url(server):
 
 @pytest.fixture(params=["sqlite", "redis"])
 def place(request, tmp_path):
-    """Where a cache may be: what holds for a file must hold for a server."""
+    """A place of a cache: what holds for a file must hold for a server."""
     return str(tmp_path / "cache.sqlite") if request.param == "sqlite" else request.getfixturevalue("url")
 
 

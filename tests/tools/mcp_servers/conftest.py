@@ -1,11 +1,9 @@
 """The two kinds of MCP server, each with a key."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from helpers.mcp_tools import SERVER, entry, listens, wait_for
+from helpers.mcp_tools import entry, served
 from helpers.processes import free_port
 
 
@@ -13,15 +11,9 @@ from helpers.processes import free_port
 def http_server():
     """The entry of a server over HTTP that wants a token."""
     port = free_port()
-    process = subprocess.Popen([sys.executable, SERVER, "--port", str(port), "--token", "open-sesame"])
-    os.environ["MCP_TEST_TOKEN"] = "open-sesame"
-    try:
-        wait_for(lambda: listens(f"http://127.0.0.1:{port}/mcp"))
+    with pytest.MonkeyPatch.context() as patch, served(port, "--token", "open-sesame"):
+        patch.setenv("MCP_TEST_TOKEN", "open-sesame")
         yield {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": "Bearer $MCP_TEST_TOKEN"}}
-    finally:
-        process.kill()
-        process.wait()
-        del os.environ["MCP_TEST_TOKEN"]
 
 
 @pytest.fixture(scope="module")

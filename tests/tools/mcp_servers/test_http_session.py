@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from typing import ClassVar
@@ -46,14 +47,18 @@ class OldServer(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_error(405)  # it sends nothing of its own accord
 
-    do_DELETE = do_GET
+    def do_DELETE(self):
+        if self.headers["Mcp-Session-Id"] not in self.sessions:
+            time.sleep(3600)
+        self.send_error(405)
 
     def log_message(self, *_):
         """The test's output is not its log."""
 
 
 @pytest.mark.slow
-def test_a_session_that_the_server_has_forgotten_is_opened_again():
+def test_a_session_that_the_server_has_forgotten_is_opened_again(caplog):
+    """Also where the server does not answer when the old one is closed, for which nobody waits long."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), OldServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/mcp"
@@ -73,3 +78,4 @@ def test_a_session_that_the_server_has_forgotten_is_opened_again():
     finally:
         runner.close()
         server.shutdown()
+    assert "cannot be ended" not in caplog.text

@@ -87,6 +87,9 @@ def test_an_entry_and_its_server_are_the_same():
         ({"command": "a", "prefix": "a b"}, "prefix may have letters, digits and"),
         ({"url": "localhost:8000"}, "url must be like http://host:8000/mcp"),
         ({"url": "http://me:pass@h/mcp"}, "url has a secret in it"),
+        ({"url": "http://abc@h/mcp"}, "url has a secret in it"),
+        ({"command": "a", "args": ["--api-key", "abc"]}, "args: --api-key looks like a secret.*by env"),
+        ({"command": "a", "args": ["x", "--access_token=abc"]}, "args: --access_token looks like a secret"),
         ({"url": "http://h/mcp?apiKey=abc"}, "url has a secret in it"),
         ({"command": "a", "env": {"API_KEY": "abc"}}, r"env\.API_KEY looks like a secret.*: \$API_KEY"),
         ({"url": "http://h/mcp", "headers": {"Authorization": "Bearer x"}}, r"headers\.Authorization looks like a"),
@@ -103,6 +106,20 @@ def test_an_entry_that_makes_no_sense_is_told_in_one_line(entry, message):
 def test_what_only_looks_like_a_secret_may_stand_in_a_file():
     env = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us", "AUTHOR": "me", "API_KEY": ""}
     assert dict(parse_server(json.dumps({"command": "a", "env": env}), "x").env) == env
+    args = [
+        "--max-tokens",
+        "10",
+        "--key-file",
+        "a",
+        "--api-key",
+        "/run/key",
+        "--token",
+        "--quiet",
+        "token",
+        "b",
+        "--key",
+    ]
+    assert list(parse_server(json.dumps({"command": "a", "args": args}), "x").args) == args
 
 
 def test_nothing_that_a_server_says_shows_what_it_was_given(monkeypatch):

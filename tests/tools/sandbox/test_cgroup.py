@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import HANG_S, wait_until
+from helpers.python_tools import HANG_S, burning_children, wait_until
+from sandbox_attacks.excess import MEMORY_OF_MANY_PROCESSES
 
 from arpo.errors import UserError
 from arpo.tools.options import PythonConfig
@@ -21,14 +22,6 @@ from arpo.tools.sandbox.limits import CallLimits
 REPO = Path(__file__).resolve().parents[3]
 ROOMY = CallLimits(wall_s=120.0, cpu_s=100.0, memory_bytes=256 << 20)
 """Time for a slow machine: these calls are to end by another limit."""
-MEMORY_OF_MANY_PROCESSES = """
-import os, time
-for _ in range(16):
-    if os.fork() == 0:
-        block = b"x" * (48 << 20)
-        time.sleep(100)
-time.sleep(100)
-"""
 SOCKET_BUFFERS = """
 import os, socket, time
 def fill():
@@ -45,20 +38,6 @@ for _ in range(30):
     if os.fork() == 0:
         fill()
 time.sleep(100)
-"""
-SHORT_BURSTS = """
-import os, signal, time
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-for _ in range(1000):
-    if os.fork() == 0:
-        while time.process_time() < 0.03:
-            pass
-        os._exit(0)
-    try:
-        os.wait()
-    except ChildProcessError:
-        pass
-print("30 seconds")
 """
 MANY_PROCESSES = """
 import os, time
@@ -221,7 +200,7 @@ def test_cpu_time_counts_in_bursts_shorter_than_a_poll_that_nobody_waits_for(par
     try:
         if sandbox.tier != "namespaces":
             pytest.skip("one process per call")
-        assert sandbox.run(SHORT_BURSTS).status == "cpu_limit"
+        assert sandbox.run(burning_children(1000, cpu_s=0.03)).status == "cpu_limit"
     finally:
         sandbox.close()
 

@@ -1,27 +1,11 @@
-"""What a call uses, summed up over its processes: also of those that hide, share or vanish."""
+"""Sums over the processes of a call: also over those that hide, share or vanish."""
 
 import pytest
-from helpers.python_tools import start
+from helpers.python_tools import burning_children, start
 
 from arpo.tools.sandbox.client import Sandbox
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.meter import Process, lost_ticks
-
-BURN_UNSEEN = """
-import os, signal, time
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-for _ in range(40):
-    if os.fork() == 0:
-        while time.process_time() < 0.25:
-            pass
-        os._exit(0)
-    try:
-        os.wait()
-    except ChildProcessError:
-        pass
-print("10 seconds")
-"""
-BURN_WAITED_FOR = BURN_UNSEEN.replace("SIG_IGN", "SIG_DFL").replace("range(40)", "range(3)")
 
 
 def status_of(code: str, limits: CallLimits) -> str:
@@ -34,11 +18,11 @@ def status_of(code: str, limits: CallLimits) -> str:
 
 
 def test_cpu_time_of_children_that_nobody_waits_for_counts():
-    assert status_of(BURN_UNSEEN, CallLimits(wall_s=300.0, cpu_s=2.0)) == "cpu_limit"
+    assert status_of(burning_children(40, cpu_s=0.25), CallLimits(wall_s=300.0, cpu_s=2.0)) == "cpu_limit"
 
 
 def test_cpu_time_of_children_that_are_waited_for_counts_once():
-    assert status_of(BURN_WAITED_FOR, CallLimits(wall_s=300.0, cpu_s=1.5)) == "ok"
+    assert status_of(burning_children(3, cpu_s=0.25, are_waited_for=True), CallLimits(wall_s=300.0, cpu_s=1.5)) == "ok"
 
 
 def process(parent: int, own: int, waited: int = 0, started: int = 1) -> Process:

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[2]
 
 
 def runs_as(python: str, uid: int) -> bool:
-    """Whether that user can use this interpreter (3.11 or later) and read the suite."""
+    """Return whether that user can use this interpreter (3.11 or later) and read the suite."""
     check = "import sys; sys.exit(sys.version_info < (3, 11) or not open(sys.argv[1]).readable())"
     try:
         command = [python, "-c", check, str(TESTS / "sandbox_attacks" / "__main__.py")]

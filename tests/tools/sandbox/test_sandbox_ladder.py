@@ -46,7 +46,7 @@ except UserError as error:
 
 
 def start_in_container(*forbidden: int, unsafe: bool = False, within: tuple[str, ...] = ()) -> str:
-    """What the tool says where those system calls are forbidden, or below the command `within`."""
+    """Return what the tool says where those system calls are forbidden, or below the command `within`."""
     arguments = [json.dumps(forbidden), "unsafe" if unsafe else "safe"]
     command = [*within, sys.executable, "-c", CONTAINED, *arguments]
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=HANG_S, check=True).stdout

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import TIERS, jail_of, processes_of, run, start, wait_until
+from helpers.python_tools import HANG_S, TIERS, jail_of, processes_of, run, start, wait_until
 
 from arpo.tools.options import PythonConfig
 
@@ -78,7 +78,7 @@ def state(tool) -> dict[str, object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_nothing_leaks_over_many_calls(tier):
-    tool = start(PythonConfig(wall_s=30.0, memory_mib=256, max_concurrent=8), tier=tier)
+    tool = start(PythonConfig(wall_s=30.0, memory_mib=256, max_concurrent=8), tier=tier, grace_s=HANG_S)
     try:
         rng = random.Random(0)
         run(tool, *CODES)  # what is made once, at first use

@@ -224,7 +224,7 @@ def test_no_name_of_this_machine_is_connected_to(the_web, host):
 
 
 def test_a_name_that_changes_its_address_between_check_and_connection_is_refused(the_web):
-    """What the check of the name saw is one thing; the address of the socket is checked again."""
+    """The name is checked, and then the address of the socket again."""
     seen: list[str] = []
 
     def public_at_first(address: str) -> bool:

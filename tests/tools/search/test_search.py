@@ -43,7 +43,7 @@ def corpus(tmp_path) -> Path:
 
 
 def remains(folder: Path) -> list[str]:
-    """What an index leaves beside its corpus, but for lock files."""
+    """Return the files that an index leaves beside its corpus, but for lock files."""
     return sorted(p.name for p in folder.iterdir() if not p.name.endswith((".jsonl", ".lock")))
 
 
@@ -400,7 +400,7 @@ def test_what_sqlite_found_in_older_runs_is_not_replayed_as_tantivys(corpus, tmp
 
 
 class SlowBackend:
-    """What a test adds to BACKENDS: counts its requests, and fails as it is told."""
+    """A backend that counts its requests, and fails as it is told."""
 
     def __init__(self, _: SearchConfig):
         self.params: dict[str, object] = {}

@@ -300,9 +300,9 @@ def test_with_the_service_down_the_model_reads_nothing_and_the_calls_are_flagged
 def test_no_more_requests_than_allowed_are_under_way(service, monkeypatch):
     monkeypatch.setattr("arpo.tools.search.web.HttpPolicy", partial(HttpPolicy, max_concurrent=4))
     tool = SearchTool(retriever(service, requests_per_second=0.0))
-    service.then(says({"result": [["x"]]}, wait_s=0.03))
+    service.then(says({"result": [["x"]]}, wait_s=0.1))
     ask(tool, *(f"q{n}" for n in range(20)))
-    assert service.most_running == 4 and len(service.requests) == 20
+    assert 1 < service.most_running <= 4 and len(service.requests) == 20
 
 
 def test_two_ranks_together_stay_below_the_limit(service):

@@ -1,0 +1,65 @@
+"""metrics.jsonl: a line of JSON per step. It has whole lines only, also where the disk is full for a while."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class MetricsFile:
+    """Appends rows to a run's metrics.jsonl. Rows for which there is no room wait in memory."""
+
+    def __init__(self, path: Path, resume_step: int):
+        """Drop the lines of an interrupted run after `resume_step`, for which no room is needed. Raises OSError."""
+        self.path = path
+        self._waiting: list[Mapping[str, float]] = []
+        path.touch()
+        self._num_bytes = _num_bytes_until(path, resume_step)
+        """Size of the file without what a failed write has left."""
+        os.truncate(path, self._num_bytes)
+
+    @property
+    def waiting_steps(self) -> list[int]:
+        """Steps whose rows are not on disk."""
+        return [int(row["step"]) for row in self._waiting]
+
+    def append(self, row: Mapping[str, float]) -> str:
+        """Write a row, after those that wait. Return why they still wait; "" where all are written."""
+        self._waiting.append(row)
+        return self.flush()
+
+    def flush(self) -> str:
+        """Write the rows that wait. Return why they still do; "" where none does."""
+        data = "".join(json.dumps(row) + "\n" for row in self._waiting).encode()
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                file.truncate(self._num_bytes)
+                file.seek(self._num_bytes)
+                left = data
+                while left:
+                    left = left[file.write(left) :]
+        except OSError as error:
+            self._cut()
+            return error.strerror or str(error)
+        self._num_bytes += len(data)
+        self._waiting.clear()
+        return ""
+
+    def _cut(self) -> None:
+        """Remove the part of a row that there was room for, as far as that is possible now."""
+        try:
+            os.truncate(self.path, self._num_bytes)
+        except OSError:  # the next write does it
+            return
+
+
+def _num_bytes_until(path: Path, step: int) -> int:
+    """Return the length of the lines up to a step's; a killed run may leave half a line."""
+    num_bytes = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            break
+        num_bytes += len(line)
+    return num_bytes

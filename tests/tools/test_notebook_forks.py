@@ -1,0 +1,152 @@
+"""Forks of a notebook in a real jail: what they have, what forbids one, and what siblings can do to each other."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from helpers.notebooks import CONTEXT, answers_to, cells, talk, texts
+
+from arpo.tools.base import CannotFork, ToolContext, ToolResult, ToolRunner
+from arpo.tools.notebook import Notebook
+
+
+def test_a_fork_has_the_state_and_shares_none_of_what_follows(forking):
+    async def story(one: Notebook) -> list:
+        await forking.run("import random, numpy as np\nx = [1]\nrandom.seed(7)\nnp.random.seed(7)", CONTEXT, one)
+        two = await forking.fork(one, CONTEXT)
+        three = await forking.fork(two, CONTEXT)  # of a fork
+        draw = "x.append(len(x) + 1)\n(x, random.random(), float(np.random.rand()))"
+        found = [await answers_to(forking, s, draw, draw) for s in (one, two, three)]
+        await forking.close(two)
+        found.append(await answers_to(forking, three, "x"))
+        await forking.close(three)
+        return [*found, await answers_to(forking, one, "x")]
+
+    first, second, third, *after = talk(forking, story)
+    assert first == second == third and "[1, 2, 3]" in first[1]
+    assert after == [["[1, 2, 3]"], ["[1, 2, 3]"]]
+
+
+def test_siblings_run_at_the_same_time_and_see_nothing_of_each_other(forking):
+    async def story(one: Notebook) -> list[list[str]]:
+        await forking.run("import os, time", CONTEXT, one)
+        others = [await forking.fork(one, CONTEXT) for _ in range(4)]
+        probe = "open(f'f{}', 'w').write('x')\ntime.sleep(0.05)\nsorted(n for n in os.listdir('.') if n[0] == 'f')"
+        asked = (answers_to(forking, s, probe.format(n), "1") for n, s in enumerate([one, *others]))
+        found = await asyncio.gather(*asked)
+        for other in others:
+            await forking.close(other)
+        return found
+
+    assert talk(forking, story) == [[f"['f{n}']", "1"] for n in range(5)]
+
+
+@pytest.mark.parametrize("code", [
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()",
+    "f = open('f', 'w')",
+    "import mmap\nf = open('f', 'wb+')\nf.write(b'x' * 4096)\nf.flush()\nm = mmap.mmap(f.fileno(), 4096)\nf.close()",
+    "import signal\nsignal.setitimer(signal.ITIMER_REAL, 3600)",
+    "import signal\nsignal.setitimer(signal.ITIMER_PROF, 3600)",
+    "import os\nos.close(0)\nassert os.open('f', os.O_RDWR | os.O_CREAT) == 0",
+    "import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)",
+], ids=["thread", "open file", "mapped file", "timer", "CPU timer", "file as stdin", "child"])  # fmt: skip
+def test_what_a_fork_would_not_have_forbids_it(forking, code):
+    async def story(session: Notebook) -> str:
+        await forking.run(f"x = 1\n{code}", CONTEXT, session)
+        with pytest.raises(CannotFork):
+            await forking.fork(session, CONTEXT)
+        return (await forking.run("x", CONTEXT, session)).text
+
+    assert talk(forking, story) == "1"
+
+
+def test_a_session_reads_nothing_of_a_sibling_and_writes_nothing_into_its_output(forking):
+    look = """
+found = []
+for pid in {name for name in os.listdir("/proc") if name.isdigit()} - {"1", str(os.getpid())}:
+    for name in ("mem", "maps", "environ", "fd/0", "fd/1", "fd/3"):
+        try:
+            os.close(os.open(f"/proc/{pid}/{name}", os.O_WRONLY if name == "fd/1" else os.O_RDONLY))
+            found.append(name)
+        except PermissionError:
+            found.append(None)
+found
+"""
+
+    async def story(one: Notebook) -> list[str]:
+        await forking.run("import os\nsecret = 4711", CONTEXT, one)
+        two = await forking.fork(one, CONTEXT)
+        three = await forking.fork(two, CONTEXT)
+        found = [await answers_to(forking, session, look, "secret") for session in (two, one, three)]
+        await forking.close(two)
+        await forking.close(three)
+        return found
+
+    assert talk(forking, story) == [[str([None] * 12), "4711"]] * 3
+
+
+def test_a_worker_that_passes_itself_off_as_its_own_copy_is_given_none(forking):
+    forge = """
+import os, sys
+frame = sys._getframe()
+while "_fork" not in frame.f_globals:
+    frame = frame.f_back
+hide = frame.f_globals["_hide"]
+def forged(channel):
+    hide(False)
+    channel.sendall(b"f")
+    _, fds, _, _ = __import__("socket").recv_fds(channel, 1, 3)
+    os.write(fds[2], b"R")
+    channel.sendall(b"f")
+frame.f_globals["_fork"] = forged
+x = 1
+"""
+
+    async def story(session: Notebook) -> str:
+        await forking.run(forge, CONTEXT, session)
+        with pytest.raises(CannotFork):
+            await forking.fork(session, CONTEXT)
+        return (await forking.run("x", CONTEXT, session)).text
+
+    assert talk(forking, story) == "1"
+
+
+def test_what_a_cells_last_processes_print_is_not_in_the_next_cells_result(forking):
+    leave = "import os\nfor _ in range(3):\n    if os.fork() == 0:\n        while True: os.write(1, b'junk')"
+    assert texts(forking, *[leave, "print('mine')"] * 10)[1::2] == ["mine"] * 10
+
+
+def test_code_that_kills_its_siblings_costs_them_a_replay_and_no_result(forking):
+    runner = ToolRunner({"notebook": forking})
+    parent, child = ToolContext("p", "0", 0), ToolContext("p", "0.0", 1)
+
+    def call(code: str, context: ToolContext) -> ToolResult:
+        runner.start("a", "notebook", code, context)
+        [(_, result)] = runner.collect(block=True)
+        return result
+
+    try:
+        call("x = 5", parent)
+        runner.sessions.mark(parent.owner, 1)
+        runner.sessions.fork(parent.owner, 1, child.owner)
+        runner.sessions.retain("p", [])
+        assert call("x + 1", child).text == "6"
+        call("import os, signal\nos.kill(-1, signal.SIGKILL)", replace(parent, turn=1))
+        found = call("x + 2", replace(child, turn=2))
+        assert found.text == "7" and found.replayed == 2 and found.replay_mismatches == 0
+    finally:
+        runner.sessions.end_all()
+        runner._loop.call_soon_threadsafe(runner._loop.stop)
+
+
+def test_processes_that_hide_their_memory_are_counted(forking):
+    hide = """
+import ctypes, os, time
+for _ in range(8):
+    if os.fork() == 0:
+        block = b"x" * (48 << 20)
+        assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0 and not os.access("/proc/self/smaps_rollup", os.R_OK)
+        time.sleep(100)
+time.sleep(100)
+"""
+    assert cells(forking, hide)[0].error_kind == "memory_limit"
