@@ -35,7 +35,7 @@ ALWAYS = {
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens",
+    "answer_reserve_tokens dispatch",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
@@ -89,6 +89,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "tools.names": ("python", "search", "sql", "notebook"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+    "rollout.dispatch": "pull",
 }  # fmt: skip
 OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
@@ -102,6 +103,7 @@ OFF = {
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
     "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+    "rollout.dispatch": "fixed",
 }  # fmt: skip
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
     ("reward.compat", "reward.file"): "",
@@ -189,7 +191,7 @@ CASES = sorted(
     for root in ROOTS
     for knob in defaults(root)
     for need in needs_of(knob)
-    if need.owner in defaults(root) and (root, knob) != (RLConfig, "rollout.top_p")  # RL refuses temperature 0 itself
+    if need.owner in defaults(root) and (root, knob) not in REFUSED
 )
 
 
