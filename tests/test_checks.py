@@ -186,6 +186,8 @@ def build(root: type, settings: dict[str, object]) -> object:
     return root(**{name: filled(s, f"{name}.") if is_dataclass(s) else s for name, s in sections.items()})
 
 
+REFUSED = [(RLConfig, "rollout.top_p"), (EvalConfig, "rollout.pull_order")]
+"""By the script itself: RL refuses temperature 0, and an evaluation any order."""
 CASES = sorted(
     (root.__name__, knob, need.owner)
     for root in ROOTS
