@@ -24,6 +24,7 @@ MINIMUM = {
 GAE = ["--advantage.kind", "gae"]
 KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
+PULL = ["--rollout.dispatch", "pull"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -300,6 +301,9 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*JUDGE, "--branching.selector", "tail"], ["branching.selector=tail needs rewards while", "drop judge"]),
         ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
         ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
+        ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
+        ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward.terms"]),
+        (["--rollout.pull_order", "longest_first"], ["is ignored unless rollout.dispatch=pull (it is fixed)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
