@@ -79,7 +79,7 @@ class PromptQueue:
         self.prompts, self.team, self.max_num_seqs = prompts, team, max_num_seqs
         self.order = range(len(prompts)) if order is None else order
         assert team.ranks.store or team.num_teams == 1, "ranks without a store cannot share a queue"
-        self.store = dist.PrefixStore(f"prompts/{name}", team.ranks.store or dist.HashStore())
+        self.store, self.name = team.ranks.store or dist.HashStore(), name
         self.max_unfinished = min(2 * max_num_seqs, ceil(len(prompts) / team.num_teams) * group_size)
         self.places: dict[str, int] = {}
         """prompt_id -> place in `prompts`, of all that this team has begun."""
@@ -98,7 +98,10 @@ class PromptQueue:
 
     def pull(self) -> int:
         """Return the number, from 0, of the next prompt that is handed out; it may lie beyond the last one."""
-        return self.store.add("next", 1) - 1
+        return self.store.add(self.key("next"), 1) - 1
+
+    def key(self, word: str) -> str:
+        return f"prompts/{self.name}/{word}"
 
     def begin(self, number: int) -> Prompt | None:
         if number >= len(self.order):
@@ -110,7 +113,7 @@ class PromptQueue:
 
     def delete_keys(self) -> None:
         """Remove what the queue has in the store, once no rank needs it any more."""
-        self.store.delete_key("next")
+        self.store.delete_key(self.key("next"))
 
 
 class RefilledQueue(PromptQueue):
@@ -164,8 +167,8 @@ class RefilledQueue(PromptQueue):
                 on_group(group, seconds)
             if self.team.is_first:
                 self.score([group])
-                number = self.store.add("events", 1)
-                self.store.set(f"event/{number}", f"{self.places[group.prompt.prompt_id]} {int(not is_dead(group))}")
+                number, place = self.store.add(self.key("events"), 1), self.places[group.prompt.prompt_id]
+                self.store.set(self.key(f"event/{number}"), f"{place} {int(not is_dead(group))}")
                 self.look_at_s = 0.0
 
         return tell
@@ -198,9 +201,9 @@ class RefilledQueue(PromptQueue):
         """Take note of the groups that have become whole, at most once in `wait_s`."""
         if self.clock() < self.look_at_s:
             return
-        num_events, num_known = self.store.add("events", 0), len(self.is_mixed)
+        num_events, num_known = self.store.add(self.key("events"), 0), len(self.is_mixed)
         if num_events > num_known:
-            events = self.store.multi_get([f"event/{n}" for n in range(num_known + 1, num_events + 1)])
+            events = self.store.multi_get([self.key(f"event/{n}") for n in range(num_known + 1, num_events + 1)])
             self.is_mixed |= {int(place): flag == b"1" for place, flag in map(bytes.split, events)}
             self.count()
         self.look_at_s = self.clock() + self.wait_s
@@ -226,9 +229,9 @@ class RefilledQueue(PromptQueue):
 
     def delete_keys(self) -> None:
         super().delete_keys()
-        for number in range(1, self.store.add("events", 0) + 1):
-            self.store.delete_key(f"event/{number}")
-        self.store.delete_key("events")
+        for number in range(1, self.store.add(self.key("events"), 0) + 1):
+            self.store.delete_key(self.key(f"event/{number}"))
+        self.store.delete_key(self.key("events"))
 
 
 class ExpectedLengths:
