@@ -40,8 +40,8 @@ class RolloutConfig:
     while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
     the same."""
     pull_order: Literal["drawn", "longest_first"] = "drawn"
-    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the longest
-    response of the epoch before, so that no long one begins last. What is trained on is the same."""
+    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the mean length of
+    their responses in the epoch before, so that long ones do not begin last. What is trained on is the same."""
 
     @property
     def call_limits(self) -> dict[str, int]:

@@ -302,7 +302,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
         ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
         ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
-        ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward.terms"]),
+        ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
         (["--rollout.pull_order", "longest_first"], ["is ignored unless rollout.dispatch=pull (it is fixed)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
