@@ -324,10 +324,8 @@ def main() -> None:
         real = {}
         if not args.virtual:
             seconds, num_long, pull_us = unequal_ranks.measure(folder, repeats=1 if args.quick else 3)
-            print(
-                f"two real ranks: dealt out {seconds['fixed']:.1f} s, pulled {seconds['pull']:.1f} s; of the long prompts"
-            )
-            print(f"each sampled {num_long['fixed']} and {num_long['pull']}; a pull takes {pull_us:.0f} us")
+            print(f"two real ranks: dealt out {seconds['fixed']:.1f} s, pulled {seconds['pull']:.1f} s;", end=" ")
+            print(f"long prompts by rank: {num_long['fixed']}, {num_long['pull']}; a pull takes {pull_us:.0f} us")
             real = {"real_ratio": seconds["fixed"] / seconds["pull"], "pull_us": pull_us}
 
     size = max(ranks for _, ranks, _ in found if ranks <= MOST_RANKS_REFILLED)
