@@ -14,8 +14,8 @@ a group; 0 to 3 calls of a tool at even distances, each log-uniform from 0.05 to
 dead groups are resampled, half of the prompts have one.
 
 ideal     all tokens of all ranks at the price they have in a full engine / ranks: no tail, no tool, no wait
-critical  the longest trajectory with its tool calls, alone on an engine: no order of prompts can be faster
-bound     the larger of the two; nothing that finishes all its trajectories within the step goes below it
+critical  the longest trajectory with its tool calls, alone on an engine, over the ideal. No step that finishes all its
+          trajectories takes less; and one that does not know beforehand which it is may begin it last
 idle      share of the ranks' time in which their engines do nothing
 
 `ours` is the step over the ideal under pull + longest first, `baseline` that of fixed: long contexts, 64 ranks.
@@ -262,13 +262,13 @@ class Measured(NamedTuple):
 
     step_s: float
     over_ideal: float
-    bound_over_ideal: float
+    critical_over_ideal: float
     idle: float
     num_cut_off: float
 
 
 def measure(mode: Mode, num_ranks: int, num_steps: int, codec: Codec) -> Measured:
-    total = {"step": 0.0, "ideal": 0.0, "bound": 0.0, "busy": 0.0, "cut_off": 0}
+    total = {"step": 0.0, "ideal": 0.0, "critical": 0.0, "busy": 0.0, "cut_off": 0}
     batch = min(WORK.max_num_seqs, WORK.prompts_per_rank * WORK.group_size)
     for step in range(1, num_steps + 1):
         time = VirtualTime(num_ranks)
@@ -279,19 +279,19 @@ def measure(mode: Mode, num_ranks: int, num_steps: int, codec: Codec) -> Measure
         ideal = sum(fair_s(*name, batch) for name in names) / num_ranks
         total["step"] += max(time.now)
         total["ideal"] += ideal
-        total["bound"] += max(ideal, max(alone_s(*name) for name in names))
+        total["critical"] += max(alone_s(*name) for name in names)
         total["busy"] += sum(sampler.engine.busy_s for sampler in samplers) / num_ranks
         total["cut_off"] += num_cut_off
     step_s, ideal = total["step"], total["ideal"]
     idle = 1 - total["busy"] / step_s
-    return Measured(step_s / num_steps, step_s / ideal, total["bound"] / ideal, idle, total["cut_off"] / num_steps)
+    return Measured(step_s / num_steps, step_s / ideal, total["critical"] / ideal, idle, total["cut_off"] / num_steps)
 
 
 def table(workloads: list[str], ranks: list[int], quick: bool, codec: Codec) -> dict[tuple[str, int, str], Measured]:
     """Measure and print all modes of these workloads on these numbers of ranks."""
     global WORK
     found: dict[tuple[str, int, str], Measured] = {}
-    columns = ("workload", "ranks", "prompts", "step s", "over ideal", "bound", "over bound", "idle", "cut off")
+    columns = ("workload", "ranks", "prompts", "step s", "over ideal", "critical", "idle", "cut off")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for workload in workloads:
         WORK = WORKLOADS[workload]
@@ -302,12 +302,8 @@ def table(workloads: list[str], ranks: list[int], quick: bool, codec: Codec) -> 
                     continue
                 num_steps = 1 if quick else NUM_STEPS[num_ranks]
                 m = found[workload, num_ranks, name] = measure(mode, num_ranks, num_steps, codec)
-                over_bound = m.over_ideal / m.bound_over_ideal
-                numbers = f"{m.step_s:.0f} | {m.over_ideal:.2f} | {m.bound_over_ideal:.2f} | {over_bound:.2f}"
-                print(
-                    f"| {workload} | {num_ranks} | {name} | {numbers} | {m.idle:.0%} | {m.num_cut_off:.0f} |",
-                    flush=True,
-                )
+                numbers = f"{m.step_s:.0f} | {m.over_ideal:.2f} | {m.critical_over_ideal:.2f} | {m.idle:.0%}"
+                print(f"| {workload} | {num_ranks} | {name} | {numbers} | {m.num_cut_off:.0f} |", flush=True)
     return found
 
 
@@ -333,7 +329,7 @@ def main() -> None:
     of = {name: found["long", size, name] for name in MODES}
     ours, baseline = of["pull, longest first"].over_ideal, of["fixed"].over_ideal
     result = {"name": "no_rank_waits", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
-    result |= {"unit": "step / ideal", "pull": of["pull"].over_ideal, "bound": of["pull"].bound_over_ideal}
+    result |= {"unit": "step / ideal", "pull": of["pull"].over_ideal, "critical": of["pull"].critical_over_ideal}
     refill_ratio = of["fixed, resample"].step_s / of["pull, resample"].step_s
     print(json.dumps(result | {"refill_ratio": refill_ratio} | real))
 
