@@ -336,3 +336,15 @@ class PromptOrder:
             epoch, start = epoch + 1, 0
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
         return permutation[start : start + count].tolist(), epoch * per_epoch + start + count
+
+    def queue(self, num_drawn: int, count: int) -> list[tuple[int, int]]:
+        """Return (prompt index, num_drawn behind it) of the next `count` prompts: one `draw`, and what follows it.
+
+        Those beyond num_per_step may be of the next epoch; none comes twice, so there may be fewer than `count`.
+        """
+        indices, end = self.draw(num_drawn, min(count, self.num_per_step))
+        found = {index: end - len(indices) + number for number, index in enumerate(indices, start=1)}
+        for _ in range(count - len(found)):
+            [index], end = self.draw(end, 1)
+            found.setdefault(index, end)
+        return list(found.items())

@@ -35,6 +35,13 @@ class RolloutConfig:
     """Sampling temperature; 0 = greedy."""
     top_p: float = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
+    dispatch: Literal["fixed", "pull"] = "fixed"
+    """fixed = each rank samples an equal share of the prompts; pull = a rank takes the next prompt from a common queue
+    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
+    the same."""
+    pull_order: Literal["drawn", "longest_first"] = "drawn"
+    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the mean length of
+    their responses in the epoch before, so that long ones do not begin last. What is trained on is the same."""
 
     @property
     def call_limits(self) -> dict[str, int]:

@@ -221,6 +221,8 @@ class Group:
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    sampled_by: int | None = None
+    """Rank that sampled it (the first of those that share an engine)."""
 
 
 class Metrics:
