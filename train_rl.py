@@ -86,7 +86,7 @@ class RLConfig:
         checks.check_loss(self.loss)
         reward_checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
         reward_checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
-        checks.check_sampling_policy(self.engine, self.loss)
+        checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -96,6 +96,8 @@ from pathlib import Path
 
 from arpo import ranks
 from arpo.branching_signal import BranchingSignal
+from arpo.carried_state import go_on_from, state_of
+from arpo.carry_over import CarryOver, staleness
 from arpo.charts import rl_charts
 from arpo.checkpoint import Saver
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
@@ -193,6 +195,8 @@ def main(cfg: RLConfig) -> None:
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
+    carried = CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts, cfg.engine.max_num_seqs)
+    go_on_from(carried, saver.rank_files, train_prompts)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
         values = validate(sampler, log, valid_prompts, cfg, step=0) | score.end_step()
@@ -204,21 +208,23 @@ def main(cfg: RLConfig) -> None:
     progress = log.progress(num_steps, "step", done=done_steps)
     stop = ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn
+        timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn - carried.num_behind
 
-        # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach
+        # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach, and under
+        # rollout.carry_over until enough are whole: others go on in the next step
         sampled: list[Group] = []
         num_prefilled = engine.stats.prefilled_tokens
         while count := num_to_sample(sampled, num_prompts, cfg.advantage):
-            indices, num_drawn = order.draw(num_drawn, count)
+            indices, num_drawn = order.draw(num_drawn, carried.num_to_draw(count, num_steps - step + 1))
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            sampled += sample(sampler, [train_prompts[i] for i in indices], cfg, timers, name, signal)
+            sampled += sample(carried, [train_prompts[i] for i in indices], cfg, timers, name, signal)
         groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
         share = sampled[dist.rank :: dist.world_size]  # each rank counts its share once
         metrics.merge(rollout_metrics(share, sources, take_restarts(tools.tools)))
+        metrics.merge(staleness(share, step))
         if cfg.advantage.dead_groups == "resample":
             metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
             if len(groups) < num_prompts:
@@ -286,7 +292,8 @@ def main(cfg: RLConfig) -> None:
         is_final = is_last or health.must_stop or stop.agreed(dist)
         if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
             progress_made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
-            saver.save(step, {"signal": signal.state} | progress_made, is_final=is_final)
+            unfinished = state_of(carried) if cfg.rollout.carry_over and not health.must_stop else None
+            saver.save(step, {"signal": signal.state} | progress_made, unfinished, is_final=is_final)
         if health.must_stop:
             raise UserError(str(health))
         if is_final:
@@ -320,19 +327,19 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict | 
 
 
 def sample(
-    sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
+    source: CarryOver, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
 ) -> list[Group]:
     """Return the scored groups of the prompts on every rank, in order. Each team of ranks samples and scores its share.
 
     `name` is that of the rollout: the step, and within a step something that tells it from others.
     """
     with timers("rollout"):
-        names = {"step": name, "description": f"step {name} rollout", "on_group": sampler.score.on_group}
-        share = sampler(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
+        names = {"step": name, "description": f"step {name} rollout", "on_group": source.sampler.score.on_group}
+        share = source(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
     with timers("reward"):
-        sampler.score(share if sampler.team.is_first else [])
+        source.sampler.score(share if source.team.is_first else [])
     with timers("exchange"):
-        return sampler.team.exchange(share, len(prompts))
+        return source.exchange(share, len(prompts))
 
 
 def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:

@@ -325,11 +325,15 @@ class PromptOrder:
         return self.draw(step * self.num_per_step, self.num_per_step)[0]
 
     def draw(self, num_drawn: int, count: int) -> tuple[list[int], int]:
-        """Return the next `count` <= num_per_step prompt indices after `num_drawn`, and num_drawn for the next draw.
+        """Return the next `count` prompt indices after `num_drawn`, and num_drawn for the next draw.
 
-        For steps that draw more than once. All are of one epoch, so that none comes twice: where the rest of an epoch
-        is too short, it is skipped.
+        For steps that draw more than once. Up to num_per_step are of one epoch, so that none comes twice: where the
+        rest of an epoch is too short, it is skipped.
         """
+        if count > self.num_per_step:
+            first, num_drawn = self.draw(num_drawn, self.num_per_step)
+            rest, num_drawn = self.draw(num_drawn, count - self.num_per_step)
+            return first + rest, num_drawn
         per_epoch = self.steps_per_epoch * self.num_per_step
         epoch, start = divmod(num_drawn, per_epoch)
         if start + count > per_epoch:

@@ -77,6 +77,11 @@ class Live:
         return len(self.trajectory.turns) - 1
 
     @property
+    def owner(self) -> tuple[str, str]:
+        """Name of the trajectory, among all of a rollout."""
+        return self.trajectory.prompt_id, self.trajectory.trajectory_id
+
+    @property
     def key(self) -> str:
         return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
 

@@ -35,6 +35,9 @@ class RolloutConfig:
     """Sampling temperature; 0 = greedy."""
     top_p: float = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
+    carry_over: int = 0
+    """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
+    most; then they are waited for. 0 = every step waits for all its groups."""
 
     @property
     def call_limits(self) -> dict[str, int]:

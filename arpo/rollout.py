@@ -230,9 +230,7 @@ class Loop:
         if not (found := live.watch.find(chunk.token_ids, self.codec.decode, stops)):
             return chunk
         self.engine.abort([chunk.request_id])
-        lists = ("token_ids", "logprobs", "entropies", "top_logprobs")
-        kept = {name: getattr(chunk, name)[: found[0]] for name in lists}
-        return replace(chunk, **kept, finish="stop", stop_string=found[1])
+        return chunk.ended_after(*found)
 
     def decide(self, live: Live) -> None:
         """Take the branch decision of the tool result before the current turn, if it is this trajectory's to take."""
@@ -266,17 +264,18 @@ class Loop:
             error, kind = (refusal, "limit") if refusal else (call.error, call.error_kind)
             turn.tool_calls.append(ToolCall(call.tag, call.argument, error, False, kind, executed=not kind))
             if not kind:
-                call_id = f"{live.key}|{number}"
-                self.calling[call_id] = (live, number)
-                live.num_calling += 1
-                self.tools.start(call_id, call.tag, call.argument, self.context(live))
+                self.call(live, number)
         if not live.num_calling:
             self.append_results(live)
 
-    def context(self, live: Live) -> ToolContext:
-        prompt, trajectory = live.group.prompt, live.trajectory
+    def call(self, live: Live, number: int) -> None:
+        """Start a call of the current turn."""
+        prompt, call, call_id = live.group.prompt, live.trajectory.turns[-1].tool_calls[number], f"{live.key}|{number}"
+        self.calling[call_id] = (live, number)
+        live.num_calling += 1
         seed = _number(f"{live.group.seed}|{prompt.prompt_id}")
-        return ToolContext(prompt.prompt_id, trajectory.trajectory_id, live.turn_index, seed, prompt.meta)
+        at = ToolContext(prompt.prompt_id, live.trajectory.trajectory_id, live.turn_index, seed, prompt.meta)
+        self.tools.start(call_id, call.tag, call.argument, at)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
         """Return the text that the model reads instead of a result of one more call; "" where the call may run."""

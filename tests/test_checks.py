@@ -35,7 +35,7 @@ ALWAYS = {
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens",
+    "answer_reserve_tokens carry_over",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",

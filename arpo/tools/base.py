@@ -70,21 +70,24 @@ class ToolRunner:
 
     def __init__(self, tools: dict[str, Tool]):
         self.tools = tools
-        self._done: queue.SimpleQueue[tuple[str, ToolResult | BaseException]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, str, ToolResult | BaseException]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
         self._thread.start()
         self._told: set[tuple[str, type]] = set()
         self.num_pending = 0
+        self._generation = self._num_generations = 0  # the rollout that runs now takes no result of another one's calls
+        self._parked: tuple[int, int, list] | None = None  # of `park`: generation, calls without a result, results
         self.sessions = Sessions(tools, self._loop)
         """Those of the trajectories in tools that have any."""
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         """Begin a call; its result comes out of `collect` under `call_id`. A tool with sessions needs the context."""
         self.num_pending += 1
-        asyncio.run_coroutine_threadsafe(self._run(call_id, self.tools[tag], argument, context), self._loop)
+        call = self._run(self._generation, call_id, self.tools[tag], argument, context)
+        asyncio.run_coroutine_threadsafe(call, self._loop)
 
-    async def _run(self, call_id: str, tool: Tool, argument: str, context: ToolContext | None) -> None:
+    async def _run(self, generation: int, call_id: str, tool: Tool, argument: str, context: ToolContext | None) -> None:
         started = time.perf_counter()
         try:
             if tool.tag in self.sessions.tools:
@@ -93,16 +96,16 @@ class ToolRunner:
                 result = await answer(tool, argument, context)
             if not result.seconds:
                 result = replace(result, seconds=time.perf_counter() - started)
-            self._done.put((call_id, result))
+            self._done.put((generation, call_id, result))
         except UserError as error:
-            self._done.put((call_id, error))
+            self._done.put((generation, call_id, error))
         except Exception as error:  # whatever it is: hours of training must not end with it
             self._tell_of(tool.tag, error)
             text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
-            self._done.put((call_id, failure))
+            self._done.put((generation, call_id, failure))
         except BaseException as error:  # cancelled, or an interrupt: handed to the caller's thread
-            self._done.put((call_id, error))
+            self._done.put((generation, call_id, error))
 
     def _tell_of(self, tag: str, error: Exception) -> None:
         """Show the traceback of the first exception of each kind; how many follow is a metric."""
@@ -116,17 +119,44 @@ class ToolRunner:
         finished = []
         while self.num_pending:
             try:
-                call_id, result = self._done.get(block=block and not finished)
+                generation, call_id, result = self._done.get(block=block and not finished)
             except queue.Empty:
                 break
+            if generation != self._generation:
+                self._keep(generation, call_id, result)
+                continue
             self.num_pending -= 1
             if isinstance(result, BaseException):
                 raise result
             finished.append((call_id, result))
         return finished
 
+    def _keep(self, generation: int, call_id: str, result: ToolResult | BaseException) -> None:
+        if self._parked and generation == self._parked[0]:
+            self._parked[2].append((generation, call_id, result))
+
+    def park(self) -> None:
+        """Set calls under way and sessions aside until `unpark`. They go on, apart from what is begun meanwhile."""
+        assert self._parked is None
+        self._parked = self._generation, self.num_pending, []
+        self._num_generations += 1
+        self._generation, self.num_pending = self._num_generations, 0
+        self.sessions.park()
+
+    def unpark(self) -> None:
+        """Go on with what `park` has set aside, if there is anything."""
+        if self._parked is None:
+            return
+        assert not self.num_pending
+        self.sessions.unpark()
+        self._generation, self.num_pending, kept = self._parked
+        self._parked = None
+        for entry in kept:
+            self._done.put(entry)
+
     def close(self) -> None:
         """Close the tools, then the loop. A tool that cannot be closed is no reason to fail: the work is done."""
+        self.sessions.unpark()
         self.sessions.end_all()
         for tool in self.tools.values():
             try:

@@ -30,7 +30,7 @@ from arpo.tools.interface import (
     answer,
     is_stateful,
 )
-from arpo.tools.session_records import Copy, Session, recorded
+from arpo.tools.session_records import Copy, RecordedCall, Session, recorded
 
 CLOSE_TIMEOUT_S = 30.0
 NUM_TRIES = 2
@@ -59,6 +59,7 @@ class Sessions:
         self._calls: set[asyncio.Task] = set()
         self._tasks: set[asyncio.Task] = set()
         self._told: set[tuple[str, type]] = set()
+        self._parked: tuple[dict, dict, set, set] | None = None
 
     def refusal(self, tags: Iterable[str]) -> str:
         """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
@@ -94,6 +95,29 @@ class Sessions:
                 asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("sessions of %s are still open after %g s", ", ".join(self.tools), CLOSE_TIMEOUT_S)
+
+    def park(self) -> None:
+        """Set all sessions aside until `unpark`; their calls go on. Idle ones give their places to those that wait."""
+        self._run(self._park())
+
+    def unpark(self) -> None:
+        """Take up what `park` has set aside, if there is anything."""
+        self._run(self._unpark())
+
+    def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
+        """Return (trajectory, tag, calls that it has answered) of all sessions, those that are parked, if any are."""
+        return self._run(self._records()) or []
+
+    def restore(self, owner: Owner, tag: str, calls: list[RecordedCall]) -> None:
+        """Give a trajectory a session that begins with a replay of these calls."""
+        self._post(self._restore, owner, tag, calls)
+
+    def _run(self, work: Coroutine) -> Any:
+        """Return what comes of the work on the loop, which is short; None without a stateful tool."""
+        if self.tools and self._loop.is_running():
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        work.close()
+        return None
 
     def _post(self, action: Any, *arguments: Any) -> None:
         if self.tools:
@@ -179,6 +203,9 @@ class Sessions:
         places = self._places.get(tag)
         if places is None or (places.locked() and self._holds_another(tag, owner)):
             return False
+        if places.locked() and self._parked:
+            for session in [s[tag] for s in self._parked[0].values() if tag in s and s[tag].has_place]:
+                self._spawn(self._finish(self.tools[tag], session))  # its next call replays
         await places.acquire()
         return True
 
@@ -282,6 +309,27 @@ class Sessions:
             await tool.close(handle)
         except Exception:
             logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
+
+    async def _park(self) -> None:
+        self._parked = self._sessions, self._copies, self._calls, self._tasks
+        self._sessions, self._copies, self._calls, self._tasks = {}, {}, set(), set()
+
+    async def _unpark(self) -> None:
+        if self._parked:
+            later = self._tasks
+            self._sessions, self._copies, calls, self._tasks = self._parked
+            self._parked, self._calls = None, {call for call in calls if not call.done()}
+            for task in later:  # closes what the rollout in between has ended
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
+        sessions = self._parked[0] if self._parked else self._sessions
+        return [(owner, tag, list(s.calls)) for owner, by_tag in sessions.items() for tag, s in by_tag.items()]
+
+    def _restore(self, owner: Owner, tag: str, calls: list[RecordedCall]) -> None:
+        if tag in self.tools:
+            self._sessions.setdefault(owner, {})[tag] = Session(calls)
 
     def _spawn(self, work: Coroutine) -> asyncio.Task:
         task = self._loop.create_task(work)
