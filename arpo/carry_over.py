@@ -247,7 +247,7 @@ def staleness(groups: Sequence[Group], step: int) -> Metrics:
     """
     m = Metrics()
     for t in (t for group in groups for t in group.trajectories):
-        ends = [start for start, _ in t.versions[1:]] + [len(t.token_ids)]
+        ends = [*(start for start, _ in t.versions), len(t.token_ids)][1:]
         for (start, version), end in zip(t.versions, ends, strict=True):
             count = sum(t.loss_mask[max(start, t.fork_at) : end])
             if count:

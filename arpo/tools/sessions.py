@@ -30,7 +30,7 @@ from arpo.tools.interface import (
     answer,
     is_stateful,
 )
-from arpo.tools.session_records import Copy, RecordedCall, Session, recorded
+from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded
 
 CLOSE_TIMEOUT_S = 30.0
 NUM_TRIES = 2
@@ -133,7 +133,11 @@ class Sessions:
         self._calls.add(task)
         try:
             async with session.lock:
-                return await self._answer(self.tools[tag], session, argument, context)
+                try:
+                    return await self._answer(self.tools[tag], session, argument, context)
+                finally:
+                    if self._is_wanted(tag) and any(by_tag.get(tag) is session for by_tag in self._parked[0].values()):
+                        await self._close(self.tools[tag], session)
         finally:
             self._calls.discard(task)
 
@@ -203,11 +207,15 @@ class Sessions:
         places = self._places.get(tag)
         if places is None or (places.locked() and self._holds_another(tag, owner)):
             return False
-        if places.locked() and self._parked:
+        if self._is_wanted(tag):
             for session in [s[tag] for s in self._parked[0].values() if tag in s and s[tag].has_place]:
                 self._spawn(self._finish(self.tools[tag], session))  # its next call replays
         await places.acquire()
         return True
+
+    def _is_wanted(self, tag: str) -> bool:
+        """Return whether a parked session must not keep its place: its trajectory stands still while others wait."""
+        return self._parked is not None and tag in self._places and self._places[tag].locked()
 
     def _holds_another(self, tag: str, owner: Owner) -> bool:
         return any(s.has_place or s.source for other, s in self._sessions.get(owner, {}).items() if other != tag)
@@ -288,7 +296,7 @@ class Sessions:
     async def _drop(self, copy: Copy) -> None:
         handle = await copy.task
         if handle is not None:
-            await self._close_handle(copy.tool, handle)
+            await close_handle(copy.tool, handle)
             self._give_place_back(copy.tool.tag, copy)
 
     async def _finish(self, tool: SessionTool, session: Session) -> None:
@@ -300,15 +308,9 @@ class Sessions:
     async def _close(self, tool: SessionTool, session: Session) -> None:
         if session.is_open:
             session.is_open = False
-            await self._close_handle(tool, session.handle)
+            await close_handle(tool, session.handle)
         session.handle = None
         self._give_place_back(tool.tag, session)
-
-    async def _close_handle(self, tool: SessionTool, handle: Any) -> None:
-        try:
-            await tool.close(handle)
-        except Exception:
-            logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
 
     async def _park(self) -> None:
         self._parked = self._sessions, self._copies, self._calls, self._tasks
