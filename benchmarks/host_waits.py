@@ -1,4 +1,4 @@
-"""How often our Python makes the host wait for a GPU, and how long it keeps the engine from its next decode step.
+"""Count how often our Python makes the host wait for a GPU, and time how long it keeps the engine from decoding.
 
     python benchmarks/host_waits.py [--quick]
 

@@ -1,16 +1,18 @@
 """A pretrained language model of 135M on a CPU: rollout against raw vLLM, update against a plain transformers loop.
 
     make demo-llm                                    # leaves data/llm and runs/llm_sft
-    python benchmarks/real_model.py [--quick] [--model runs/llm_sft/hf] [--train data/llm/rl_train.jsonl]
+    python benchmarks/real_model.py [--quick] [--dtype bfloat16]
 
-One rank, float32, the settings of configs/llm_arpo.yaml, but without branching, so that all trajectories are whole.
+One rank, the settings of configs/llm_arpo.yaml, but without branching, so that all trajectories are whole. Both sides
+compute in the same dtype; the weights that are updated are float32.
 
 Rollout: the questions are answered with real Python calls; raw vLLM's `LLM.generate` then samples for the same prompts
 as many tokens for each trajectory as ours had, at the same temperature, without logprobs, entropies, stop strings,
 tools and results. `rollout_ratio` = our tokens per second / raw vLLM's.
 
 Update: the trajectories just sampled, in the same mini-batches. The plain loop pads four rows to a micro-batch,
-computes all logits, and takes the same PPO loss and AdamW step; it recomputes nothing either. Rewards are made up
+computes all logits (under autocast for bfloat16), and takes the same PPO loss and AdamW step; it recomputes nothing
+either. Rewards are made up
 (every other trajectory is right), for the speed does not depend on them. `ratio` = the plain loop's seconds / ours.
 """
 
@@ -50,9 +52,10 @@ from train_rl import RLConfig
 ROWS_AT_ONCE = 4
 
 
-def config(model: str, train: str, num_prompts: int) -> RLConfig:
+def config(model: str, train: str, num_prompts: int, dtype: str) -> RLConfig:
     flags = {
-        "model.path": model, "data.train": train, "data.valid": "", "branching.selector": "none",
+        "model.path": model, "model.compute_dtype": dtype, "engine.dtype": dtype,
+        "data.train": train, "data.valid": "", "branching.selector": "none",
         "data.num_prompts_per_step": num_prompts, "update.num_prompts_per_minibatch": num_prompts // 2,
     }  # fmt: skip
     return load_config(
@@ -121,6 +124,7 @@ def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     size = cfg.update.num_prompts_per_minibatch
+    is_bfloat16 = cfg.model.compute_dtype == "bfloat16"
 
     def logprobs_of(rows: list) -> tuple[torch.Tensor, torch.Tensor]:
         length = max(len(prompt) + len(response) for prompt, response, _ in rows)
@@ -129,8 +133,9 @@ def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
             whole = [*prompt, *response]
             ids[i, : len(whole)], attended[i, : len(whole)] = torch.tensor(whole), 1
             wanted[i, len(prompt) : len(whole)] = torch.tensor(mask)
-        logits = model(ids, attention_mask=attended).logits[:, :-1]  # (B, T-1, V): position t scores token t+1
-        return log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0], wanted[:, 1:]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
+            logits = model(ids, attention_mask=attended).logits[:, :-1]  # (B, T-1, V): position t scores token t+1
+        return log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None])[..., 0], wanted[:, 1:]
 
     def step() -> None:
         for start in range(0, len(groups), size):
@@ -173,12 +178,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two questions, one repeat, and only where the model is")
     parser.add_argument("--model", default="runs/llm_sft/hf")
     parser.add_argument("--train", default="data/llm/rl_train.jsonl")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     if not (Path(args.model).is_dir() and Path(args.train).exists()):
         print(f"skipped: no {args.model} or {args.train}; `make demo-llm` makes them")
         return
     num_prompts, repeats = (2, 1) if args.quick else (8, 3)
-    cfg = config(args.model, args.train, num_prompts)
+    cfg = config(args.model, args.train, num_prompts, args.dtype)
     dist = init()
     codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names)
     prompts = load_prompts(args.train)[:num_prompts]

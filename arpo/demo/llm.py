@@ -52,7 +52,7 @@ def build(out: Path, seed: int, questions: str, model: str) -> None:
 
 
 def is_up_to_date(path: Path, wanted: dict) -> bool:
-    """Whether a stamp holds these values, with which its part was written to the end."""
+    """Return whether a stamp holds these values; a part has its stamp once it is written to the end."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -73,8 +73,10 @@ def test_each_solution_that_does_not_convert_is_counted_with_its_reason(python):
 
 
 def test_the_same_seed_gives_the_same_files_and_no_question_is_in_two_of_them(python, tmp_path, monkeypatch):
+    three_lines = WENG["answer"].replace("\n####", "\nThat is <<10*1=10>>10.\n####")
     for part, count in {"train": 40, "test": 10}.items():
         rows = [WENG | {"question": f"{part} question {i}?"} for i in range(count)]
+        rows += [{"question": f"{part} long question {i}?", "answer": three_lines} for i in range(4)]
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(gsm8k, "NUM_SFT_QUESTIONS", 20)
     monkeypatch.setattr(gsm8k, "NUM_VALID", {"sft": 5, "rl": 5})
@@ -82,14 +84,15 @@ def test_the_same_seed_gives_the_same_files_and_no_question_is_in_two_of_them(py
     assert (files, reasons) == gsm8k.build_data(str(tmp_path), 0, python)
     assert files != gsm8k.build_data(str(tmp_path), 1, python)[0]
     assert {name: len(rows) for name, rows in files.items()} == {
-        "sft_train": 15, "sft_valid": 5, "rl_train": 15, "rl_valid": 5, "test": 10,
+        "sft_train": 15, "sft_valid": 5, "rl_train": 15, "rl_valid": 5, "test": 10, "test_long": 4,
     }  # fmt: skip
     rows = [row for part in files.values() for row in part]
     asked = [row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in rows]
-    assert len(asked) == len(set(asked)) == 50
-    assert all(row["prompt"].startswith("test ") for row in files["test"])
+    assert len(asked) == len(set(asked)) == 54
+    assert all(row["prompt"].startswith("test q") for row in files["test"])
+    assert all(row["prompt"].startswith("test l") and row["num_lines"] == 3 for row in files["test_long"])
     assert files["test"][0] | {"prompt": ""} == {
-        "prompt": "", "answer": "10", "data_source": "gsm8k", "tools": ["python"], "num_steps": 2,
+        "prompt": "", "answer": "10", "data_source": "gsm8k", "tools": ["python"], "num_lines": 2,
     }  # fmt: skip
 
 

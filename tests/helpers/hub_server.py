@@ -41,13 +41,15 @@ class HubServer:
     stored: dict[str, bytes] = field(default_factory=dict)
     """Large files that have arrived whole, by SHA-256; a repository has them only after a commit."""
     hangs_at_upload: int = 0
-    """The number of the upload of a large file, from 1, of which the server reads nothing more; 0 = none."""
+    """From this upload of a large file on, counted from 1, the server reads none; 0 = it reads all."""
     num_uploads: int = 0
+    """Uploads of large files that were begun."""
     fails_commit: int = 0
     """HTTP status with which commits fail; 0 = they do not."""
 
     def __enter__(self) -> HubServer:
-        self.is_hanging, self.is_closing = threading.Event(), threading.Event()
+        self.is_hanging, self.is_released = threading.Event(), threading.Event()
+        self.changed, self.num_connections = threading.Condition(), 0
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
         for server in self.servers:
             server.daemon_threads = True
@@ -57,10 +59,18 @@ class HubServer:
         return self
 
     def __exit__(self, *_) -> None:
-        self.is_closing.set()
+        self.is_released.set()
         for server in self.servers:
             server.shutdown()
             server.server_close()
+
+    def let_go(self) -> None:
+        """Drop the uploads that hang, hang no more, and return when the last connection has ended: of clients that are
+        dead, nothing arrives behind this."""
+        self.hangs_at_upload = 0
+        self.is_released.set()
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.num_connections, timeout=120)
 
     def environment(self, cache: Path) -> dict[str, str]:
         """What a process must have in its environment to ask this server."""
@@ -87,6 +97,19 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
 
         def log_message(self, *_) -> None:
             pass
+
+        def setup(self) -> None:
+            super().setup()
+            with hub.changed:
+                hub.num_connections += 1
+
+        def finish(self) -> None:
+            try:
+                super().finish()
+            finally:
+                with hub.changed:
+                    hub.num_connections -= 1
+                    hub.changed.notify_all()
 
         def do_HEAD(self) -> None:
             self.do_GET()
@@ -138,14 +161,22 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             hub.requests.append(
                 (self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
             )
-            hub.num_uploads += 1
-            if hub.num_uploads == hub.hangs_at_upload:
+            with hub.changed:
+                hub.num_uploads += 1
+                hangs = 0 < hub.hangs_at_upload <= hub.num_uploads
+                if hangs:  # those before it are stored by then
+                    hub.changed.wait_for(lambda: len(hub.stored) >= hub.hangs_at_upload - 1, timeout=600)
+            if hangs:
                 hub.is_hanging.set()
-                hub.is_closing.wait(120)
+                hub.is_released.wait(600)
                 self.close_connection = True
                 return
             content = self.rfile.read(int(self.headers["Content-Length"]))
-            hub.stored[hashlib.sha256(content).hexdigest()] = content
+            if hashlib.sha256(content).hexdigest() != self.path.rpartition("/")[2]:  # cut off
+                return self.answer(400)
+            with hub.changed:
+                hub.stored[self.path.rpartition("/")[2]] = content
+                hub.changed.notify_all()
             self.answer(200)
 
         def create(self, repo: str, asked: dict) -> None:
