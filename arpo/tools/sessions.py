@@ -116,8 +116,7 @@ class Sessions:
         """Return what comes of the work on the loop, which is short; None without a stateful tool."""
         if self.tools and self._loop.is_running():
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        work.close()
-        return None
+        return work.close()
 
     def _post(self, action: Any, *arguments: Any) -> None:
         if self.tools:
@@ -321,9 +320,8 @@ class Sessions:
             later = self._tasks
             self._sessions, self._copies, calls, self._tasks = self._parked
             self._parked, self._calls = None, {call for call in calls if not call.done()}
-            for task in later:  # closes what the rollout in between has ended
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            if later:  # which close what the rollout in between has ended
+                self._spawn(asyncio.wait(later))
 
     async def _records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
         sessions = self._parked[0] if self._parked else self._sessions
