@@ -57,6 +57,10 @@ class EvalConfig:
         some = self.eval.benchmarks or self.eval.files
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
         check_result_room(self.tools.search, self.rollout)
+        ordered = self.rollout.pull_order != "drawn"
+        require(
+            not ordered, "rollout.pull_order=longest_first goes by earlier epochs, of which there are none; drop it"
+        )
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -148,7 +152,7 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- one set after the other, questions dealt out over the ranks; each finished group is saved at once
     engine = make_engine(cfg, codec, team.index) if any(todo.values()) else None
-    sampler = Sampler(engine, runner, codec, team, log, cfg.run.seed)
+    sampler = Sampler(engine, runner, codec, team, log, cfg.run.seed, max_num_seqs=cfg.engine.max_num_seqs)
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
     no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
     for name, prompts in todo.items():

@@ -86,6 +86,7 @@ class RLConfig:
         checks.check_loss(self.loss)
         reward_checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
         reward_checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
+        reward_checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
         checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 
 
@@ -97,10 +98,11 @@ from pathlib import Path
 from arpo import ranks
 from arpo.branching_signal import BranchingSignal
 from arpo.carried_state import go_on_from, state_of
-from arpo.carry_over import CarryOver, staleness
+from arpo.carry_over import CarryOver
 from arpo.charts import rl_charts
 from arpo.checkpoint import Saver
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
+from arpo.dispatch import ExpectedLengths
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.scores import summarize
@@ -120,7 +122,7 @@ from arpo.protocol.prompts import with_system_prompt
 from arpo.run_folder import check_run_folder
 from arpo.sampler import Sampler
 from arpo.scoring import Scoring
-from arpo.selection import groups_to_train_on, num_to_sample
+from arpo.selection import groups_to_train_on, num_to_sample, refills_from_queue
 from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, take_restarts, tool_schemas
 from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
@@ -146,9 +148,7 @@ def main(cfg: RLConfig) -> None:
     run_dir = Path(cfg.run.dir) / cfg.run.name
     check_run_folder(cfg.run, cfg)
     num_prompts = cfg.data.num_prompts_per_step
-    if num_prompts % dist.world_size:
-        reason = f"is not a multiple of the {dist.world_size} ranks; change it or --nproc_per_node"
-        raise UserError(f"data.num_prompts_per_step={num_prompts} {reason}")
+    dist.check_multiple(num_prompts, "data.num_prompts_per_step")
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
     tokenizer = load_tokenizer(cfg.model.path)
@@ -179,24 +179,22 @@ def main(cfg: RLConfig) -> None:
         critic = load_critic(cfg.critic_model, dist.mesh, device=dist.device)
         critic_optimizer = build_optimizer(critic, cfg.critic_optim)
     if cfg.loss.kl_coefficient:
-        reference = load_policy(
-            cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference
-        ).requires_grad_(False)
+        place = {"device": dist.device, "offload": cfg.loss.offload_reference}
+        reference = load_policy(cfg.reference_model, dist.mesh, **place).requires_grad_(False)
     done_steps = saver.resume(policy, optimizer, critic, critic_optimizer)
     score.go_on_from(saver.progress.get("judge_calls", 0))
     num_drawn = saver.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
-    engine = Engine(
-        cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team.index, load_weights=False
-    )
+    sizes = {"max_model_len": cfg.max_model_len, "seed": cfg.run.seed + team.index}
+    engine = Engine(cfg.model.path, cfg.engine, load_weights=False, **sizes)
     engine.sync_weights(policy.hf_parameters())
     looks = {"charts": rl_charts(cfg.rollout.temperature), "keep_dumps": cfg.run.keep_dumps}
     log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, trackers=cfg.run.trackers, **looks)
     log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
-    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score)
-    carried = CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts, cfg.engine.max_num_seqs)
-    go_on_from(carried, saver.rank_files, train_prompts)
+    lengths = ExpectedLengths(cfg.rollout, saver.progress.get("lengths", {}))
+    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score, cfg.engine.max_num_seqs, lengths)
+    carried = go_on_from(CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts), saver.rank_files, train_prompts)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
         values = validate(sampler, log, valid_prompts, cfg, step=0) | score.end_step()
@@ -210,26 +208,27 @@ def main(cfg: RLConfig) -> None:
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn - carried.num_behind
 
-        # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach, and under
-        # rollout.carry_over until enough are whole: others go on in the next step
+        # ---- rollout and reward; until enough groups can teach (dead_groups=resample) or are whole (carry_over)
         sampled: list[Group] = []
         num_prefilled = engine.stats.prefilled_tokens
-        while count := num_to_sample(sampled, num_prompts, cfg.advantage):
-            indices, num_drawn = order.draw(num_drawn, carried.num_to_draw(count, num_steps - step + 1))
+        while count := num_to_sample(sampled, num_prompts, cfg.advantage, cfg.rollout):
+            drawn = order.queue(num_drawn, carried.num_to_draw(count, num_steps - step + 1))
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            sampled += sample(carried, [train_prompts[i] for i in indices], cfg, timers, name, signal)
+            more, num_cut_off = sample(carried, [train_prompts[i] for i, _ in drawn], cfg, timers, name, signal)
+            sampled, num_drawn = sampled + more, carried.num_drawn_after(drawn, more, num_drawn)
         groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
         share = sampled[dist.rank :: dist.world_size]  # each rank counts its share once
-        metrics.merge(rollout_metrics(share, sources, take_restarts(tools.tools)))
-        metrics.merge(staleness(share, step))
+        metrics.merge(rollout_metrics(share, sources, take_restarts(tools.tools), step))
         if cfg.advantage.dead_groups == "resample":
             metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
+            metrics.sum("group/cut_off", num_cut_off * dist.is_main)
             if len(groups) < num_prompts:
                 log.line(f"step {step}: only {len(groups)} groups to train on, after {len(sampled)} prompts")
         signal_values = signal.add(sampled)
+        lengths.add(sampled)
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
         # (none where a tool failed so often that the batch would teach to do without it)
@@ -249,10 +248,8 @@ def main(cfg: RLConfig) -> None:
                 for minibatch in minibatches:
                     fill_values(critic, minibatch.micros)
 
-        # ---- advantages
+        # ---- advantages; update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
         metrics.merge(fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, dist))
-
-        # ---- update: one optimizer step per mini-batch; while a critic warms up, the policy stays as it is
         with timers("update"):
             try:
                 for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
@@ -262,12 +259,9 @@ def main(cfg: RLConfig) -> None:
                         metrics.merge(update_critic(critic, critic_optimizer, minibatch.micros, max_norm, dist))
                     if step > cfg.critic.warmup_steps:
                         metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
-                        metrics.merge(
-                            update_policy(
-                                policy, optimizer, minibatch.micros, cfg.loss, cfg.rollout.temperature, max_norm, dist,
-                                is_first=number == 0,
-                            )
-                        )  # fmt: skip
+                        how = cfg.loss, cfg.rollout.temperature, max_norm, dist
+                        is_first = number == 0
+                        metrics.merge(update_policy(policy, optimizer, minibatch.micros, *how, is_first=is_first))
             except FloatingPointError as error:
                 log.trajectories(step, sampled, kind="nonfinite")
                 raise report(error, f"step {step}, mini-batch {number + 1}", minibatch.micros, run_dir, dist) from error
@@ -291,9 +285,9 @@ def main(cfg: RLConfig) -> None:
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
         is_final = is_last or health.must_stop or stop.agreed(dist)
         if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            progress_made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
-            unfinished = state_of(carried) if cfg.rollout.carry_over and not health.must_stop else None
-            saver.save(step, {"signal": signal.state} | progress_made, unfinished, is_final=is_final)
+            made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
+            made |= {"signal": signal.state, "lengths": lengths.state}
+            saver.save(step, made, None if health.must_stop else state_of(carried), is_final=is_final)
         if health.must_stop:
             raise UserError(str(health))
         if is_final:
@@ -301,10 +295,8 @@ def main(cfg: RLConfig) -> None:
 
     progress.close()
     log.finish()
-    tools.close()
-    score.close()
-    engine.close()
-    dist.close()
+    for part in (tools, score, engine, dist):
+        part.close()
 
 
 def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
@@ -328,18 +320,19 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict | 
 
 def sample(
     source: CarryOver, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
-) -> list[Group]:
-    """Return the scored groups of the prompts on every rank, in order. Each team of ranks samples and scores its share.
+) -> tuple[list[Group], int]:
+    """Return the scored groups of the prompts on every rank, in order, and the number of groups that were cut off.
 
-    `name` is that of the rollout: the step, and within a step something that tells it from others.
+    Each team of ranks samples and scores its part. `name` is the rollout's: the step, and what tells it from others.
     """
     with timers("rollout"):
         names = {"step": name, "description": f"step {name} rollout", "on_group": source.sampler.score.on_group}
+        names["num_wanted"] = cfg.data.num_prompts_per_step if refills_from_queue(cfg.advantage, cfg.rollout) else 0
         share = source(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
     with timers("reward"):
-        source.sampler.score(share if source.team.is_first else [])
+        source.sampler.score(share.groups if source.team.is_first else [])
     with timers("exchange"):
-        return source.exchange(share, len(prompts))
+        return source.exchange(share)
 
 
 def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:
@@ -347,8 +340,8 @@ def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig
     greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
     none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
     share = sampler(prompts, greedy, none, step=step, description="validation", on_group=sampler.score.on_group)
-    sampler.score(share if sampler.team.is_first else [])
-    groups = sampler.team.exchange(share, len(prompts))
+    sampler.score(share.groups if sampler.team.is_first else [])
+    groups, _ = sampler.exchange(share)
     log.trajectories(step, groups, kind="valid")
     return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
 

@@ -25,8 +25,10 @@ from arpo.trajectory import Prompt
 COMPRESSION = 1
 
 
-def state_of(carry: CarryOver) -> bytes:
-    """Return the file of this rank, of a CarryOver that is paused."""
+def state_of(carry: CarryOver) -> bytes | None:
+    """Return the file of this rank, of a CarryOver that is paused; None with rollout.carry_over=0."""
+    if not carry.is_on:
+        return None
     loop = carry.loop
     calling = {live.key: [] for live, _ in loop.calling.values()}
     for live, number in loop.calling.values():
@@ -68,14 +70,14 @@ def answered(
     return kept
 
 
-def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> None:
-    """Give a fresh CarryOver this rank's part of what `state_of` has saved on all ranks. Collective.
+def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> CarryOver:
+    """Return a fresh CarryOver with this rank's part of what `state_of` has saved on all ranks. Collective.
 
     On as many ranks as before each has its own groups again; else they are dealt out. Raises UserError for a file that
     cannot be read, or that holds groups of other prompts, and where carry_over is off now.
     """
     if not files:
-        return
+        return carry
     if not carry.is_on:
         raise UserError(f"{files[0]}: unfinished groups, which rollout.carry_over=0 would drop; set it to 1")
     ranks, by_id = carry.team.ranks, {prompt.prompt_id: prompt for prompt in prompts}
@@ -101,6 +103,7 @@ def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt
     carry.sampler.tools.park()
     own = [Begun(c.number, c.begun, c.is_whole) for c in carry.groups]
     carry.begun = sorted(entry for part in ranks.all_gather_objects(own) for entry in part)
+    return carry
 
 
 def _read(file: Path) -> dict:

@@ -19,21 +19,19 @@ update.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 from arpo.growing import GroupState
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import NEED_REWARDS
 from arpo.rollout import Loop
-from arpo.sampler import Sampler
-from arpo.trajectory import Group, Metrics, Prompt, SignalStatistics
+from arpo.sampler import Sampler, Share
+from arpo.trajectory import Group, Prompt, SignalStatistics
 
 LOOK_S, LOOK_PER_TEAM_S = 0.05, 2e-4
 """Seconds between two looks into the store (at least, and per team): 10,000 requests a second for it at most."""
@@ -69,20 +67,14 @@ class Begun(NamedTuple):
 class CarryOver:
     """This rank's part of the groups that the run has begun. With rollout.carry_over=0 it adds nothing to a Sampler."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        cfg: RolloutConfig,
-        branching: BranchingConfig,
-        num_prompts: int,
-        max_num_seqs: int = 256,
-    ):
-        """num_prompts: those that a step is trained on, over all ranks. max_num_seqs: the engine's places."""
-        self.sampler, self.cfg, self.num_prompts, self.max_num_seqs = sampler, cfg, num_prompts, max_num_seqs
+    def __init__(self, sampler: Sampler, cfg: RolloutConfig, branching: BranchingConfig, num_prompts: int):
+        """num_prompts: those that a step is trained on, over all ranks."""
+        self.sampler, self.cfg, self.num_prompts = sampler, cfg, num_prompts
         self.team, self.is_on = sampler.team, cfg.carry_over > 0
         score = sampler.score_alike if branching.selector in NEED_REWARDS else None
         self.loop = Loop(sampler.engine, sampler.tools, sampler.codec, cfg, branching, None, score)
-        self.max_unfinished = min(2 * max_num_seqs, math.ceil(num_prompts / self.team.num_teams) * cfg.group_size)
+        share = math.ceil(num_prompts / self.team.num_teams) * cfg.group_size
+        self.max_unfinished = min(2 * sampler.max_num_seqs, share)
         self.groups: list[Carried] = []
         """Those of this rank."""
         self.begun: list[Begun] = []
@@ -91,8 +83,9 @@ class CarryOver:
         """Prompts that were drawn, but not begun by any rank, by number; the same on all ranks."""
         self.num_drawn = 0
         self.step = 0
-        self._mine: deque[int] = deque()
-        self._counter: dist.Store | None = None
+        self._store = self.team.ranks.store if self.team.num_teams > 1 else None
+        self._queue: Iterator[int] = iter(())  # numbers that this rank may begin; pulled ones only when asked for
+        self._held: list[int] = []  # those that it may begin, but not yet
         self._looked_at_s = 0.0
         self._is_full = False
 
@@ -103,6 +96,12 @@ class CarryOver:
         if not self.is_on:
             return count
         return max(min(2, steps_left) * self.num_prompts - len(self.begun) - len(self.waiting), 0)
+
+    def num_drawn_after(self, drawn: list[tuple[int, int]], groups: list[Group], num_drawn: int) -> int:
+        """Return num_drawn for the next draw, where it was `num_drawn` for this one, which gave these groups. `drawn`:
+        see PromptOrder.queue."""
+        used = drawn if self.is_on else drawn[: len(groups)]
+        return used[-1][1] if used else num_drawn
 
     @property
     def num_behind(self) -> int:
@@ -121,13 +120,14 @@ class CarryOver:
         step: str,
         statistics: SignalStatistics | None = None,
         on_group: Callable[[Group, list[float]], None] | None = None,
-    ) -> list[Group]:
+        num_wanted: int = 0,
+    ) -> Share:
         """Sample until the step's mini-batches are full. Return this rank's groups that have become whole in it.
 
         `prompts` are those that the step has drawn; see Sampler. `exchange` must follow.
         """
-        names = {"statistics": statistics, "on_group": on_group}
         if not self.is_on:
+            names = {"statistics": statistics, "on_group": on_group, "num_wanted": num_wanted}
             return self.sampler(prompts, cfg, branching, description=description, step=step, **names)
         self._begin_step(prompts, int(step), statistics)
         num_trajectories = self.num_prompts // self.team.num_teams * cfg.group_size
@@ -138,26 +138,36 @@ class CarryOver:
             self.sampler.tools.sessions.end_all()
             raise
         self.pause()
-        return whole
+        return Share(whole, ())
 
     def _begin_step(self, prompts: list[Prompt], step: int, statistics: SignalStatistics | None) -> None:
         self.waiting |= dict(enumerate(prompts, self.num_drawn))
         self.num_drawn += len(prompts)
         self.step = self.loop.step = step
         self.loop.statistics = statistics
-        self._mine = deque(self.team.share(sorted(self.waiting)))
-        self._counter, self._is_full = None, False
-        if self.team.num_teams > 1:
-            self._counter = dist.PrefixStore(f"carry_over/{step}", dist.distributed_c10d._get_default_store())
+        self._queue, self._held, self._is_full = iter(self._deal()), [], False
         self.sampler.tools.unpark()
         for live in self.loop.decoding.values():
             self.loop.submit(live)
+
+    def _deal(self) -> Iterable[int]:
+        """Return the numbers that this rank may begin: its share, or those that it pulls (see dispatch.py)."""
+        numbers = sorted(self.waiting)
+        if self.cfg.dispatch == "fixed" or self._store is None:
+            return self.team.share(numbers)
+        if self.cfg.pull_order == "longest_first" and self.sampler.lengths:
+            numbers = [numbers[i] for i in self.sampler.lengths.longest_first([self.waiting[n] for n in numbers])]
+        pulls = iter(lambda: self._store.add(self._key("next"), 1) - 1, None)
+        return (numbers[place] for place in itertools.takewhile(lambda place: place < len(numbers), pulls))
+
+    def _key(self, word: str) -> str:
+        return f"carry_over/{self.step}/{word}"
 
     def _sample(
         self, on_group: Callable[[Group, list[float]], None] | None, on_progress: Callable[[int], None]
     ) -> list[Group]:
         engine, tools = self.sampler.engine, self.sampler.tools
-        is_alone, whole = self._counter is None, []
+        is_alone, whole = self._store is None, []
         by_state = {id(carried.state): carried for carried in self.groups}
         while not self.is_full():
             while carried := self._begin_next():
@@ -177,14 +187,19 @@ class CarryOver:
     def _begin_next(self) -> Carried | None:
         """Begin this rank's next group, if there is one and the engine has a free place: while it decodes fewer than
         max_num_seqs trajectories, and no more are under way than a step without carry-over begins."""
-        if self.sampler.engine.num_running >= self.max_num_seqs or self.loop.num_unfinished >= self.max_unfinished:
+        is_busy = self.sampler.engine.num_running >= self.sampler.max_num_seqs
+        if is_busy or self.loop.num_unfinished >= self.max_unfinished:
             return None
         # a prompt of the next epoch waits for the end of its earlier group: sessions and requests go by prompt
         growing = {carried.state.prompt.prompt_id for carried in self.groups if not carried.is_whole}
-        number = next((n for n in self._mine if self.waiting[n].prompt_id not in growing), None)
-        if number is None:
+        held, self._held = iter(self._held), []
+        for number in itertools.chain(held, self._queue):
+            if self.waiting[number].prompt_id not in growing:
+                break
+            self._held.append(number)
+        else:
             return None
-        self._mine.remove(number)
+        self._held += held
         seed = f"{self.sampler.seed}|{self.step}|{number}"
         self.groups.append(Carried(number, self.step, self.loop.start_group(self.waiting[number], seed)))
         return self.groups[-1]
@@ -201,60 +216,43 @@ class CarryOver:
         return begun + self.cfg.carry_over <= self.step
 
     def _count(self, carried: Carried) -> None:
-        if self._counter is not None:
-            self._counter.add("whole", 1 + DUE * self.is_due(carried.begun))
+        if self._store is not None:
+            self._store.add(self._key("whole"), 1 + DUE * self.is_due(carried.begun))
 
     def is_full(self) -> bool:
         """Return whether the step can end: enough groups are whole over all ranks, and all that had to be."""
-        if self._counter is None:
+        if self._store is None:
             return sum(c.is_whole for c in self.groups) >= self.num_prompts and not any(
                 self.is_due(c.begun) for c in self.groups if not c.is_whole
             )
         now_s = time.perf_counter()
         if not self._is_full and now_s - self._looked_at_s >= max(LOOK_S, LOOK_PER_TEAM_S * self.team.num_teams):
             self._looked_at_s = now_s
-            num_due, num_whole = divmod(self._counter.add("whole", 0), DUE)
+            num_due, num_whole = divmod(self._store.add(self._key("whole"), 0), DUE)
             num_whole += sum(entry.is_whole for entry in self.begun)
             needed = sum(self.is_due(entry.begun) for entry in self.begun if not entry.is_whole)
             self._is_full = num_whole >= self.num_prompts and num_due >= needed
         return self._is_full
 
-    def exchange(self, groups: list[Group], num_prompts: int) -> list[Group]:
+    def exchange(self, share: Share) -> tuple[list[Group], int]:
         """Return the groups that the step is trained on, on all ranks, in the order in which they were drawn.
 
-        Those are the first `num_prompts` drawn of all that are whole. `groups`: see Team.exchange. Collective.
+        Those are the first `num_prompts` drawn of all that are whole. The number: see Sampler.exchange. Collective.
         """
         if not self.is_on:
-            return self.team.exchange(groups, num_prompts)
+            return self.sampler.exchange(share)
         mine = [Begun(c.number, c.begun, c.is_whole) for c in self.groups]
         everywhere = sorted(entry for part in self.team.ranks.all_gather_objects(mine) for entry in part)
         chosen = {entry.number for entry in [e for e in everywhere if e.is_whole][: self.num_prompts]}
         ready = {c.number: c.state.finish() for c in self.groups if c.number in chosen}
+        for group in ready.values():
+            group.sampled_by = self.team.ranks.rank
         trained = {number: g for part in self.team.ranks.all_gather_objects(ready) for number, g in part.items()}
         self.groups = [c for c in self.groups if c.number not in chosen]
         self.begun = [entry for entry in everywhere if entry.number not in chosen]
         for entry in everywhere:
             self.waiting.pop(entry.number, None)
-        if self._counter is not None and self.team.ranks.is_main:
-            self._counter.delete_key("whole")  # all ranks have seen the end of the step
-        return [trained[number] for number in sorted(trained)]
-
-
-def staleness(groups: Sequence[Group], step: int) -> Metrics:
-    """Return by how many steps the policies that sampled these groups are older than the one which `step` trains.
-
-    Each token counts once, with the trajectory that sampled it. Nothing where no group is ever carried.
-    """
-    m = Metrics()
-    for t in (t for group in groups for t in group.trajectories):
-        ends = [*(start for start, _ in t.versions), len(t.token_ids)][1:]
-        for (start, version), end in zip(t.versions, ends, strict=True):
-            count = sum(t.loss_mask[max(start, t.fork_at) : end])
-            if count:
-                m.mean("carry_over/staleness", step - version, count)
-                m.max("carry_over/staleness_max", step - version)
-                m.sum("carry_over/tokens", count * (version < step))
-    for group in groups:
-        if versions := [version for t in group.trajectories for _, version in t.versions]:
-            m.sum("carry_over/groups", min(versions) < step)
-    return m
+        if self._store is not None and self.team.ranks.is_main:
+            for word in ("whole", "next"):
+                self._store.delete_key(self._key(word))  # all ranks have seen the end of the step
+        return [trained[number] for number in sorted(trained)], 0

@@ -82,6 +82,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "engine": (one_of("eval.server", ""),),
     "engine.max_num_seqs": (),  # with a server, the requests under way
     "rollout.top_p": (given("rollout.temperature", "1"),),
+    "rollout.pull_order": (one_of("rollout.dispatch", "pull"),),
     "branching": (JUDGES,),
     "branching.selector": (),
     "branching.expansion_rounds": (one_of("branching.selector", *RETROSPECTIVE),),

@@ -325,18 +325,26 @@ class PromptOrder:
         return self.draw(step * self.num_per_step, self.num_per_step)[0]
 
     def draw(self, num_drawn: int, count: int) -> tuple[list[int], int]:
-        """Return the next `count` prompt indices after `num_drawn`, and num_drawn for the next draw.
+        """Return the next `count` <= num_per_step prompt indices after `num_drawn`, and num_drawn for the next draw.
 
-        For steps that draw more than once. Up to num_per_step are of one epoch, so that none comes twice: where the
-        rest of an epoch is too short, it is skipped.
+        For steps that draw more than once. All are of one epoch, so that none comes twice: where the rest of an epoch
+        is too short, it is skipped.
         """
-        if count > self.num_per_step:
-            first, num_drawn = self.draw(num_drawn, self.num_per_step)
-            rest, num_drawn = self.draw(num_drawn, count - self.num_per_step)
-            return first + rest, num_drawn
         per_epoch = self.steps_per_epoch * self.num_per_step
         epoch, start = divmod(num_drawn, per_epoch)
         if start + count > per_epoch:
             epoch, start = epoch + 1, 0
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
         return permutation[start : start + count].tolist(), epoch * per_epoch + start + count
+
+    def queue(self, num_drawn: int, count: int) -> list[tuple[int, int]]:
+        """Return (prompt index, num_drawn behind it) of the next `count` prompts: one `draw`, and what follows it.
+
+        Those beyond num_per_step may be of the next epoch; none comes twice, so there may be fewer than `count`.
+        """
+        indices, end = self.draw(num_drawn, min(count, self.num_per_step))
+        found = {index: end - len(indices) + number for number, index in enumerate(indices, start=1)}
+        for _ in range(count - len(found)):
+            [index], end = self.draw(end, 1)
+            found.setdefault(index, end)
+        return list(found.items())

@@ -2,7 +2,8 @@
 
     RUN/trajectories/step_000100.jsonl.gz  valid_000100.jsonl.gz
 
-A row is a trajectory's fields (trajectory.py) and its prompt: question, answers, messages, data_source.
+A row is a trajectory's fields (trajectory.py), its prompt (question, answers, messages, data_source), and the rank that
+sampled it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class DumpWriter:
                 prompt = group.prompt
                 about = {"question": prompt.messages[-1]["content"], "answers": prompt.answers}
                 about |= {"messages": prompt.messages, "data_source": prompt.data_source}
+                about |= {"sampled_by": group.sampled_by}
                 for trajectory in group.trajectories:
                     file.write(json.dumps(about | trajectory.to_dict(), ensure_ascii=False).encode() + b"\n")
         temporary.replace(path)

@@ -35,6 +35,13 @@ class RolloutConfig:
     """Sampling temperature; 0 = greedy."""
     top_p: float = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
+    dispatch: Literal["fixed", "pull"] = "fixed"
+    """fixed = each rank samples an equal share of the prompts; pull = a rank takes the next prompt from a common queue
+    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
+    the same."""
+    pull_order: Literal["drawn", "longest_first"] = "drawn"
+    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the longest
+    response of the epoch before, so that no long one begins last. What is trained on is the same."""
     carry_over: int = 0
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""

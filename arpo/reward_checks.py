@@ -37,3 +37,22 @@ def check_terms(
         f"branching.selector={branching.selector} needs rewards while the groups still grow, and would wait for the "
         "judge each time; choose another selector, or drop judge from reward.terms",
     )
+
+
+def check_queue(
+    rollout: RolloutConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig, judge: TrainingJudgeConfig
+) -> None:
+    """Raise ValueError where a judge would make it matter which rank has pulled which prompt."""
+    if rollout.dispatch != "pull" or "judge" not in reward.weights:
+        return
+    require(
+        advantage.dead_groups != "resample",
+        "advantage.dead_groups=resample with rollout.dispatch=pull needs rewards during the rollout, and would wait "
+        "for the judge each time; set rollout.dispatch=fixed, or drop judge from reward.terms",
+    )
+    for option, limit in {"max_calls_per_step": judge.max_calls_per_step, "max_calls": judge.max_calls}.items():
+        require(
+            not limit,
+            f"judge.{option}={limit} is shared out evenly to the ranks, which with rollout.dispatch=pull do not have "
+            "equal shares of the prompts; set it to 0, or rollout.dispatch=fixed",
+        )

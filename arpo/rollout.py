@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
+from arpo.dispatch import Dealt, PromptSource
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.growing import Decision, GroupState, Live, StopWatch
@@ -33,7 +33,7 @@ from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCal
 
 
 def rollout(
-    prompts: list[Prompt],
+    prompts: list[Prompt] | PromptSource,
     engine: Engine,
     tools: ToolRunner,
     codec: Codec,
@@ -48,31 +48,35 @@ def rollout(
     on_group: Callable[[Group, list[float]], None] | None = None,
     max_at_once: int = 0,
 ) -> list[Group]:
-    """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of `prompts`, trajectories by path.
+    """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of the prompts, trajectories by path.
 
     `step` names the rollout among those of a seed. `statistics` are those of earlier steps' decisions, for the rules
     that compare with them; `score` fills the reward of all trajectories of groups that have none, for the selectors of
-    NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group as soon as it is
-    whole, and the seconds of its trajectories. All prompts are begun at once; with `max_at_once`, only while fewer
-    trajectories are unfinished, so that the first groups are whole early. Raises what a tool or the engine raises.
+    NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group that is whole and
+    its trajectories' seconds. Prompts of a list are begun at once (`max_at_once`: see Dealt); another source may end
+    the rollout, and then only whole groups are returned. Raises what a tool or the engine raises.
     """
     assert score or branching.selector not in NEED_REWARDS, branching.selector
     loop = Loop(engine, tools, codec, cfg, branching, statistics, score)
-    waiting = deque(prompts)
+    source = Dealt(prompts, max_at_once) if isinstance(prompts, list) else prompts
     groups = []
     try:
-        while waiting or loop.num_unfinished:
-            while waiting and (not max_at_once or loop.num_unfinished < max_at_once):
-                groups.append(loop.start_group(waiting.popleft(), f"{seed}|{step}"))
+        while True:
+            while prompt := source.take(loop.num_unfinished, engine.num_running):
+                groups.append(loop.start_group(prompt, f"{seed}|{step}"))
+            if source.is_full or not loop.num_unfinished:
+                break
             assert engine.num_running or tools.num_pending, "trajectories are left, but nothing is at work"
             for group in loop.advance(block=True):
                 if on_group:
                     on_group(group.finish(), group.seconds)
             if on_progress:
                 on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
+        if loop.decoding:  # which nobody needs
+            engine.abort(list(loop.decoding))
     finally:
-        tools.sessions.end_all()  # an exception, or Ctrl-C, leaves some open
-    return [group.finish() for group in groups]
+        tools.abandon()  # what a source that is full, an exception, or Ctrl-C leaves open
+    return [group.finish() for group in groups if len(group.wall_s) == group.size]
 
 
 class Loop:
@@ -98,10 +102,8 @@ class Loop:
         self.whole: list[GroupState] = []  # groups that became so in this round
 
     def advance(self, *, block: bool) -> list[GroupState]:
-        """Take in the tool results that are there, and the engine's next tokens. Return groups that are whole now.
-
-        `block`: where no request runs, wait for a tool result.
-        """
+        """Take in tool results and the engine's next tokens, and return the groups that are whole now. `block`: where
+        no request runs, wait for a result."""
         self.whole = []
         for call_id, result in self.tools.collect(block=block and not self.engine.num_running):
             self.on_tool_result(call_id, result)
@@ -273,8 +275,7 @@ class Loop:
         prompt, call, call_id = live.group.prompt, live.trajectory.turns[-1].tool_calls[number], f"{live.key}|{number}"
         self.calling[call_id] = (live, number)
         live.num_calling += 1
-        seed = _number(f"{live.group.seed}|{prompt.prompt_id}")
-        at = ToolContext(prompt.prompt_id, live.trajectory.trajectory_id, live.turn_index, seed, prompt.meta)
+        at = ToolContext(*live.owner, live.turn_index, _number(f"{live.group.seed}|{prompt.prompt_id}"), prompt.meta)
         self.tools.start(call_id, call.tag, call.argument, at)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:

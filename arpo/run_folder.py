@@ -32,6 +32,7 @@ MAY_CHANGE = (
         "update.max_tokens_per_microbatch",
         "update.layout",
         "loss.offload_reference",
+        "rollout.pull_order",
     ),
 )
 """Starts of the keys that decide how long, how often or how fast, but not what is learnt. (Of tools, their section's
@@ -44,6 +45,8 @@ def may_change(key: str, cfg: Any) -> bool:
     """Return whether a run may go on under another value of this key."""
     if key.startswith("tools."):
         return key not in leaves({"tools": cfg.tools.what_decides()})
+    if key == "rollout.dispatch":  # which decides what is drawn in the place of dead groups, but nothing else
+        return cfg.advantage.dead_groups != "resample"
     return key.startswith(MAY_CHANGE) and key not in DECIDES
 
 

@@ -148,8 +148,7 @@ class Trajectory:
     fork_at: int = 0
     """Response index where the trajectory leaves its parent; 0 for roots."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first response index, step): from there on the tokens are sampled by the policy with which that step began. Only
-    under rollout.carry_over; else empty, and all are of the step that trains on them."""
+    """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
     stop_reason: StopReason | None = None
     text: str = ""
     """The decoded response, tool results included."""
@@ -238,6 +237,8 @@ class Group:
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    sampled_by: int | None = None
+    """Rank that sampled it (the first of those that share an engine)."""
 
 
 class Metrics:
@@ -258,8 +259,7 @@ class Metrics:
 
     def mean(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add to a weighted mean; weight 0 adds nothing."""
-        weight = _exact(weight)
-        self._add(name, "mean", _exact(value) * weight, weight)
+        self._add(name, "mean", _exact(value) * _exact(weight), _exact(weight))
 
     def sum(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add to a sum. It has no value where all that was added has weight 0; so does `max`."""

@@ -4,8 +4,8 @@ from helpers.losses import loss_of
 
 from arpo.advantages import TREE_CREDITS, CriticEvidence, GroupEvidence, assign_advantages, gae, grpo
 from arpo.errors import names_of
-from arpo.options import AdvantageConfig
-from arpo.selection import groups_to_train_on, is_dead, num_to_sample, training_trajectories
+from arpo.options import AdvantageConfig, RolloutConfig
+from arpo.selection import groups_to_train_on, is_dead, num_to_sample, training_trajectories, until_full
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 
@@ -303,6 +303,19 @@ def test_a_step_samples_its_prompts_first_and_further_ones_only_under_resample(d
 def test_the_number_of_further_prompts_follows_from_the_share_of_mixed_groups(num_live, num_dead, expected):
     groups = groups_with([LIVE] * num_live + [DEAD] * num_dead)
     assert num_to_sample(groups, 8, RESAMPLE) == expected
+
+
+def test_a_step_that_is_filled_from_a_queue_asks_once_for_all_that_it_may_need():
+    pull = RolloutConfig(dispatch="pull")
+    assert num_to_sample([], 8, RESAMPLE, pull) == 24 and num_to_sample([], 8, AdvantageConfig(), pull) == 8
+    assert num_to_sample(groups_with([DEAD] * 24), 8, RESAMPLE, pull) == 0
+    assert num_to_sample([], 8, RESAMPLE, RolloutConfig()) == 8
+
+
+def test_a_queues_groups_count_up_to_the_last_that_is_needed():
+    groups = groups_with([DEAD, LIVE, DEAD, LIVE, LIVE, DEAD])
+    assert until_full(groups, 2) == groups[:4] and until_full([*groups, None], 3) == groups[:5]
+    assert until_full(groups, 4) == groups
 
 
 def test_under_resample_the_first_mixed_groups_are_trained_on():

@@ -15,8 +15,8 @@ from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_
 from helpers.stateful import ForkedNotes, Notes
 
 from arpo.carried_state import go_on_from
-from arpo.carry_over import staleness
 from arpo.errors import UserError
+from arpo.metrics import staleness
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Loop, rollout
@@ -337,7 +337,7 @@ def test_calls_under_way_and_sessions_come_back(alone):
     prompts, cfg = [prompt("p0")], replace(WORLD, group_size=2, carry_over=1)
     carry = make(alone, script, [ForkedNotes()], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
     carry._begin_step(prompts, 1, None)
-    carry._begin_next()
+    assert carry._begin_next()
     for _ in range(3):
         carry.loop.advance(block=True)
     assert carry.sampler.tools.num_pending  # the last advance ended a turn in calls

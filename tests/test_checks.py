@@ -24,6 +24,7 @@ MINIMUM = {
 GAE = ["--advantage.kind", "gae"]
 KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
+PULL = ["--rollout.dispatch", "pull"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -35,7 +36,7 @@ ALWAYS = {
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens carry_over",
+    "answer_reserve_tokens carry_over dispatch",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
@@ -89,6 +90,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "tools.names": ("python", "search", "sql", "notebook"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+    "rollout.dispatch": "pull",
 }  # fmt: skip
 OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
@@ -102,6 +104,7 @@ OFF = {
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
     "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+    "rollout.dispatch": "fixed",
 }  # fmt: skip
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
     ("reward.compat", "reward.file"): "",
@@ -184,12 +187,14 @@ def build(root: type, settings: dict[str, object]) -> object:
     return root(**{name: filled(s, f"{name}.") if is_dataclass(s) else s for name, s in sections.items()})
 
 
+REFUSED = [(RLConfig, "rollout.top_p"), (EvalConfig, "rollout.pull_order")]
+"""By the script itself: RL refuses temperature 0, and an evaluation any order."""
 CASES = sorted(
     (root.__name__, knob, need.owner)
     for root in ROOTS
     for knob in defaults(root)
     for need in needs_of(knob)
-    if need.owner in defaults(root) and (root, knob) != (RLConfig, "rollout.top_p")  # RL refuses temperature 0 itself
+    if need.owner in defaults(root) and (root, knob) not in REFUSED
 )
 
 
@@ -296,6 +301,9 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*JUDGE, "--branching.selector", "tail"], ["branching.selector=tail needs rewards while", "drop judge"]),
         ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
         ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
+        ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
+        ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward.terms"]),
+        (["--rollout.pull_order", "longest_first"], ["is ignored unless rollout.dispatch=pull (it is fixed)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip

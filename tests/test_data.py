@@ -208,3 +208,17 @@ def test_draws_of_any_size_follow_the_same_order_and_never_hold_a_prompt_twice()
 def test_a_step_that_cannot_be_filled_names_the_scripts_own_option(number, words):
     with pytest.raises(UserError, match=words):
         PromptOrder(num_prompts=3, num_per_step=number, seed=0, option="data.n")
+
+
+def test_a_queue_begins_as_a_draw_goes_on_over_epochs_and_holds_no_prompt_twice():
+    order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
+    first, second = ([i for step in range(3) for i in order.indices(3 * epoch + step)] for epoch in (0, 1))
+    assert order.queue(3, 2) == list(zip(first[3:5], (4, 5), strict=True))
+    assert order.queue(8, 2) == list(zip(second[:2], (10, 11), strict=True))  # as `draw`
+    queue = order.queue(5, 9)
+    assert queue[:4] == list(zip(first[5:], (6, 7, 8, 9), strict=True))
+    later = [(i, 10 + number) for number, i in enumerate(second[:5]) if i not in first[5:]]
+    assert queue[4:] == later and len(later) < 5
+    # whatever of it a step has used, the next one goes on behind
+    for index, num_drawn in queue[3:]:
+        assert order.queue(num_drawn - 1, 1) == [(index, num_drawn)]

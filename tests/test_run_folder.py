@@ -10,7 +10,7 @@ import yaml
 from arpo.checks import leaves
 from arpo.config import load_config
 from arpo.errors import UserError
-from arpo.run_folder import DECIDES, MAY_CHANGE, changes, check_run_folder, record_settings
+from arpo.run_folder import DECIDES, MAY_CHANGE, changes, check_run_folder, may_change, record_settings
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -72,11 +72,17 @@ def test_a_run_is_not_continued_under_settings_that_learn_something_else(config,
         ["--tools.python.wall_s", "5"],
         ["--tools.search.cache", "x.sqlite"],
         ["--model.activation_checkpointing", "False"],
+        ["--rollout.dispatch", "pull", "--rollout.pull_order", "longest_first"],
     ],
 )
 def test_how_long_how_often_and_how_fast_may_change(config, begun, flags):
     check(config(*flags))
     assert changes(begun, config(*flags))
+
+
+def test_where_dead_groups_are_refilled_the_dispatch_decides_what_is_drawn(config):
+    refilled = config("--advantage.dead_groups", "resample")
+    assert may_change("rollout.dispatch", config()) and not may_change("rollout.dispatch", refilled)
 
 
 def test_each_change_is_on_record_with_its_step_and_is_what_the_next_start_is_compared_with(config, begun):

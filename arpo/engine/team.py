@@ -11,6 +11,7 @@ arrived; it alone also scores, counts and saves, since the others have copies of
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,7 +21,6 @@ from arpo.errors import UserError
 from arpo.ranks import Ranks
 from arpo.tools.base import Tool, ToolContext, ToolResult, ToolRunner
 from arpo.tools.sessions import Sessions
-from arpo.trajectory import Group
 
 T = TypeVar("T")
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads it before it is cut
@@ -49,14 +49,20 @@ class Team:
         """Return whether this rank speaks for its team."""
         return self.ranks.rank % self.size == 0
 
-    def share(self, prompts: list[T]) -> list[T]:
+    def share(self, prompts: Sequence[T]) -> Sequence[T]:
         """Return this team's part of the prompts."""
         return prompts[self.index :: self.num_teams]
 
-    def exchange(self, groups: list[Group], num_prompts: int) -> list[Group]:
-        """Return all teams' groups in the order of the prompts, as each team's first rank has them. Collective."""
-        shares = self.ranks.all_gather_objects(groups if self.is_first else [])[:: self.size]
-        return [shares[i % self.num_teams][i // self.num_teams] for i in range(num_prompts)]
+    def exchange(self, groups: list[T], num_prompts: int, places: Sequence[int] | None = None) -> list[T]:
+        """Return all teams' groups in the order of the prompts, as each team's first rank has them. Collective.
+
+        `places`: the place of each group among the prompts; None = those of this team's `share`.
+        """
+        places = self.share(range(num_prompts)) if places is None else places
+        by_place: dict[int, T] = {}
+        for part in self.ranks.all_gather_objects(list(zip(places, groups, strict=True)) if self.is_first else []):
+            by_place |= part
+        return [by_place[place] for place in sorted(by_place)]
 
     def from_first(self, value: T) -> T:
         """Return the value of the team's first rank on all its ranks. Collective within the team."""

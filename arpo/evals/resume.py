@@ -23,6 +23,8 @@ from arpo.trajectory import Prompt
 
 SETTINGS_FILE = "settings.json"
 NUM_BLOCKS, BLOCK_BYTES = 64, 65536
+UNDECIDING = ("group_size", "dispatch", "pull_order")
+"""Settings of the rollout that do not decide what an evaluation samples; group_size is eval.num_samples there."""
 
 
 def model_identity(path: str) -> str:
@@ -61,7 +63,7 @@ def what_decides(
         "seed": seed,
         "num_samples": cfg.num_samples,
         "system_prompt": cfg.system_prompt,
-        "rollout": {name: value for name, value in asdict(rollout).items() if name != "group_size"},
+        "rollout": {name: value for name, value in asdict(rollout).items() if name not in UNDECIDING},
         "tools": tools.what_decides(),
     }
     return settings if form == "tags" else settings | {"protocol": form}

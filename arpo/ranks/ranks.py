@@ -51,6 +51,8 @@ class Ranks:
     """False if the process group was there before; its maker destroys it."""
     timeout: timedelta = DEFAULT_TIMEOUT
     """Time that ranks wait for each other in a collective, of any group."""
+    store: dist.Store | None = None
+    """The process group's store, for what ranks tell each other outside of collectives; None in a test without one."""
 
     @property
     def data_size(self) -> int:
@@ -65,6 +67,12 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def check_multiple(self, count: int, option: str) -> None:
+        """Raise UserError unless every rank gets an equal part of `count`, which `option` has set."""
+        if count % self.world_size:
+            reason = f"is not a multiple of the {self.world_size} ranks; change it or --nproc_per_node"
+            raise UserError(f"{option}={count} {reason}")
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, by rank, on every rank. Values are picklable, and travel over gloo."""
@@ -162,7 +170,8 @@ def init(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group, timeout)
+    place = dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group, timeout
+    return Ranks(*place, store=dist.distributed_c10d._get_default_store())
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:

@@ -154,6 +154,12 @@ class ToolRunner:
         for entry in kept:
             self._done.put(entry)
 
+    def abandon(self) -> None:
+        """Close all sessions, and forget calls under way: they run to their end, but `collect` has nothing of them."""
+        self._num_generations += 1
+        self._generation, self.num_pending = self._num_generations, 0
+        self.sessions.end_all()
+
     def close(self) -> None:
         """Close the tools, then the loop. A tool that cannot be closed is no reason to fail: the work is done."""
         self.sessions.unpark()

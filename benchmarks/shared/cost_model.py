@@ -166,6 +166,14 @@ def forward_flops(shape: Shape, num_tokens: float, mean_context: float) -> float
     return num_tokens * (2 * matrices + 4 * shape.layers * shape.heads * shape.head_dim * mean_context)
 
 
+def decode_seconds(shape: Shape, hw: Hardware, batch: float, num_cached: float) -> float:
+    """One token of each of `batch` sequences, which have `num_cached` tokens in the cache in all: the weights are read
+    once, and the whole cache."""
+    read = BF16 * shape.parameters + num_cached * kv_bytes_per_token(shape)
+    moved = read / (hw.memory_share * hw.memory_gb_s * 1e9)
+    return moved + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
+
+
 def rollout_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> tuple[float, float]:
     """(seconds, of which tail). Decoding is bound by memory: the weights once per step, each sequence's cache."""
     sequences = work.num_prompts * work.group_size / num_gpus
@@ -173,16 +181,11 @@ def rollout_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -
     fitting = memory(shape, work, hw).kv_cache / (kv_bytes_per_token(shape) * context)
     at_once = max(1.0, min(sequences, work.max_num_seqs, fitting))
 
-    def step_seconds(batch: float) -> float:
-        read = BF16 * shape.parameters + batch * context * kv_bytes_per_token(shape)
-        moved = read / (hw.memory_share * hw.memory_gb_s * 1e9)
-        return moved + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
-
-    decode = sequences * work.sampled_tokens / at_once * step_seconds(at_once)
+    decode = sequences * work.sampled_tokens / at_once * decode_seconds(shape, hw, at_once, at_once * context)
     prefilled = sequences * work.result_tokens + sequences / work.group_size * work.prompt_tokens
     prefill = forward_flops(shape, prefilled, context) / (hw.prefill_share * hw.bf16_tflops * 1e12)
     engine = decode + prefill
-    chain = work.longest_sampled_tokens * step_seconds(1) + work.longest_tool_seconds
+    chain = work.longest_sampled_tokens * decode_seconds(shape, hw, 1, context) + work.longest_tool_seconds
     seconds = work.rollout_over_bound * max(engine, chain)
     return seconds, max(0.0, seconds - engine)
 

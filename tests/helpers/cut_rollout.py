@@ -111,8 +111,8 @@ def train(carry: CarryOver, prompts: list, first: int, last: int, num_steps: int
         names = {"description": "rollout", "step": f"{step}"}
         share = carry(drawn, carry.cfg, carry.loop.branching, **names)
         if carry.sampler.score:
-            carry.sampler.score(share)
-        steps.append(carry.exchange(share, count))
+            carry.sampler.score(share.groups)
+        steps.append(carry.exchange(share)[0])
     return steps
 
 

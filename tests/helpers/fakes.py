@@ -70,6 +70,10 @@ class ScriptedEngine:
             ids, finish, stop = ids[: spec.max_tokens], "length", None
         self._running[request_id] = [ids, entropy, finish, stop, 0, spec]
 
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
     def step(self) -> list[Chunk]:
         chunks = []
         for request_id, state in list(self._running.items()):
