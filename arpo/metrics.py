@@ -114,6 +114,13 @@ def _tools(m: Metrics, t: Trajectory) -> None:
             m.percentiles(f"{tool}/seconds", call.seconds)
 
 
+def tokens_by_step(t: Trajectory, start: int = 0) -> list[tuple[int, int]]:
+    """Return (step, number of tokens that it sampled) of the response behind `start`; [] where no group is carried."""
+    ends = [*(first for first, _ in t.versions), len(t.token_ids)][1:]
+    counts = [sum(t.loss_mask[max(at, start) : end]) for (at, _), end in zip(t.versions, ends, strict=True)]
+    return [(step, count) for (_, step), count in zip(t.versions, counts, strict=True) if count]
+
+
 def staleness(groups: Sequence[Group], step: int) -> Metrics:
     """Return by how many steps the policies that sampled these groups are older than the one which `step` trains.
 
@@ -121,13 +128,10 @@ def staleness(groups: Sequence[Group], step: int) -> Metrics:
     """
     m = Metrics()
     for t in (t for group in groups for t in group.trajectories):
-        ends = [*(start for start, _ in t.versions), len(t.token_ids)][1:]
-        for (start, version), end in zip(t.versions, ends, strict=True):
-            count = sum(t.loss_mask[max(start, t.fork_at) : end])
-            if count:
-                m.mean("carry_over/staleness", step - version, count)
-                m.max("carry_over/staleness_max", step - version)
-                m.sum("carry_over/tokens", count * (version < step))
+        for version, count in tokens_by_step(t, t.fork_at):
+            m.mean("carry_over/staleness", step - version, count)
+            m.max("carry_over/staleness_max", step - version)
+            m.sum("carry_over/tokens", count * (version < step))
     for group in groups:
         if versions := [version for t in group.trajectories for _, version in t.versions]:
             m.sum("carry_over/groups", min(versions) < step)

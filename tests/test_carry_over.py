@@ -24,15 +24,19 @@ from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory, Turn
 
 NONE = BranchingConfig(selector="none", num_initial_rollouts=4)
-ALGORITHMS = [
-    NONE,
+FAST = [
     BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6),
+    BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
+    BranchingConfig(selector="mixed", num_initial_rollouts=3),
+]
+SLOW = [
+    NONE,
     BranchingConfig(num_initial_rollouts=2, entropy_mode="topk", max_branches_per_turn=2),
     BranchingConfig(num_initial_rollouts=1, timing="upstream", entropy_mode="upstream", base=0.9),
-    BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
-    *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS),
+    *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS if name != "mixed"),
 ]
-NAMES = [f"{b.selector}-{b.entropy_mode}" for b in ALGORITHMS]
+ALGORITHMS = [*FAST, *(pytest.param(branching, marks=pytest.mark.slow) for branching in SLOW)]
+NAMES = [f"{b.selector}-{b.entropy_mode}" for b in FAST + SLOW]
 WORLD = RolloutConfig(
     group_size=6, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60, max_tool_calls=4
 )
@@ -164,7 +168,7 @@ def test_every_prompt_is_trained_on_once_and_none_is_older_than_the_bound(alone,
 
 def test_a_carried_run_samples_what_a_run_without_cuts_samples(alone):
     prompts = [prompt(f"p{i}") for i in range(12)]
-    for branching in (ALGORITHMS[1], ALGORITHMS[4]):
+    for branching in FAST[:2]:
         runs = []
         for per_step in (7, 2):  # other cuts
             tools = [EchoTool("search", "found"), EchoTool("python", "2")]
@@ -177,11 +181,11 @@ def test_a_carried_run_samples_what_a_run_without_cuts_samples(alone):
             assert roots[0] & roots[1]
 
 
-SLOW = "p1"
+LONG = "p1"
 
 
 def one_slow(prompt_id: str, _path: str, _turn: int) -> str:
-    return "<think>" + "slow " * 90 + "</think>" + ANSWER if prompt_id == SLOW else ANSWER
+    return "<think>" + "slow " * 90 + "</think>" + ANSWER if prompt_id == LONG else ANSWER
 
 
 @pytest.mark.parametrize("bound", [1, 2])
@@ -193,9 +197,9 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
     finally:
         carry.sampler.tools.close()
     names = [[group.prompt.prompt_id for group in groups] for groups in steps]
-    assert names[0] == ["p0", "p2"] and SLOW in names[bound]
+    assert names[0] == ["p0", "p2"] and LONG in names[bound]
     assert sorted(name for step in names for name in step) == [f"p{i}" for i in range(10)]
-    [slow] = [group for group in steps[bound] if group.prompt.prompt_id == SLOW]
+    [slow] = [group for group in steps[bound] if group.prompt.prompt_id == LONG]
     assert [version for _, version in slow.trajectories[0].versions] == list(range(1, bound + 2))
     values = staleness([slow], bound + 1).values()
     assert values["carry_over/groups"] == 1 and values["carry_over/staleness_max"] == bound
