@@ -13,8 +13,8 @@ A token that an earlier step sampled came from an older policy. `Trajectory.vers
 are that policy's, and the rollout correction (TIS or MIS) weighs each token by how far it is from the policy before the
 update.
 
-    who ends a step: every rank counts its whole groups in the process group's store, and looks there now and then; what
-    is trained on is decided afterwards by all ranks together, from the numbers of all whole groups
+    who ends a step: every rank counts its whole groups in the process group's store, and looks there now and then (0.1
+    ms on one machine); what is trained on all ranks decide afterwards together, from the numbers of all whole groups
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch.distributed import DistStoreError
 
 from arpo.growing import GroupState
 from arpo.options import BranchingConfig, RolloutConfig
@@ -67,8 +69,18 @@ class Begun(NamedTuple):
 class CarryOver:
     """This rank's part of the groups that the run has begun. With rollout.carry_over=0 it adds nothing to a Sampler."""
 
-    def __init__(self, sampler: Sampler, cfg: RolloutConfig, branching: BranchingConfig, num_prompts: int):
+    def __init__(
+        self,
+        sampler: Sampler,
+        cfg: RolloutConfig,
+        branching: BranchingConfig,
+        num_prompts: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
         """num_prompts: those that a step is trained on, over all ranks."""
+        self.clock, self.sleep = clock, sleep
         self.sampler, self.cfg, self.num_prompts = sampler, cfg, num_prompts
         self.team, self.is_on = sampler.team, cfg.carry_over > 0
         score = sampler.score_alike if branching.selector in NEED_REWARDS else None
@@ -86,7 +98,7 @@ class CarryOver:
         self._store = self.team.ranks.store if self.team.num_teams > 1 else None
         self._queue: Iterator[int] = iter(())  # numbers that this rank may begin; pulled ones only when asked for
         self._held: list[int] = []  # those that it may begin, but not yet
-        self._looked_at_s = 0.0
+        self._looked_at_s = -math.inf
         self._is_full = False
 
     # ---- what a step draws, samples and is trained on
@@ -167,15 +179,18 @@ class CarryOver:
         self, on_group: Callable[[Group, list[float]], None] | None, on_progress: Callable[[int], None]
     ) -> list[Group]:
         engine, tools = self.sampler.engine, self.sampler.tools
-        is_alone, whole = self._store is None, []
+        is_alone, whole, at_work_s = self._store is None, [], self.clock()
         by_state = {id(carried.state): carried for carried in self.groups}
         while not self.is_full():
             while carried := self._begin_next():
                 by_state[id(carried.state)] = carried
-            is_idle = not engine.num_running
-            assert not is_alone or not is_idle or tools.num_pending, "groups are left, but nothing is at work"
-            if is_idle and not is_alone:
-                time.sleep(IDLE_S)
+            if engine.num_running or tools.num_pending:
+                at_work_s = self.clock()
+            assert not is_alone or engine.num_running or tools.num_pending, "groups are left, but nothing is at work"
+            if self.clock() - at_work_s > self.team.ranks.timeout.total_seconds():
+                raise DistStoreError(f"the other ranks have not ended the step in {self.team.ranks.timeout}")
+            if not engine.num_running and not is_alone:
+                self.sleep(IDLE_S)
             for state in self.loop.advance(block=is_alone):
                 self._count(by_state[id(state)])
                 whole.append(state.finish())
@@ -225,7 +240,7 @@ class CarryOver:
             return sum(c.is_whole for c in self.groups) >= self.num_prompts and not any(
                 self.is_due(c.begun) for c in self.groups if not c.is_whole
             )
-        now_s = time.perf_counter()
+        now_s = self.clock()
         if not self._is_full and now_s - self._looked_at_s >= max(LOOK_S, LOOK_PER_TEAM_S * self.team.num_teams):
             self._looked_at_s = now_s
             num_due, num_whole = divmod(self._store.add(self._key("whole"), 0), DUE)

@@ -38,7 +38,7 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
                 try:
                     row = json.loads(line)
                     head = {"question": row.pop("question"), "answers": row.pop("answers")}
-                    head |= {name: row.pop(name, "") for name in ("messages", "data_source", "sampled_by")}  # older dumps
+                    head |= {name: row.pop(name, "") for name in ("messages", "data_source", "sampled_by")}  # new ones
                     trajectory = parse_trajectory(row)
                 except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
