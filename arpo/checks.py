@@ -323,7 +323,8 @@ def check_sampling_policy(
         (advantage.dead_groups == "resample", "advantage.dead_groups=resample; set it to drop or keep"),
         (engine.tensor_parallel > 1, f"engine.tensor_parallel={engine.tensor_parallel}; set it to 1"),
     ):
-        require(not (rollout.carry_over and wrong), f"rollout.carry_over={rollout.carry_over} cannot go with {option}")
+        wrong = wrong and rollout.carry_over > 0
+        require(not wrong, f"rollout.carry_over={rollout.carry_over} cannot go with {option}")
     require(
         engine.quantization == "none" or loss.rollout_correction != "none",
         f"engine.quantization={engine.quantization} samples from another policy than the one that is trained; set "

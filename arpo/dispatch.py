@@ -27,6 +27,11 @@ WAIT_S, WAIT_PER_TEAM_S = 0.05, 2e-4
 """Seconds between two looks at what the other teams have found (at least, and per team): 10,000 requests a second for
 the store at most, whatever the number of teams."""
 
+PRIOR_SHARE = 1 / 8
+"""Groups that count as mixed before any is known, per group that is wanted. Where half are dead, a step takes 0.7 of
+the time that it takes in rounds, and a fifteenth is cut off; with 1 it takes 0.7 to 1.1, and with 1/32 0.55 to 0.7 and
+a tenth is cut off (benchmarks/no_rank_waits.py, 8 ranks)."""
+
 
 class PromptSource(Protocol):
     """Where a rollout takes its prompts from."""
@@ -220,11 +225,12 @@ class RefilledQueue(PromptQueue):
     def num_allowed(self) -> int:
         """Number of prompts that may have been handed out by now, so that those under way should fill the step.
 
-        The share of mixed ones counts as if `num_wanted` groups, all of them mixed, had been there before, so that a
-        few dead ones in the beginning do not begin many more.
+        The share of mixed ones counts as if some groups, all of them mixed, had been there before (PRIOR_SHARE), so
+        that the first dead ones do not begin many more.
         """
         num_known, num_mixed = len(self.is_mixed), sum(self.is_mixed.values())
-        expected_share = (num_mixed + self.num_wanted) / (num_known + self.num_wanted)
+        prior = max(1.0, PRIOR_SHARE * self.num_wanted)
+        expected_share = (num_mixed + prior) / (num_known + prior)
         return num_known + ceil(max(self.num_wanted - num_mixed, 0) / expected_share)
 
     def delete_keys(self) -> None:
@@ -235,7 +241,8 @@ class RefilledQueue(PromptQueue):
 
 
 class ExpectedLengths:
-    """The longest response to each prompt, in sampled tokens, when it was last drawn. Every rank keeps the same."""
+    """The mean length of the responses to each prompt, in sampled tokens, when it was last drawn; it foretells the
+    longest one better than the longest of then does (benchmarks/no_rank_waits.py). Every rank keeps the same."""
 
     def __init__(self, cfg: RolloutConfig, state: Mapping[str, int]):
         """`state` is what a checkpoint kept of it; {} for a new run."""
@@ -245,7 +252,8 @@ class ExpectedLengths:
 
     def add(self, groups: Sequence[Group]) -> None:
         for group in groups if self.is_kept else ():
-            self.state[group.prompt.prompt_id] = max(t.num_sampled_tokens for t in group.trajectories)
+            tokens = [t.num_sampled_tokens for t in group.trajectories]
+            self.state[group.prompt.prompt_id] = sum(tokens) // len(tokens)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[int]:
         """Return the prompts' places, by expected length; prompts that were never drawn count as long as the mean."""

@@ -40,8 +40,8 @@ class RolloutConfig:
     while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
     the same."""
     pull_order: Literal["drawn", "longest_first"] = "drawn"
-    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the longest
-    response of the epoch before, so that no long one begins last. What is trained on is the same."""
+    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the mean length of
+    their responses in the epoch before, so that long ones do not begin last. What is trained on is the same."""
     carry_over: int = 0
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""

@@ -5,6 +5,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -205,8 +206,8 @@ def test_whoever_comes_first_does_not_take_all_prompts_of_an_empty_engine():
 def test_the_longest_prompts_of_the_last_epoch_are_handed_out_first():
     lengths = ExpectedLengths(replace(PULL, pull_order="longest_first"), {"p3": 5, "gone": 7})
     for number, tokens in ((1, 90), (2, 10)):
-        longest, other = [Trajectory(f"p{number}", "0", loss_mask=[1] * n + [0] * 50) for n in (tokens, 3)]
-        lengths.add([Group(prompt(f"p{number}"), [other, longest])])
+        both = [Trajectory(f"p{number}", "0", loss_mask=[1] * n + [0] * 50) for n in (tokens + 8, tokens - 8)]
+        lengths.add([Group(prompt(f"p{number}"), both)])
     assert lengths.state == {"p3": 5, "gone": 7, "p1": 90, "p2": 10}
     # p0 was never drawn, and counts as the mean of the others: 35
     assert lengths.longest_first(prompts(4)) == [1, 0, 2, 3]
@@ -234,15 +235,15 @@ def refilled(*, num_ranks: int = 1, num_prompts: int = 9, num_wanted: int = 3) -
     return [queue_of(num_prompts, rank, num_ranks, store, **common) for rank in range(num_ranks)]
 
 
-def test_a_prompt_more_is_handed_out_for_each_dead_group_and_none_before():
+def test_further_prompts_are_handed_out_for_a_dead_group_and_none_before():
     [queue] = refilled()
     assert names(queue.take(2 * i, 2 * i) for i in range(3)) == ["p0", "p1", "p2"]
     assert queue.take(2, 2) is None
     finish(queue, 1, mixed=False)
-    assert names(queue.take(4, 4) for _ in range(3)) == ["p3", "p4", None]  # 1 + 3 / 0.75
+    assert names(queue.take(4, 4) for _ in range(5)) == ["p3", "p4", "p5", "p6", None]  # 1 + 3 / (1 / 2)
     for number in (0, 2, 3):
         finish(queue, number, mixed=True)
-    assert queue.take(2, 2) is None and queue.is_full  # p4 was begun for nothing
+    assert queue.take(6, 6) is None and queue.is_full  # three were begun for nothing
     assert queue.end == 4
 
 
@@ -251,12 +252,12 @@ def test_a_slow_prompt_before_the_end_is_waited_for():
     for i in range(3):
         queue.take(2 * i, 2 * i)
     finish(queue, 2, mixed=False)
-    assert names(queue.take(4, 4) for _ in range(2)) == ["p3", "p4"]
+    assert names(queue.take(4, 4) for _ in range(3)) == ["p3", "p4", "p5"]
     finish(queue, 1, mixed=True)
     finish(queue, 3, mixed=True)
     finish(queue, 4, mixed=True)
-    assert queue.take(2, 2) is None and not queue.is_full and queue.end is None
-    finish(queue, 0, mixed=True)  # with it, p3 is the third mixed one: p4 came too early
+    assert queue.take(4, 4) is None and not queue.is_full and queue.end is None
+    finish(queue, 0, mixed=True)  # with it, p3 is the third mixed one: p4 and p5 came too early
     assert queue.take(0, 0) is None and queue.is_full and queue.end == 4
 
 
@@ -281,7 +282,7 @@ def test_a_rank_without_work_waits_for_the_verdicts_of_others_and_ends_with_them
     finish(busy, 0, mixed=False)
     asked.join(timeout=60)
     assert answers[0][0].prompt_id == "p2"
-    assert busy.take(0, 0).prompt_id == "p3"  # 2 + 1 / (3 / 4), rounded up
+    assert busy.take(0, 0).prompt_id == "p3"  # 2 + 1 / (2 / 3), rounded up
     finish(idle, 2, mixed=True)
     assert idle.take(0, 0) is None and idle.is_full and idle.end == 3
     busy.sleep(1.0)
@@ -335,41 +336,72 @@ ENGINE = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=8)
 REAL = RolloutConfig(
     group_size=4, max_response_tokens=100, max_tool_calls=2, max_result_tokens=40, answer_reserve_tokens=20
 )
+REAL_PULL = replace(REAL, dispatch="pull")
+
+
+class HeldTool(EchoTool):
+    """Answers only once its event is set."""
+
+    def __init__(self, opened: Callable[[], bool]):
+        super().__init__("search", "the book")
+        self.opened = opened
+
+    async def run(self, argument: str) -> ToolResult:
+        while not self.opened():
+            await asyncio.sleep(0.01)
+        return await super().run(argument)
 
 
 def on_real_engines(ranks: Ranks, folder: str) -> dict:
-    """The same rollouts on vLLM, whose own seed differs by rank; the tool of rank 1 is slow."""
+    """The same rollouts on vLLM, whose own seed differs by rank. In the one that is "held", rank 1 gets no result of a
+    tool until rank 0 has sampled all that it can."""
     team, codec = Team(ranks), Codec(AutoTokenizer.from_pretrained(folder))
     engine = Engine(folder, ENGINE, max_model_len=300, seed=100 + ranks.rank)
-    runner = team.tool_runner({"search": EchoTool("search", "the book", jitter_s=0.5 * ranks.rank)})
-    sampler = Sampler(engine, runner, codec, team, Console(is_main=False), 0, by_length, ENGINE.max_num_seqs)
     messages = [{"role": "user", "content": "who wrote the book?"}]
     questions = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(24)]
+    plain = EchoTool("search", "the book", jitter_s=0.05)
+    held = HeldTool(lambda: ranks.store.check(["rank 0 is done"]))
     results = {}
     for way, cfg, num_wanted in (
         ("fixed", REAL, 0),
-        ("pull", replace(REAL, dispatch="pull"), 0),
-        ("refilled", replace(REAL, dispatch="pull"), NUM_WANTED),
+        ("pull", REAL_PULL, 0),
+        ("held", REAL_PULL, 0),
+        ("refilled", REAL_PULL, NUM_WANTED),
     ):
+        runner = team.tool_runner({"search": held if way == "held" and ranks.rank else plain})
+        sampler = Sampler(engine, runner, codec, team, Console(is_main=False), 0, by_length, ENGINE.max_num_seqs)
         share = sampler(questions, cfg, BRANCHES, description=way, num_wanted=num_wanted)
+        if way == "held":
+            ranks.store.set(f"rank {ranks.rank} is done", "")
         sampler.score(share.groups)
         groups, _ = sampler.exchange(share)
         results[way] = [what_came_of(group) for group in groups]
         results[f"{way} by"] = [group.sampled_by for group in groups]
         results[f"{way} calls"] = sum(len(t.tool_calls) for group in groups for t in group.trajectories)
         results[f"{way} dead"] = sum(map(is_dead, groups))
-    runner.close()
+        runner.close()
     engine.close()
     return results
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> list[dict]:
+    """[one rank alone, rank 0 of 2, rank 1 of 2]"""
+    folder = str(searching_model(tmp_path_factory.mktemp("model")))
+    return [*run_ranks(1, on_real_engines, folder), *run_ranks(2, on_real_engines, folder)]
+
+
 @pytest.mark.slow
-def test_on_real_engines_too_it_does_not_matter_who_samples_what(tmp_path):
-    folder = str(searching_model(tmp_path / "model"))
-    [alone], pair = run_ranks(1, on_real_engines, folder), run_ranks(2, on_real_engines, folder)
-    expected = alone["fixed"]
+def test_on_real_engines_too_it_does_not_matter_who_samples_what(real):
+    alone, *pair = real
     assert alone["fixed calls"] > 20 and {*pair[0]["pull by"]} == {0, 1}
-    for rank in [alone, *pair]:
-        assert rank["fixed"] == rank["pull"] == expected
+    for rank in real:
+        assert rank["fixed"] == rank["pull"] == rank["held"] == alone["fixed"]
         assert rank["refilled"] == alone["refilled"]
     assert len(alone["refilled"]) - alone["refilled dead"] == NUM_WANTED
+
+
+@pytest.mark.slow
+def test_a_rank_whose_tool_is_slow_takes_fewer_prompts(real):
+    for rank in real[1:]:
+        assert rank["fixed by"].count(1) == 12 and 0 < rank["held by"].count(1) < 12

@@ -41,6 +41,22 @@ def rest():
     (folder / "rests").touch()
     time.sleep(600)
 
+def pull():
+    # rank 0 has sampled its prompt, and cannot know whether another one is needed until rank 1 has sampled the second
+    from arpo.dispatch import RefilledQueue
+    from arpo.engine.team import Team
+    from arpo.trajectory import Group, Prompt, Trajectory
+
+    sizes = {"max_num_seqs": 8, "group_size": 1, "num_wanted": 2}
+    prompts = [Prompt(f"p{i}", [], [""]) for i in range(9)]
+    queue = RefilledQueue(prompts, Team(ranks), "q", score=lambda groups: None, **sizes)
+    prompt = queue.take(0, 0)
+    (folder / f"pulled{rank}").touch()
+    if rank == "1":
+        time.sleep(600)
+    queue.telling(None)(Group(prompt, [Trajectory(prompt.prompt_id, "0", reward=1.0)]), [])
+    queue.take(0, 0)
+
 class PretendedNccl:
     # what the watch asks: a peer that is gone breaks connections, one that does not come uses up the time
     def __init__(self):
@@ -58,6 +74,8 @@ def wait_in_c():
     peers.nccl_backends = lambda: [nccl]
     ctypes.CDLL(None).sleep(600)
 
+if mood == "they pull":
+    pull()
 for step in range(600 if attempt == 0 else 3):
     ranks.all_reduce_sum(1.0)
     if "rank 1 rests" in mood and rank == "1" and step == 3:
@@ -138,6 +156,18 @@ def test_a_frozen_peer_ends_the_run_after_the_silence_and_not_after_the_long_tim
     [line] = lines_of(output)
     assert line.startswith("error (rank 0): rank 1 (") and "no sign of life for 4 s" in line, line
     assert "run.silence_timeout_s=4" in line and time.monotonic() - started < 200
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_at_the_queue_for_one_that_is_gone_ends_with_one_line(work, tmp_path):
+    """No connection breaks there: it is the silence that tells."""
+    processes = work(wait_s=3600, silence_s=4, mood="they pull")
+    wait_until(lambda: all((tmp_path / f"pulled{rank}").exists() for rank in (0, 1)), processes)
+    time.sleep(3)  # long enough for a sign
+    os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
+    output, _ = processes[0].communicate(timeout=HANG_S)
+    [line] = lines_of(output)
+    assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ pull\): no sign of life", line)
 
 
 @pytest.mark.slow

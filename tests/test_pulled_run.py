@@ -1,0 +1,67 @@
+"""Training under rollout.dispatch=pull: the numbers of a run do not depend on who sampled what, also after a cut."""
+
+import pytest
+from helpers.files import read_jsonl
+from helpers.ranks import run_script
+from helpers.toy_run import build_toy_world
+
+from arpo.log import read_metrics
+
+SIZES = ("--run.num_steps", "4", "--run.validate_every", "0", "--run.save_every", "1", "--run.dump_every", "1",
+         "--data.valid", "", "--rollout.group_size", "4", "--branching.num_initial_rollouts", "3",
+         "--engine.max_num_seqs", "6", "--reward.function", "compute_hit")  # fmt: skip
+PULL = ("--rollout.dispatch", "pull", "--rollout.pull_order", "longest_first")
+REFILL = ("--advantage.dead_groups", "resample")
+ALIKE = ("reward/mean", "tokens/sampled", "branching/branched", "group/mixed_share")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return build_toy_world(tmp_path_factory.mktemp("world"))
+
+
+def run(world, name: str, *flags: str, ranks: int = 2) -> list[dict]:
+    """The metrics of its steps."""
+    run_script("train_rl.py", str(world / "config.yaml"), "--run.name", name, *SIZES, *flags, ranks=ranks)
+    return read_metrics(world / "runs" / name)
+
+
+def dumped(world, name: str, step: int) -> list[dict]:
+    return read_jsonl(world / "runs" / name / "trajectories" / f"step_{step:06d}.jsonl.gz")
+
+
+def assert_alike(world, one: str, other: str, *extra: str) -> None:
+    """The first step, whose policy is the same to the bit, has the same tokens; all have the same numbers."""
+    rows, others = (dumped(world, name, step=1) for name in (one, other))
+    for key in ("prompt_id", "trajectory_id", "token_ids", "reward", "advantage"):
+        assert [row[key] for row in rows] == [row[key] for row in others], key
+    for a, b in zip(read_metrics(world / "runs" / one), read_metrics(world / "runs" / other), strict=True):
+        assert {name: a[name] for name in (*ALIKE, *extra)} == pytest.approx(
+            {name: b[name] for name in (*ALIKE, *extra)}, rel=1e-4
+        )
+
+
+@pytest.mark.slow
+def test_a_run_whose_prompts_are_pulled_learns_what_one_does_whose_prompts_are_dealt_out(world):
+    assert len(run(world, "fixed")) == len(run(world, "pull", *PULL)) == 4
+    assert_alike(world, "fixed", "pull")
+    assert {row["sampled_by"] for row in dumped(world, "fixed", 1)} == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_refilled_run_is_the_same_on_one_rank_and_after_a_cut(world):
+    whole = run(world, "refilled", *PULL, *REFILL)
+    run(world, "alone", *PULL, *REFILL, ranks=1)
+    run(world, "cut", *PULL, *REFILL, "--run.num_steps", "2")
+    run(world, "cut", *PULL, *REFILL)
+    for name in ("alone", "cut"):
+        assert_alike(world, "refilled", name, "group/resampled_prompts")
+    assert any(row["group/resampled_prompts"] > 0 for row in whole) and all("group/cut_off" in row for row in whole)
+    for row in whole:
+        groups: dict[str, list[dict]] = {}
+        for t in dumped(world, "refilled", row["step"]):
+            groups.setdefault(t["prompt_id"], []).append(t)
+        mixed = [name for name, group in groups.items() if len({t["reward"] for t in group}) > 1]
+        trained = [name for name, group in groups.items() if any(t["advantage"] is not None for t in group)]
+        assert len(groups) == 4 + row["group/resampled_prompts"] <= 12 and trained == mixed
+        assert len(mixed) == 4 and list(groups)[-1] == mixed[-1] or len(groups) == 12
