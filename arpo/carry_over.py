@@ -147,7 +147,7 @@ class CarryOver:
             with self.sampler.log.progress(num_trajectories, description, is_part=True) as progress:
                 whole = self._sample(on_group, lambda num_whole: progress.at(min(num_whole, num_trajectories)))
         except BaseException:
-            self.sampler.tools.sessions.end_all()
+            self.sampler.tools.abandon()
             raise
         self.pause()
         return Share(whole, ())

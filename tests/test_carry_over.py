@@ -193,7 +193,11 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
     cfg = replace(WORLD, carry_over=bound, group_size=2)
     carry = make(alone, one_slow, [EchoTool("search")], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=2)
     try:
-        steps = train(carry, [prompt(f"p{i}") for i in range(10)], 1, 5, 5)
+        prompts = [prompt(f"p{i}") for i in range(10)]
+        steps = train(carry, prompts, 1, 1, 5)
+        # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
+        assert (carry.begun[0].number, carry.begun[0].is_whole) == (1, False) and carry.num_behind == 3
+        steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
     finally:
         carry.sampler.tools.close()
     names = [[group.prompt.prompt_id for group in groups] for groups in steps]
