@@ -64,9 +64,9 @@ class Dealt:
 class PromptQueue:
     """One rollout's prompts, which all teams pull from. Every rank makes one, with the same arguments.
 
-    A team takes a prompt while its engine has a free place: while it decodes fewer than `max_num_seqs` trajectories,
-    and fewer than twice as many are unfinished (those beyond wait for their tools). Nor does it hold more than an equal
-    share of the prompts at once, so that those who come first do not take all where all fit into a few engines.
+    A team takes a prompt while its engine has a free place: while it decodes fewer than `max_num_seqs` trajectories.
+    Those that wait for their tools have left their places to others. But it never holds more than an equal share of the
+    prompts at once, so that those who come first do not take all where all fit into a few engines.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PromptQueue:
         self.order = range(len(prompts)) if order is None else order
         assert team.ranks.store or team.num_teams == 1, "ranks without a store cannot share a queue"
         self.store, self.name = team.ranks.store or dist.HashStore(), name
-        self.max_unfinished = min(2 * max_num_seqs, ceil(len(prompts) / team.num_teams) * group_size)
+        self.max_unfinished = ceil(len(prompts) / team.num_teams) * group_size
         self.places: dict[str, int] = {}
         """prompt_id -> place in `prompts`, of all that this team has begun."""
         self.is_full = False
@@ -152,7 +152,7 @@ class RefilledQueue(PromptQueue):
         later = range(num_wanted, len(prompts))
         order = None if order is None else [*order, *later]
         super().__init__(prompts, team, name, max_num_seqs=max_num_seqs, group_size=group_size, order=order)
-        self.max_unfinished = min(2 * max_num_seqs, ceil(num_wanted / team.num_teams) * group_size)
+        self.max_unfinished = ceil(num_wanted / team.num_teams) * group_size
         self.num_wanted, self.score, self.clock, self.sleep = num_wanted, score, clock, sleep
         self.wait_s = max(WAIT_S, WAIT_PER_TEAM_S * team.num_teams)
         self.look_at_s = 0.0

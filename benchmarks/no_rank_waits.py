@@ -1,6 +1,6 @@
 """How long a step's rollout waits for its slowest rank: prompts dealt out, or pulled from a queue; 8 to 1,024 ranks.
 
-    python benchmarks/no_rank_waits.py [--quick] [--ranks 8 64] [--workload short long]
+    python benchmarks/no_rank_waits.py [--quick] [--virtual] [--ranks 8 64] [--workload short long]
 
 The rollout loop, the sampler, the queue and the refill of dead groups are the real ones. Pretended are the engine, the
 tools and the clock (shared/virtual_ranks.py): each rank decodes as fast as shared/cost_model.py says of a 7B model on
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import random
 import sys
@@ -47,6 +48,7 @@ from arpo.ranks import Ranks
 from arpo.sampler import Sampler, Share
 from arpo.selection import num_to_sample, refills_from_queue, until_full
 from arpo.trajectory import Group, Prompt
+from benchmarks.shared import unequal_ranks
 from benchmarks.shared.cost_model import HARDWARE, MODELS
 from benchmarks.shared.tiny_model import write_model
 from benchmarks.shared.virtual_ranks import VirtualEngine, VirtualStore, VirtualTime, VirtualTools, cost_of_tokens
@@ -82,10 +84,10 @@ WORKLOADS = {
     # the defaults of train_rl.py on 16 GPUs: a rank's trajectories all fit into its engine at once
     "short": Workload("Qwen2.5-7B", 8, 16, median_tokens=600, max_tokens=4096, max_num_seqs=256, unit=16),
     # long contexts: four times more trajectories than the KV cache of an engine holds at once
-    "long": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=64, ranks=(8, 64, 1024)),
-    "uneven": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=64, slow_speed=0.7),
+    "long": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=128, ranks=(8, 64, 1024)),
+    "uneven": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=128, slow_speed=0.7),
 }
-NUM_STEPS = {8: 6, 64: 3, 1024: 1}
+NUM_STEPS = {8: 2, 64: 1, 1024: 1}
 MOST_RANKS_REFILLED = 64
 
 
@@ -120,8 +122,8 @@ def tokens_of(prompt_id: str, path: str, epoch: int = 1) -> tuple[int, int]:
     rng = random.Random(f"{SEED}|{epoch}|{prompt_id}|{path}")
     z = math.sqrt(SHARE_OF_PROMPT) * difficulty(prompt_id) + math.sqrt(1 - SHARE_OF_PROMPT) * rng.gauss()
     tokens = min(WORK.median_tokens * math.exp(DEVIATION * z), WORK.max_tokens)
-    calls = rng.randint(0, MAX_CALLS)
-    return max(3 * (calls + 1), round(tokens / WORK.unit)), calls
+    units = max(3, round(tokens / WORK.unit))
+    return units, min(rng.randint(0, MAX_CALLS), units // 3 - 1)  # a call has three tokens at least: tags and a letter
 
 
 def call_s(call_id: str) -> float:
@@ -187,8 +189,9 @@ def score(groups: list[Group]) -> None:
 def make_sampler(rank: int, num_ranks: int, codec: Codec, time: VirtualTime, store: VirtualStore) -> VirtualSampler:
     text = "b" * (RESULT_TOKENS // WORK.unit)
     tools = VirtualTools(time, rank, call_s, text, RESULT_TOKENS)
-    engine = VirtualEngine(time, rank, tools, Script(codec), MODELS[WORK.model], GPU, WORK.max_num_seqs, WORK.unit)
-    engine.speed = WORK.slow_speed if rank % 8 == 7 else 1.0
+    sizes = {"max_num_seqs": WORK.max_num_seqs, "unit": WORK.unit}
+    speed = WORK.slow_speed if rank % 8 == 7 else 1.0
+    engine = VirtualEngine(time, rank, tools, Script(codec), MODELS[WORK.model], GPU, speed=speed, **sizes)
     team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store.of(rank)))
     lengths = ExpectedLengths(RolloutConfig(), {})
     return VirtualSampler(engine, tools, codec, team, Console(is_main=False), SEED, score, WORK.max_num_seqs, lengths)
@@ -283,33 +286,55 @@ def measure(mode: Mode, num_ranks: int, num_steps: int, codec: Codec) -> Measure
     return Measured(step_s / num_steps, step_s / ideal, total["bound"] / ideal, idle, total["cut_off"] / num_steps)
 
 
-def main() -> None:
+def table(workloads: list[str], ranks: list[int], quick: bool, codec: Codec) -> dict[tuple[str, int, str], Measured]:
+    """Measure and print all modes of these workloads on these numbers of ranks."""
     global WORK
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 ranks, one step: under a minute")
-    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(folder)
-        codec = Codec(AutoTokenizer.from_pretrained(folder))
     found: dict[tuple[str, int, str], Measured] = {}
     columns = ("workload", "ranks", "prompts", "step s", "over ideal", "bound", "over bound", "idle", "cut off")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for workload in args.workload:
+    for workload in workloads:
         WORK = WORKLOADS[workload]
         tokens_of.cache_clear()
-        for num_ranks in WORK.ranks[:1] if args.quick else WORK.ranks:
-            num_steps = 1 if args.quick else NUM_STEPS[num_ranks]
+        for num_ranks in WORK.ranks[:1] if quick else [number for number in WORK.ranks if number in ranks]:
             for name, mode in MODES.items():
                 if mode.dead_groups == "resample" and num_ranks > MOST_RANKS_REFILLED:
                     continue
+                num_steps = 1 if quick else NUM_STEPS[num_ranks]
                 m = found[workload, num_ranks, name] = measure(mode, num_ranks, num_steps, codec)
                 over_bound = m.over_ideal / m.bound_over_ideal
-                numbers = f"{m.step_s:.1f} | {m.over_ideal:.2f} | {m.bound_over_ideal:.2f} | {over_bound:.2f}"
+                numbers = f"{m.step_s:.0f} | {m.over_ideal:.2f} | {m.bound_over_ideal:.2f} | {over_bound:.2f}"
                 print(
                     f"| {workload} | {num_ranks} | {name} | {numbers} | {m.idle:.0%} | {m.num_cut_off:.0f} |",
                     flush=True,
                 )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="8 ranks, one step, one repeat: about a minute")
+    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(NUM_STEPS), choices=list(NUM_STEPS))
+    parser.add_argument("--virtual", action="store_true", help="without the two real ranks")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder)
+        codec = Codec(AutoTokenizer.from_pretrained(folder))
+        found = table(args.workload, args.ranks, args.quick, codec)
+        real = {}
+        if not args.virtual:
+            seconds, num_long, pull_us = unequal_ranks.measure(folder, repeats=1 if args.quick else 3)
+            print(f"two real ranks: dealt out {seconds['fixed']:.1f} s, pulled {seconds['pull']:.1f} s;", end=" ")
+            print(f"long prompts by rank: {num_long['fixed']}, {num_long['pull']}; a pull takes {pull_us:.0f} us")
+            real = {"real_ratio": seconds["fixed"] / seconds["pull"], "pull_us": pull_us}
+
+    size = max(ranks for _, ranks, _ in found if ranks <= MOST_RANKS_REFILLED)
+    of = {name: found["long", size, name] for name in MODES}
+    ours, baseline = of["pull, longest first"].over_ideal, of["fixed"].over_ideal
+    result = {"name": "no_rank_waits", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
+    result |= {"unit": "step / ideal", "pull": of["pull"].over_ideal, "bound": of["pull"].bound_over_ideal}
+    refill_ratio = of["fixed, resample"].step_s / of["pull, resample"].step_s
+    print(json.dumps(result | {"refill_ratio": refill_ratio} | real))
 
 
 WORK = WORKLOADS["long"]

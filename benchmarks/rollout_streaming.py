@@ -42,6 +42,7 @@ from arpo.rollout import rollout
 from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
+from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import LETTERS, write_model
 
 TOOL_TURNS = 3
@@ -50,36 +51,6 @@ SIZES = {  # tokens of a turn from, to (log-uniform); repeats
     "quick": (16, 64, 1),
     "full": (32, 256, 3),
 }
-
-
-class PrescribedTokens:
-    """The tokens that each request "samples", by its id "prompt|trajectory|turn": a call, or an answer and the end."""
-
-    def __init__(self, codec: Codec, shortest: int, longest: int):
-        self.codec, self.shortest, self.longest = codec, shortest, longest
-        self.of = functools.cache(self.make)
-
-    def make(self, request_id: str) -> list[int]:
-        rng = random.Random(request_id)
-        count = round(math.exp(rng.uniform(math.log(self.shortest), math.log(self.longest))))
-        text = "".join(rng.choices(LETTERS, k=count))
-        is_last = int(request_id.rsplit("|", 1)[1]) == TOOL_TURNS
-        ids = self.codec.tokenizer.encode(text if is_last else f"<search>{text}</search>", add_special_tokens=False)
-        return [*ids, self.codec.tokenizer.eos_token_id]
-
-    def install(self, worker) -> None:
-        """Wrap the sampler: it computes as ever, and then the prescribed token takes the place of the sampled one."""
-        runner = worker.model_runner
-        sample = runner.sampler.sample
-
-        def prescribed(*args, **kwargs):
-            sampled, logprobs = sample(*args, **kwargs)
-            for row, request_id in enumerate(runner.input_batch.req_ids):
-                done = len(runner.requests[request_id].output_token_ids)
-                sampled[row] = self.of(request_id.rsplit("-", 1)[0])[done]
-            return sampled, logprobs
-
-        runner.sampler.sample = prescribed
 
 
 class SlowTool:
@@ -232,7 +203,7 @@ def main() -> None:
 
     spec = SamplingSpec(128, stop=("</search>",), seed=7, num_entropy_tokens=20)
     rates = tokens_per_second(engine, prompts, spec, repeats)
-    engine.llm.collective_rpc(PrescribedTokens(codec, shortest, longest).install)
+    engine.llm.collective_rpc(PrescribedTokens(codec, shortest, longest, tool_turns=TOOL_TURNS).install)
     groups = streaming(prompts, 0.0)  # warm
     num_tokens = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
     num_first = groups[0].trajectories[0].num_sampled_tokens

@@ -25,6 +25,7 @@ EXTRAS = {
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
     "mcp_overhead": ("http", "stdio_per_s", "http_per_s", "direct_per_s"),
     "head_memory": ("time_ratio", "compiled_time_ratio"),
+    "no_rank_waits": ("pull", "bound", "refill_ratio", "real_ratio", "pull_us"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
     "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core", "waiting_s"),

@@ -10,6 +10,8 @@ import heapq
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
 from arpo.engine import Chunk, SamplingSpec
 from arpo.tools.base import ToolContext, ToolResult
@@ -131,6 +133,7 @@ class VirtualEngine:
     unit: int
     max_step_s: float = float("inf")
     speed: float = 1.0
+    """Of this rank, against the others."""
     busy_s: float = 0.0
     running: dict[str, Request] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
@@ -152,30 +155,35 @@ class VirtualEngine:
         for request_id in request_ids:
             self.running.pop(request_id, None)
 
+    def __post_init__(self) -> None:
+        at = partial(decode_seconds, self.shape, self.hardware)
+        self.weights_s = at(0, 0) / self.speed
+        self.sequence_s, self.cached_s = at(1, 0) / self.speed - self.weights_s, at(0, 1) / self.speed - self.weights_s
+        flops = forward_flops(self.shape, 1.0, 0.0)
+        self.prefill_s = flops / (self.hardware.prefill_share * self.hardware.bf16_tflops * 1e12) / self.speed
+
     def seconds(self, batch: list[Request], num_steps: int) -> float:
         """Time of so many tokens of each request of the batch, whose caches grow meanwhile."""
-        cached = sum(request.context for request in batch) + len(batch) * (num_steps - 1) / 2
-        return num_steps * decode_seconds(self.shape, self.hardware, len(batch), cached) / self.speed
+        cached = sum([request.context for request in batch]) + len(batch) * (num_steps - 1) / 2
+        return num_steps * (self.weights_s + len(batch) * self.sequence_s + cached * self.cached_s)
 
     def step(self) -> list[Chunk]:
-        batch = list(self.running.values())[: self.max_num_seqs]
-        num_steps = min(request.num_left for request in batch)
+        batch = list(islice(self.running.values(), self.max_num_seqs))
+        num_steps = min([request.num_left for request in batch])
         until_s = min(self.tools.next_s - self.time.now[self.rank], self.max_step_s)
-        if self.seconds(batch, num_steps) > until_s:
-            per_step = self.seconds(batch, 1)
-            num_steps = max(1, min(num_steps, int(until_s / per_step)))
-        uncached = sum(request.uncached for request in batch)
-        flops = forward_flops(self.shape, uncached, uncached and sum(r.context * r.uncached for r in batch) / uncached)
         spent = self.seconds(batch, num_steps)
-        spent += flops / (self.hardware.prefill_share * self.hardware.bf16_tflops * 1e12) / self.speed
+        if spent > until_s:
+            num_steps = max(1, min(num_steps, int(until_s / self.seconds(batch, 1))))
+            spent = self.seconds(batch, num_steps)
+        spent += sum([request.uncached for request in batch]) * self.prefill_s
         self.busy_s += spent
         self.time.sleep(self.rank, spent)
         for request in batch:
             request.uncached = 0.0
             request.num_left -= num_steps
             request.context += num_steps
-        ended = [(key, request) for key, request in self.running.items() if request.num_left <= 0]
-        return [self.chunk(key, self.running.pop(key)) for key, _ in ended]
+        ended = [key for key, request in self.running.items() if request.num_left <= 0]
+        return [self.chunk(key, self.running.pop(key)) for key in ended]
 
     def chunk(self, request_id: str, request: Request) -> Chunk:
         ids, stop = request.token_ids, request.finish

@@ -1,0 +1,80 @@
+"""Two real ranks (gloo, vLLM on a tiny model) and prompts of unequal lengths: dealt out, and pulled."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+import torch.multiprocessing as mp
+from transformers import AutoTokenizer
+
+from arpo import ranks
+from arpo.engine import Engine
+from arpo.engine.team import Team
+from arpo.log import Console
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.run_options import EngineConfig
+from arpo.sampler import Sampler
+from arpo.trajectory import Prompt
+from benchmarks.shared.prescribed_tokens import PrescribedTokens
+
+NUM_PROMPTS, GROUP_SIZE, MAX_NUM_SEQS = 16, 4, 8
+LONG, SHORT = 400, 20
+NUM_PULLS = 2000
+
+
+def letters(request_id: str) -> int:
+    """Responses to every other prompt are long: dealt out, they are all rank 1's."""
+    return LONG if int(request_id.partition("|")[0]) % 2 else SHORT
+
+
+def on_rank(rank: int, port: int, folder: str, repeats: int, results: mp.SimpleQueue) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    place = ranks.init()
+    team, codec = Team(place), Codec(AutoTokenizer.from_pretrained(folder))
+    cfg = EngineConfig(kv_cache_gib=0.1, max_num_seqs=MAX_NUM_SEQS, gpu_memory_utilization=0.2)
+    engine = Engine(folder, cfg, max_model_len=1024, seed=rank)
+    engine.llm.collective_rpc(PrescribedTokens(codec, length=letters).install)
+    tools = team.tool_runner({})
+    sampler = Sampler(engine, tools, codec, team, Console(is_main=False), 0, max_num_seqs=MAX_NUM_SEQS)
+    prompts = [Prompt(str(i), [], [""], tools=(), token_ids=tuple(codec.encode("a" * 50))) for i in range(NUM_PROMPTS)]
+    fixed = RolloutConfig(GROUP_SIZE, max_response_tokens=600)
+    times: dict[str, list[float]] = {"fixed": [], "pull": []}
+    num_long: dict[str, int] = {}
+    for repeat in range(repeats + 1):  # the first one warms up
+        for way, cfg in {"fixed": fixed, "pull": replace(fixed, dispatch="pull")}.items():
+            place.barrier()
+            started = time.perf_counter()
+            share = sampler(prompts, cfg, BranchingConfig("none"), description=f"{way} {repeat}")
+            place.barrier()  # which is what the ranks wait for each other at
+            times[way].append(time.perf_counter() - started)
+            num_long[way] = sum(int(group.prompt.prompt_id) % 2 for group in share.groups)
+            sampler.exchange(share)
+    started = time.perf_counter()
+    for _ in range(NUM_PULLS):
+        place.store.add("pulls", 1)
+    pull_us = 1e6 * (time.perf_counter() - started) / NUM_PULLS
+    num_long = {way: place.all_gather_objects(count) for way, count in num_long.items()}
+    if rank == 0:
+        results.put(({way: statistics.median(values[1:]) for way, values in times.items()}, num_long, pull_us))
+    tools.close()
+    engine.close()
+    place.close()
+
+
+def measure(folder: str, repeats: int) -> tuple[dict[str, float], dict[str, list[int]], float]:
+    """Return the seconds of a rollout on both ranks, the number of long prompts that each rank sampled, and the
+    microseconds of a pull while both pull at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(on_rank, args=(port, folder, repeats, results), nprocs=2)
+    return results.get()
