@@ -79,6 +79,8 @@ def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt
     if not files:
         return carry
     if not carry.is_on:
+        if not any(tree["groups"] or tree["waiting"] for tree in map(_read, files)):
+            return carry
         raise UserError(f"{files[0]}: unfinished groups, which rollout.carry_over=0 would drop; set it to 1")
     ranks, by_id = carry.team.ranks, {prompt.prompt_id: prompt for prompt in prompts}
     if len(files) == ranks.world_size:

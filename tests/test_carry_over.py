@@ -376,6 +376,8 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(alone, tmp_path):
         with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
             go_on_from(carry, files, prompts[:1])
         go_on_from(off, [], prompts)
+        train(carry, prompts, 2, 2, 2, num_drawn=4)
+        go_on_from(off, saved(carry, tmp_path), prompts)  # the run had ended: nothing is lost
         files[0].write_bytes(gzip.compress(b"{")[:-3])
         with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
             go_on_from(carry, files, prompts)
