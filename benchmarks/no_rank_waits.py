@@ -3,9 +3,10 @@
     python benchmarks/no_rank_waits.py [--quick] [--virtual] [--ranks 8 64] [--workload short long]
 
 The rollout loop, the sampler, the queue and the refill of dead groups are the real ones. Pretended are the engine, the
-tools and the clock (shared/virtual_ranks.py): each rank decodes as fast as shared/cost_model.py says of a 7B model on
-an H100 (22 ms a token at 128 sequences of 1,200 tokens, 14 ms alone), and one after the other they do what comes first
-in virtual time. No model is there, so this says nothing of learning.
+tools and the clock (shared/virtual_ranks.py): each rank decodes as fast as shared/cost_model.py says of an H100 (a 14B
+model with 16 sequences of 5,000 tokens: 28 ms a token, alone 21 ms), and one after the other they do what comes first
+in virtual time. No model is there, so this says nothing of learning. At the end two real ranks with vLLM on the CPU
+sample prompts of which every other one is long (shared/unequal_ranks.py).
 
 What is drawn, from seeds: response lengths log-normal with a deviation of 1.0 in ln(tokens), so that the 99th
 percentile is ten times the median (as published of reasoning RL), half of the variance between prompts and half within
