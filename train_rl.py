@@ -87,7 +87,7 @@ class RLConfig:
         reward_checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
         reward_checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
         reward_checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
-        checks.check_sampling_policy(self.engine, self.loss)
+        checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -97,6 +97,8 @@ from pathlib import Path
 
 from arpo import ranks
 from arpo.branching_signal import BranchingSignal
+from arpo.carried_state import go_on_from, state_of
+from arpo.carry_over import CarryOver
 from arpo.charts import rl_charts
 from arpo.checkpoint import Saver
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
@@ -192,6 +194,7 @@ def main(cfg: RLConfig) -> None:
         log.line(warning)
     lengths = ExpectedLengths(cfg.rollout, saver.progress.get("lengths", {}))
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score, cfg.engine.max_num_seqs, lengths)
+    carried = go_on_from(CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts), saver.rank_files, train_prompts)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
         values = validate(sampler, log, valid_prompts, cfg, step=0) | score.end_step()
@@ -203,22 +206,22 @@ def main(cfg: RLConfig) -> None:
     progress = log.progress(num_steps, "step", done=done_steps)
     stop = ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn
+        timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn - carried.num_behind
 
-        # ---- rollout and reward; under advantage.dead_groups=resample until enough groups can teach
+        # ---- rollout and reward; until enough groups can teach (dead_groups=resample) or are whole (carry_over)
         sampled: list[Group] = []
         num_prefilled = engine.stats.prefilled_tokens
         while count := num_to_sample(sampled, num_prompts, cfg.advantage, cfg.rollout):
-            drawn = order.queue(num_drawn, count)
+            drawn = order.queue(num_drawn, carried.num_to_draw(count, num_steps - step + 1))
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            more, num_cut_off = sample(sampler, [train_prompts[i] for i, _ in drawn], cfg, timers, name, signal)
-            sampled, num_drawn = sampled + more, drawn[len(more) - 1][1]
+            more, num_cut_off = sample(carried, [train_prompts[i] for i, _ in drawn], cfg, timers, name, signal)
+            sampled, num_drawn = sampled + more, carried.num_drawn_after(drawn, more, num_drawn)
         groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
             engine.sleep()
         share = sampled[dist.rank :: dist.world_size]  # each rank counts its share once
-        metrics.merge(rollout_metrics(share, sources, take_restarts(tools.tools)))
+        metrics.merge(rollout_metrics(share, sources, take_restarts(tools.tools), step))
         if cfg.advantage.dead_groups == "resample":
             metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
             metrics.sum("group/cut_off", num_cut_off * dist.is_main)
@@ -245,10 +248,8 @@ def main(cfg: RLConfig) -> None:
                 for minibatch in minibatches:
                     fill_values(critic, minibatch.micros)
 
-        # ---- advantages
+        # ---- advantages; update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
         metrics.merge(fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, dist))
-
-        # ---- update: one optimizer step per mini-batch; while a critic warms up, the policy stays as it is
         with timers("update"):
             try:
                 for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
@@ -284,8 +285,9 @@ def main(cfg: RLConfig) -> None:
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
         is_final = is_last or health.must_stop or stop.agreed(dist)
         if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            progress_made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
-            saver.save(step, {"signal": signal.state, "lengths": lengths.state} | progress_made, is_final=is_final)
+            made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
+            made |= {"signal": signal.state, "lengths": lengths.state}
+            saver.save(step, made, None if health.must_stop else state_of(carried), is_final=is_final)
         if health.must_stop:
             raise UserError(str(health))
         if is_final:
@@ -293,10 +295,8 @@ def main(cfg: RLConfig) -> None:
 
     progress.close()
     log.finish()
-    tools.close()
-    score.close()
-    engine.close()
-    dist.close()
+    for part in (tools, score, engine, dist):
+        part.close()
 
 
 def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
@@ -319,20 +319,20 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict | 
 
 
 def sample(
-    sampler: Sampler, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
+    source: CarryOver, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
 ) -> tuple[list[Group], int]:
     """Return the scored groups of the prompts on every rank, in order, and the number of groups that were cut off.
 
     Each team of ranks samples and scores its part. `name` is the rollout's: the step, and what tells it from others.
     """
     with timers("rollout"):
-        names = {"step": name, "description": f"step {name} rollout", "on_group": sampler.score.on_group}
+        names = {"step": name, "description": f"step {name} rollout", "on_group": source.sampler.score.on_group}
         names["num_wanted"] = cfg.data.num_prompts_per_step if refills_from_queue(cfg.advantage, cfg.rollout) else 0
-        share = sampler(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
+        share = source(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
     with timers("reward"):
-        sampler.score(share.groups if sampler.team.is_first else [])
+        source.sampler.score(share.groups if source.team.is_first else [])
     with timers("exchange"):
-        return sampler.exchange(share)
+        return source.exchange(share)
 
 
 def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:

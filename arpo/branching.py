@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from arpo.entropy import signal_of
 from arpo.options import RELEASED_WEIGHT, BranchingConfig
-from arpo.trajectory import BranchDecision, Group, Prompt, SignalStatistics, Trajectory
+from arpo.trajectory import BranchDecision, SignalStatistics
 
 Path = tuple[int, ...]
 """Place of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
@@ -251,100 +251,3 @@ class BranchBudget:
         """Budget left when (turn, path) decides, in canonical order."""
         assert self.budget is not None
         return self.budget - sum(n for key, n in self.granted.items() if key < (turn, path))
-
-
-# ---- the rollout's memory while trajectories grow
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A taken branch decision, until its budget is settled."""
-
-    evidence: Evidence
-    wants: bool
-    probability: float | None
-    draw: float | None
-    refused_by: str = ""
-    """The tool whose open session forbids a branch: then nothing was drawn."""
-
-
-@dataclass
-class Live:
-    """Working state of one trajectory while it grows."""
-
-    trajectory: Trajectory
-    group: GroupState
-    path: Path
-    evidence: Evidence | None = None
-    """Evidence of the newest measured turn, None before there is one; a branch begins with its parent's."""
-    entropies: list[float] = field(default_factory=list)
-    """Next-token entropies (nats) of the current turn's first tokens, as far as sampled."""
-    top_logprobs: list[list[float]] = field(default_factory=list)
-    """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
-    began_at_s: float | None = None
-    """Time of its first own token."""
-    num_calling: int = 0
-    """Number of the current turn's calls whose results are not there yet. `has_failed`: one failed through us."""
-    has_failed: bool = False
-
-    @property
-    def turn_index(self) -> int:
-        return len(self.trajectory.turns) - 1
-
-    @property
-    def key(self) -> str:
-        return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
-
-    def measured(self, entropy: float) -> None:
-        """Note the current turn's entropy, and with its first tokens renew the evidence."""
-        turn, entropies = self.trajectory.turns[-1], tuple(self.entropies)
-        turn.entropy, turn.token_entropies = entropy, list(entropies)
-        known = self.evidence or Evidence(entropies, entropies, entropy, entropy)  # the first turn is its own root
-        self.evidence = replace(known, entropies=entropies, entropy=entropy, turn=self.turn_index)
-
-
-@dataclass
-class GroupState:
-    """One prompt's tree while it grows."""
-
-    prompt: Prompt
-    size: int
-    budget: BranchBudget
-    trajectories: dict[Path, Trajectory] = field(default_factory=dict)
-    decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
-    wall_s: dict[Path, float] = field(default_factory=dict)
-    """Seconds of each finished trajectory, from its first own token to its end."""
-    num_rounds: int = 0
-    """Rounds of forks that a retrospective selector has chosen."""
-
-    @property
-    def num_roots(self) -> int:
-        return sum(len(path) == 1 for path in self.trajectories)
-
-    def finish(self) -> Group:
-        """Write the decision records, check the invariants."""
-        for (turn, path), d in self.decisions.items():
-            children = self.budget.granted.get((turn, path), 0)
-            self.trajectories[path].turns[turn].decision = BranchDecision(
-                d.evidence.entropy,
-                d.evidence.root_entropy,
-                d.probability,
-                d.draw,
-                d.evidence.consecutive,
-                statistics=d.evidence.statistics,
-                budget_left=self.budget.budget_before(turn, path),
-                num_children=children,
-                outcome="refused"
-                if d.refused_by
-                else "declined"
-                if not d.wants
-                else "branched"
-                if children
-                else "no_budget",
-                refused_by=d.refused_by,
-            )
-        trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
-        assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))
-        for trajectory in trajectories:
-            trajectory.check()
-        return Group(self.prompt, trajectories)

@@ -221,7 +221,7 @@ RANGES: dict[tuple[float, float], str] = {
         0,
         inf,
     ): "run.num_steps run.validate_every run.save_every run.dump_every run.keep_dumps model.lora_rank model.shard_size "
-    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature branching.weight_z "
+    "data.num_valid_prompts rollout.max_tool_calls rollout.temperature rollout.carry_over branching.weight_z "
     "branching.budget_weight branching.consecutive_penalty critic.lr model.lora_alpha engine.kv_cache_gib "
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
     "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions eval.num_muted run.silence_timeout_s "
@@ -314,8 +314,17 @@ def check_loss(loss: LossConfig) -> None:
     )
 
 
-def check_sampling_policy(engine: EngineConfig, loss: LossConfig) -> None:
-    """Raise ValueError where the engine samples from another policy than the one that is trained, uncorrected."""
+def check_sampling_policy(
+    engine: EngineConfig, loss: LossConfig, rollout: RolloutConfig, advantage: AdvantageConfig
+) -> None:
+    """Raise ValueError where tokens come from other policies than that which is trained, uncorrected; or cannot."""
+    for wrong, option in (
+        (loss.rollout_correction == "none", "loss.rollout_correction=none; set it to tis or mis"),
+        (advantage.dead_groups == "resample", "advantage.dead_groups=resample; set it to drop or keep"),
+        (engine.tensor_parallel > 1, f"engine.tensor_parallel={engine.tensor_parallel}; set it to 1"),
+    ):
+        wrong = wrong and rollout.carry_over > 0
+        require(not wrong, f"rollout.carry_over={rollout.carry_over} cannot go with {option}")
     require(
         engine.quantization == "none" or loss.rollout_correction != "none",
         f"engine.quantization={engine.quantization} samples from another policy than the one that is trained; set "

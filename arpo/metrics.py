@@ -33,14 +33,14 @@ GIB = 2**30
 
 
 def rollout_metrics(
-    groups: list[Group], sources: Mapping[str, str] | None = None, num_mcp_restarts: int = 0
+    groups: list[Group], sources: Mapping[str, str] | None = None, num_mcp_restarts: int = 0, step: int = 0
 ) -> Metrics:
     """Rewards, lengths, entropies, branching and tool calls of all trajectories.
 
     sources: data source -> the name that its accuracy is logged under (`source_names`); none = no such metrics.
-    num_mcp_restarts: MCP servers that this rank started again.
+    num_mcp_restarts: MCP servers that this rank started again. step: that which is trained on them.
     """
-    m = Metrics()
+    m = staleness(groups, step)
     m.sum("tools/all/calls", 0)  # a number also in a step without calls
     if num_mcp_restarts:
         m.sum("tools/mcp_restarts", num_mcp_restarts)
@@ -112,6 +112,30 @@ def _tools(m: Metrics, t: Trajectory) -> None:
             m.sum(f"{tool}/bytes_in", len(call.argument.encode("utf-8", "replace")))
             m.sum(f"{tool}/bytes_out", len(call.result.encode("utf-8", "replace")))
             m.percentiles(f"{tool}/seconds", call.seconds)
+
+
+def tokens_by_step(t: Trajectory, start: int = 0) -> list[tuple[int, int]]:
+    """Return (step, number of tokens that it sampled) of the response behind `start`; [] where no group is carried."""
+    ends = [*(first for first, _ in t.versions), len(t.token_ids)][1:]
+    counts = [sum(t.loss_mask[max(at, start) : end]) for (at, _), end in zip(t.versions, ends, strict=True)]
+    return [(step, count) for (_, step), count in zip(t.versions, counts, strict=True) if count]
+
+
+def staleness(groups: Sequence[Group], step: int) -> Metrics:
+    """Return by how many steps the policies that sampled these groups are older than the one which `step` trains.
+
+    Each token counts once, with the trajectory that sampled it. Nothing where no group is ever carried.
+    """
+    m = Metrics()
+    for t in (t for group in groups for t in group.trajectories):
+        for version, count in tokens_by_step(t, t.fork_at):
+            m.mean("carry_over/staleness", step - version, count)
+            m.max("carry_over/staleness_max", step - version)
+            m.sum("carry_over/tokens", count * (version < step))
+    for group in groups:
+        if versions := [version for t in group.trajectories for _, version in t.versions]:
+            m.sum("carry_over/groups", min(versions) < step)
+    return m
 
 
 def source_names(prompts: Sequence[Prompt]) -> dict[str, str]:

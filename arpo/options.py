@@ -42,6 +42,9 @@ class RolloutConfig:
     pull_order: Literal["drawn", "longest_first"] = "drawn"
     """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the mean length of
     their responses in the epoch before, so that long ones do not begin last. What is trained on is the same."""
+    carry_over: int = 0
+    """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
+    most; then they are waited for. 0 = every step waits for all its groups."""
 
     @property
     def call_limits(self) -> dict[str, int]:

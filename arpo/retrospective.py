@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from arpo.branching import GroupState, Path
+from arpo.branching import Path
+from arpo.growing import GroupState
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 

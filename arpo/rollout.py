@@ -20,10 +20,10 @@ from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
-from arpo.branching import Decision, GroupState, Live
 from arpo.dispatch import Dealt, PromptSource
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
+from arpo.growing import Decision, GroupState, Live, StopWatch
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
@@ -57,24 +57,19 @@ def rollout(
     the rollout, and then only whole groups are returned. Raises what a tool or the engine raises.
     """
     assert score or branching.selector not in NEED_REWARDS, branching.selector
-    loop = _Loop(engine, tools, codec, cfg, branching, f"{seed}|{step}", statistics, score)
+    loop = Loop(engine, tools, codec, cfg, branching, statistics, score)
     source = Dealt(prompts, max_at_once) if isinstance(prompts, list) else prompts
     groups = []
     try:
         while True:
             while prompt := source.take(loop.num_unfinished, engine.num_running):
-                groups.append(loop.start_group(prompt))
+                groups.append(loop.start_group(prompt, f"{seed}|{step}"))
             if source.is_full or not loop.num_unfinished:
                 break
-            idle = engine.num_running == 0
-            assert not idle or tools.num_pending, "trajectories are left, but neither the engine nor a tool is at work"
-            for call_id, result in tools.collect(block=idle):
-                loop.on_tool_result(call_id, result)
-            for chunk in engine.step() if engine.num_running else ():
-                loop.on_chunk(chunk)
-            for group in loop.whole if on_group else ():
-                on_group(group.finish(), [seconds for _, seconds in sorted(group.wall_s.items())])
-            loop.whole.clear()
+            assert engine.num_running or tools.num_pending, "trajectories are left, but nothing is at work"
+            for group in loop.advance(block=True):
+                if on_group:
+                    on_group(group.finish(), group.seconds)
             if on_progress:
                 on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
         if loop.decoding:  # which nobody needs
@@ -84,8 +79,8 @@ def rollout(
     return [group.finish() for group in groups if len(group.wall_s) == group.size]
 
 
-class _Loop:
-    """The handlers of the event loop, for tokens and tool results that arrive."""
+class Loop:
+    """The event loop's state, and its handlers for tokens and tool results that arrive."""
 
     def __init__(
         self,
@@ -94,31 +89,35 @@ class _Loop:
         codec: Codec,
         cfg: RolloutConfig,
         branching: BranchingConfig,
-        seed: str,
         statistics: SignalStatistics | None,
         score: Callable[[list[Group]], None] | None,
     ):
         self.engine, self.tools, self.codec, self.score = engine, tools, codec, score
-        self.cfg, self.branching, self.seed, self.statistics = cfg, branching, seed, statistics
+        self.cfg, self.branching, self.statistics = cfg, branching, statistics
+        self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
         self.num_unfinished = 0
-        self.whole: list[GroupState] = []  # groups that became so since `rollout` last looked
+        self.whole: list[GroupState] = []  # groups that became so in this round
+
+    def advance(self, *, block: bool) -> list[GroupState]:
+        """Take in tool results and the engine's next tokens, and return the groups that are whole now. `block`: where
+        no request runs, wait for a result."""
+        self.whole = []
+        for call_id, result in self.tools.collect(block=block and not self.engine.num_running):
+            self.on_tool_result(call_id, result)
+        for chunk in self.engine.step() if self.engine.num_running else ():
+            self.on_chunk(chunk)
+        return self.whole
 
     # -- new trajectories --------------------------------------------------------------------------------------------
 
-    def start_group(self, prompt: Prompt) -> GroupState:
+    def start_group(self, prompt: Prompt, seed: str) -> GroupState:
+        """Start a prompt's first trajectories. `seed` names the random numbers of the group."""
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
-        size = self.cfg.group_size
-        roots = 1 if self.branching.dynamic_budget else min(self.branching.num_initial_rollouts, size)
-        budget = br.BranchBudget(
-            budget=None if self.branching.dynamic_budget else size - roots,
-            max_children=self.branching.max_branches_per_turn,
-            last_turn=self.cfg.max_tool_calls if br.RULES.get(self.branching.selector) else 0,
-        )
-        group = GroupState(prompt, size, budget)
-        self.num_unfinished += size
+        group, roots = GroupState.begin(prompt, self.cfg.group_size, self.cfg.max_tool_calls, self.branching, seed)
+        self.num_unfinished += group.size
         self.start_roots(group, roots, may_branch=True)
         self.grow(group)
         return group
@@ -137,18 +136,7 @@ class _Loop:
     ) -> None:
         """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
         parent = group.trajectories[parent_path]
-        at = parent.turns[turn].start
-        child = Trajectory(
-            parent.prompt_id,
-            _name(path),
-            token_ids=parent.token_ids[:at],
-            loss_mask=parent.loss_mask[:at],
-            rollout_logprobs=parent.rollout_logprobs[:at],
-            turns=[replace(t, inherited=True, decision=None) for t in parent.turns[:turn]],
-            parent_id=parent.trajectory_id,
-            fork_at=at,
-        )
-        group.trajectories[path] = child
+        child = group.trajectories[path] = parent.branch(_name(path), turn)
         self.tools.sessions.fork((parent.prompt_id, parent.trajectory_id), turn, (child.prompt_id, child.trajectory_id))
         self.start_turn(Live(child, group, path, evidence))
 
@@ -173,7 +161,7 @@ class _Loop:
         if self.score:
             self.score([finished])
         refuses = self.tools.sessions.refusal
-        forks = retrospective.next_forks(group, finished, self.branching, self.seed, refuses)
+        forks = retrospective.next_forks(group, finished, self.branching, group.seed, refuses)
         for fork in forks:
             parent, child = retrospective.place(group, fork)
             if parent:
@@ -183,16 +171,6 @@ class _Loop:
         if not forks or group.num_rounds == self.branching.expansion_rounds:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
 
-    def split_budget(self, group: GroupState, pilot: Trajectory) -> None:
-        """AEPO: the finished pre-monitoring trajectory (kept as root 0) decides how many roots there are."""
-        root_entropy = pilot.turns[0].entropy or 0.0
-        after_tools = [t.entropy for t in pilot.turns[1:] if t.entropy is not None]
-        # Without a tool call there is no H_tool: taken as equal, so half the group (plus one) starts as roots.
-        tool_entropy = sum(after_tools) / len(after_tools) if after_tools else root_entropy
-        roots = br.initial_rollouts(group.size, root_entropy, tool_entropy, beta=self.branching.budget_weight)
-        self.start_roots(group, roots - 1, may_branch=True)
-        group.budget.budget = group.size - roots
-
     # -- a trajectory grows ------------------------------------------------------------------------------------------
 
     def start_turn(self, live: Live) -> None:
@@ -200,19 +178,27 @@ class _Loop:
         start = len(trajectory.token_ids)
         trajectory.turns.append(Turn(start=start, end=start, result_end=start))
         live.entropies, live.top_logprobs = [], []
-        spec = SamplingSpec(
-            max_tokens=self.cfg.max_response_tokens - start,
-            temperature=self.cfg.temperature,
-            top_p=self.cfg.top_p,
-            stop=self.codec.stop_strings(self.offered_tools(live.group.prompt)),
-            seed=_number(f"{self.seed}|{live.key}"),
-            num_entropy_tokens=self.num_entropy_tokens,
-            num_top_logprobs=self.num_top_logprobs,
-        )
         self.decoding[live.key] = live
         if live.group.budget.open.get(live.path) == live.turn_index:
             self.tools.sessions.mark((trajectory.prompt_id, trajectory.trajectory_id), live.turn_index)
-        self.engine.submit(live.key, [*live.group.prompt.token_ids, *trajectory.token_ids], spec)
+        self.submit(live)
+
+    def submit(self, live: Live) -> None:
+        """Have the engine sample the current turn, or the rest of it after a cut."""
+        group, token_ids = live.group, live.trajectory.token_ids
+        sampled = token_ids[live.trajectory.turns[-1].start :]
+        spec = SamplingSpec(
+            max_tokens=self.cfg.max_response_tokens - len(token_ids),
+            temperature=self.cfg.temperature,
+            top_p=self.cfg.top_p,
+            stop=self.codec.stop_strings(self.offered_tools(group.prompt)),
+            # the rest's own: the engine would begin the turn's random stream anew
+            seed=_number(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
+            num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
+            num_top_logprobs=self.num_top_logprobs,
+        )
+        live.watch = StopWatch.at_cut(sampled, spec.stop)
+        self.engine.submit(live.key, [*group.prompt.token_ids, *token_ids], spec)
 
     def offered_tools(self, prompt: Prompt) -> tuple[str, ...]:
         loaded = tuple(self.tools.tools)
@@ -222,6 +208,10 @@ class _Loop:
         live = self.decoding[chunk.request_id]
         live.began_at_s = live.began_at_s or time.perf_counter()
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        if live.watch:
+            chunk = self.end_across_cut(live, chunk)
+        if self.step is not None and chunk.token_ids:
+            trajectory.sampled_in(self.step)
         trajectory.token_ids += chunk.token_ids
         trajectory.loss_mask += [1] * len(chunk.token_ids)
         trajectory.rollout_logprobs += chunk.logprobs
@@ -236,12 +226,20 @@ class _Loop:
             del self.decoding[chunk.request_id]
             self.end_turn(live, chunk)
 
+    def end_across_cut(self, live: Live, chunk: Chunk) -> Chunk:
+        """Return the chunk, or its part up to the end of a stop string that began before the turn was cut."""
+        stops = self.codec.stop_strings(self.offered_tools(live.group.prompt))
+        if not (found := live.watch.find(chunk.token_ids, self.codec.decode, stops)):
+            return chunk
+        self.engine.abort([chunk.request_id])
+        return chunk.ended_after(*found)
+
     def decide(self, live: Live) -> None:
         """Take the branch decision of the tool result before the current turn, if it is this trajectory's to take."""
         group, turn = live.group, live.turn_index
         if group.budget.open.get(live.path) != turn:
             return
-        rng = random.Random(f"{self.seed}|{live.key}")
+        rng = random.Random(f"{group.seed}|{live.key}")
         evidence = replace(live.evidence, statistics=self.statistics)
         if refused_by := self.tools.sessions.refusal(live.trajectory.called):
             decision = Decision(evidence, False, None, None, refused_by)
@@ -268,17 +266,17 @@ class _Loop:
             error, kind = (refusal, "limit") if refusal else (call.error, call.error_kind)
             turn.tool_calls.append(ToolCall(call.tag, call.argument, error, False, kind, executed=not kind))
             if not kind:
-                call_id = f"{live.key}|{number}"
-                self.calling[call_id] = (live, number)
-                live.num_calling += 1
-                self.tools.start(call_id, call.tag, call.argument, self.context(live))
+                self.call(live, number)
         if not live.num_calling:
             self.append_results(live)
 
-    def context(self, live: Live) -> ToolContext:
-        prompt, trajectory = live.group.prompt, live.trajectory
-        seed = _number(f"{self.seed}|{prompt.prompt_id}")
-        return ToolContext(prompt.prompt_id, trajectory.trajectory_id, live.turn_index, seed, prompt.meta)
+    def call(self, live: Live, number: int) -> None:
+        """Start a call of the current turn."""
+        prompt, call, call_id = live.group.prompt, live.trajectory.turns[-1].tool_calls[number], f"{live.key}|{number}"
+        self.calling[call_id] = (live, number)
+        live.num_calling += 1
+        at = ToolContext(*live.owner, live.turn_index, _number(f"{live.group.seed}|{prompt.prompt_id}"), prompt.meta)
+        self.tools.start(call_id, call.tag, call.argument, at)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
         """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
@@ -332,7 +330,9 @@ class _Loop:
         self.tools.sessions.end((trajectory.prompt_id, trajectory.trajectory_id))
         group.budget.close(live.path)
         if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
-            self.split_budget(group, trajectory)
+            roots = group.roots_after(trajectory, self.branching.budget_weight)
+            self.start_roots(group, roots - 1, may_branch=True)
+            group.budget.budget = group.size - roots
         self.grow(group)
         now_s = time.perf_counter()
         group.wall_s[live.path] = now_s - (live.began_at_s or now_s)

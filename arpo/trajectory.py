@@ -15,7 +15,7 @@ template writes up to the model's next turn: <tool_call> ... <eos> | <tool_respo
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -147,6 +147,8 @@ class Trajectory:
     parent_id: str | None = None
     fork_at: int = 0
     """Response index where the trajectory leaves its parent; 0 for roots."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
     stop_reason: StopReason | None = None
     text: str = ""
     """The decoded response, tool results included."""
@@ -185,6 +187,20 @@ class Trajectory:
     def accuracy(self) -> float:
         """The reward's accuracy part, or the whole reward of a custom function without that part; 0 if not scored."""
         return self.reward_parts.get("accuracy", self.reward or 0.0)
+
+    def branch(self, trajectory_id: str, turn: int) -> Trajectory:
+        """Return a trajectory that shares all turns before this one, and ends there for now."""
+        at = self.turns[turn].start
+        return Trajectory(
+            self.prompt_id, trajectory_id, self.token_ids[:at], self.loss_mask[:at], self.rollout_logprobs[:at],
+            turns=[replace(t, inherited=True, decision=None) for t in self.turns[:turn]],
+            parent_id=self.trajectory_id, fork_at=at, versions=[v for v in self.versions if v[0] < at],
+        )  # fmt: skip
+
+    def sampled_in(self, step: int) -> None:
+        """Note that the tokens from here on are sampled in this step."""
+        if not self.versions or self.versions[-1][1] != step:
+            self.versions.append((len(self.token_ids), step))
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -243,8 +259,7 @@ class Metrics:
 
     def mean(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add to a weighted mean; weight 0 adds nothing."""
-        weight = _exact(weight)
-        self._add(name, "mean", _exact(value) * weight, weight)
+        self._add(name, "mean", _exact(value) * _exact(weight), _exact(weight))
 
     def sum(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add to a sum. It has no value where all that was added has weight 0; so does `max`."""

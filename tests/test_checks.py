@@ -25,6 +25,7 @@ GAE = ["--advantage.kind", "gae"]
 KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
 PULL = ["--rollout.dispatch", "pull"]
+CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -36,7 +37,7 @@ ALWAYS = {
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens dispatch",
+    "answer_reserve_tokens carry_over dispatch",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
@@ -303,6 +304,12 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
         ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
         ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
+        # groups that go on under a newer policy
+        ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
+        ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),
+        ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
+        ([*CARRY, "1", *TIS, "--engine.tensor_parallel", "2"], ["engine.tensor_parallel=2; set it to 1"]),
+        ([*CARRY, "1", *TIS, "--loss.old_logprobs", "rollout"], ["rollout_correction=tis is ignored", "=recompute"]),
         (["--rollout.pull_order", "longest_first"], ["is ignored unless rollout.dispatch=pull (it is fixed)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],

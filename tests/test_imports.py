@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_sft", "train_rl", "evaluate", "ablate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
 PURE_CORE = [
-    "trajectory", "protocol", "entropy", "branching", "branching_signal", "retrospective", "selection",
+    "trajectory", "protocol", "entropy", "branching", "branching_signal", "growing", "retrospective", "selection",
     "advantages", "losses", "batch", "tree", "rewards",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}

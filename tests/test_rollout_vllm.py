@@ -1,8 +1,11 @@
 """The rollout on a real vLLM engine with real tokens: what the scripted tests cannot show."""
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
+from helpers.cut_rollout import play_cut
 from helpers.fakes import EchoTool
 from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
 from transformers import AutoTokenizer
@@ -11,7 +14,7 @@ from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.retrospective import EXPANSIONS
-from arpo.rollout import rollout
+from arpo.rollout import Loop, rollout
 from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
@@ -55,13 +58,51 @@ def test_real_engine_calls_tools_and_branches(parts):
 
 
 def test_rollout_logprobs_and_entropies_are_those_of_the_whole_response(parts, tiny_model_dir):
-    for t, logprobs in teacher_forced(tiny_model_dir, parts[1]):
+    check_numbers(parts[1], tiny_model_dir)
+
+
+def check_numbers(groups, tiny_model_dir):
+    for t, logprobs in teacher_forced(tiny_model_dir, groups):
         assert_rollout_logprobs(t, logprobs, atol=1e-4)
         entropy = -(logprobs.exp() * logprobs).sum(-1)  # (T,)
         for turn in t.turns:
             head = entropy[turn.start : min(turn.end, turn.start + 8)]
             assert turn.entropy == pytest.approx(float(head.mean()), abs=1e-4)
             assert turn.token_entropies == pytest.approx(head.tolist(), abs=1e-4)
+
+
+def cut_at_random(parts, cfg, branching):
+    """The rollout with cuts at random moments, and how many turns they cut."""
+    codec, _, prompts, engine, runner = parts
+    loop, num_cut = Loop(engine, runner, codec, cfg, branching, None, None), 0
+
+    def count():
+        nonlocal num_cut
+        num_cut += len(loop.decoding)
+
+    return play_cut(loop, prompts, random.Random(1), share=0.1, between=count), num_cut
+
+
+@pytest.mark.slow
+def test_turns_that_are_cut_and_sampled_further_have_the_numbers_of_the_whole_response(parts, tiny_model_dir):
+    groups, num_cut = cut_at_random(parts, CFG, BRANCHING)
+    assert num_cut > 40 and [len(group.trajectories) for group in groups] == [6] * 4
+    check_numbers(groups, tiny_model_dir)
+    assert any(c.executed for group in groups for t in group.trajectories for c in t.tool_calls)
+    texts = {t.text for group in groups for t in group.trajectories}
+    assert len(texts) == 24  # the rest of a turn does not repeat the numbers of its beginning
+
+
+@pytest.mark.slow
+def test_without_chance_a_cut_cannot_be_seen(parts):
+    codec, _, prompts, engine, runner = parts
+    greedy, branching = replace(CFG, temperature=0.0), replace(BRANCHING, selector="random", base=0.5)
+    whole = rollout(prompts, engine, runner, codec, greedy, branching, seed=0)
+    cut, num_cut = cut_at_random(parts, greedy, branching)
+    assert num_cut > 40
+    for one, other in zip(whole, cut, strict=True):
+        assert [t.token_ids for t in one.trajectories] == [t.token_ids for t in other.trajectories]
+        assert [t.turns[-1].start for t in one.trajectories] == [t.turns[-1].start for t in other.trajectories]
 
 
 def test_every_token_of_a_random_model_has_its_characters(parts):

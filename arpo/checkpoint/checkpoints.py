@@ -37,6 +37,7 @@ from arpo.ranks import RandomState, Ranks
 logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
 PROGRESS = "progress.json"
+RANK_FILE = "carried_{rank:05d}.json.gz"
 BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 
 
@@ -53,6 +54,8 @@ class Checkpoints:
         self.my_files = slice(ranks.rank, None, ranks.world_size)  # this rank's share of a folder's sorted files
         self.progress: dict = {}
         """The `progress` given to `save`, as `resume` has found it; empty where there was none."""
+        self.rank_files: list[Path] = []
+        """The `rank_file`s given to `save`, by rank, as `resume` has found them; empty where there were none."""
 
     def save(
         self,
@@ -63,10 +66,12 @@ class Checkpoints:
         critic_optimizer: torch.optim.Optimizer | None = None,
         *,
         progress: dict | None = None,
+        rank_file: bytes | None = None,
     ) -> Path:
         """Write models, optimizers, step and every rank's random state. Return the checkpoint's folder.
 
-        `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on.
+        `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on, and
+        `rank_file` what each rank has of its own; None on all ranks where there is nothing.
 
         Raises NotWritten; older checkpoints then stay as they are, and nothing is left of this one.
         """
@@ -80,6 +85,8 @@ class Checkpoints:
             self._together(temporary, self._begin, temporary, random_states, progress or {})
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
                 dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
+            if rank_file is not None:
+                self._together(temporary, (temporary / RANK_FILE.format(rank=self.ranks.rank)).write_bytes, rank_file)
             names = self.ranks.from_rank_0(manifest.files_of(temporary))
             measured = self._together(temporary, manifest.measure, temporary, names[self.my_files])
             files = {name: entry for part in measured for name, entry in part.items()}
@@ -149,6 +156,7 @@ class Checkpoints:
             _restore_random_state(random_states[self.ranks.rank])
         file = folder / PROGRESS
         self.progress = json.loads(file.read_text()) if file.exists() else {}  # older checkpoints have none
+        self.rank_files = sorted(folder.glob(RANK_FILE.replace("{rank:05d}", "*")))
         return manifest.step_of(folder)
 
     def _newest_intact(self) -> Path | None:

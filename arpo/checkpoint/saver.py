@@ -56,14 +56,19 @@ class Saver:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
         return self.saved_step
 
-    def save(self, step: int, progress: dict | None = None, *, is_final: bool) -> None:
+    @property
+    def rank_files(self) -> list[Path]:
+        """The files, by rank, that were saved as `rank_file` with that checkpoint; empty where there were none."""
+        return self.checkpoints.rank_files
+
+    def save(self, step: int, progress: dict | None = None, rank_file: bytes | None = None, *, is_final: bool) -> None:
         """Write the checkpoint and, under run.save_hf, the export.
 
         Where that fails, rank 0 warns. Raises NotWritten where it fails too often, or `is_final`: no later save comes.
         """
         missing = "checkpoint"
         try:
-            folder = self.checkpoints.save(step, *self.models, progress=progress)
+            folder = self.checkpoints.save(step, *self.models, progress=progress, rank_file=rank_file)
             self.saved_step, missing = step, "Hugging Face folder"
             if self.run.save_hf:
                 export_hf(self.models[0], folder / "hf", source=self.source, link=self.link)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -45,3 +45,8 @@ class Chunk:
     """The stop string that ended the request, or None."""
     num_cached_tokens: int = 0
     """Number of prompt tokens that came from the prefix cache."""
+
+    def ended_after(self, count: int, stop_string: str) -> Chunk:
+        """Return the first `count` tokens as a chunk that ends with this stop string."""
+        lists = ("token_ids", "logprobs", "entropies", "top_logprobs")
+        return replace(self, **{n: getattr(self, n)[:count] for n in lists}, finish="stop", stop_string=stop_string)

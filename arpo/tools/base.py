@@ -76,7 +76,8 @@ class ToolRunner:
         self._thread.start()
         self._told: set[tuple[str, type]] = set()
         self.num_pending = 0
-        self._generation = 0  # results of calls that an older one began are thrown away
+        self._generation = self._num_generations = 0  # the rollout that runs now takes no result of another one's calls
+        self._parked: tuple[int, int, list] | None = None  # of `park`: generation, calls without a result, results
         self.sessions = Sessions(tools, self._loop)
         """Those of the trajectories in tools that have any."""
 
@@ -122,6 +123,7 @@ class ToolRunner:
             except queue.Empty:
                 break
             if generation != self._generation:
+                self._keep(generation, call_id, result)
                 continue
             self.num_pending -= 1
             if isinstance(result, BaseException):
@@ -129,14 +131,38 @@ class ToolRunner:
             finished.append((call_id, result))
         return finished
 
+    def _keep(self, generation: int, call_id: str, result: ToolResult | BaseException) -> None:
+        if self._parked and generation == self._parked[0]:
+            self._parked[2].append((generation, call_id, result))
+
+    def park(self) -> None:
+        """Set calls under way and sessions aside until `unpark`. They go on, apart from what is begun meanwhile."""
+        assert self._parked is None
+        self._parked = self._generation, self.num_pending, []
+        self._num_generations += 1
+        self._generation, self.num_pending = self._num_generations, 0
+        self.sessions.park()
+
+    def unpark(self) -> None:
+        """Go on with what `park` has set aside, if there is anything."""
+        if self._parked is None:
+            return
+        assert not self.num_pending
+        self.sessions.unpark()
+        self._generation, self.num_pending, kept = self._parked
+        self._parked = None
+        for entry in kept:
+            self._done.put(entry)
+
     def abandon(self) -> None:
         """Close all sessions, and forget calls under way: they run to their end, but `collect` has nothing of them."""
-        self._generation += 1
-        self.num_pending = 0
+        self._num_generations += 1
+        self._generation, self.num_pending = self._num_generations, 0
         self.sessions.end_all()
 
     def close(self) -> None:
         """Close the tools, then the loop. A tool that cannot be closed is no reason to fail: the work is done."""
+        self.sessions.unpark()
         self.sessions.end_all()
         for tool in self.tools.values():
             try:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from arpo.tools.interface import SessionTool, ToolContext, ToolResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class Session:
     @property
     def history(self) -> str:
         return self.calls[-1].history if self.calls else ""
+
+
+async def close_handle(tool: SessionTool, handle: Any) -> None:
+    """Close a session of the tool; one that cannot be closed is no reason to fail."""
+    try:
+        await tool.close(handle)
+    except Exception:
+        logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
 
 
 def recorded(session: Session, turn: int, argument: str, result: ToolResult) -> RecordedCall:

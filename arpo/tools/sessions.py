@@ -32,7 +32,7 @@ from arpo.tools.interface import (
     answer,
     is_stateful,
 )
-from arpo.tools.session_records import Copy, Session, recorded
+from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded
 
 CLOSE_TIMEOUT_S = 30.0
 NUM_TRIES = 2
@@ -61,6 +61,7 @@ class Sessions:
         self._calls: set[asyncio.Task] = set()
         self._tasks: set[asyncio.Task] = set()
         self._told: set[tuple[str, type]] = set()
+        self._parked: tuple[dict, dict, set, set] | None = None
 
     def refusal(self, tags: Iterable[str]) -> str:
         """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
@@ -97,6 +98,28 @@ class Sessions:
             except TimeoutError:
                 logger.warning("sessions of %s are still open after %g s", ", ".join(self.tools), CLOSE_TIMEOUT_S)
 
+    def park(self) -> None:
+        """Set all sessions aside until `unpark`; their calls go on. Idle ones give their places to those that wait."""
+        self._run(self._park())
+
+    def unpark(self) -> None:
+        """Take up what `park` has set aside, if there is anything."""
+        self._run(self._unpark())
+
+    def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
+        """Return (trajectory, tag, calls that it has answered) of all sessions, those that are parked, if any are."""
+        return self._run(self._records()) or []
+
+    def restore(self, owner: Owner, tag: str, calls: list[RecordedCall]) -> None:
+        """Give a trajectory a session that begins with a replay of these calls."""
+        self._post(self._restore, owner, tag, calls)
+
+    def _run(self, work: Coroutine) -> Any:
+        """Return what comes of the work on the loop, which is short; None without a stateful tool."""
+        if self.tools and self._loop.is_running():
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return work.close()
+
     def _post(self, action: Any, *arguments: Any) -> None:
         if self.tools:
             self._loop.call_soon_threadsafe(action, *arguments)
@@ -111,7 +134,11 @@ class Sessions:
         self._calls.add(task)
         try:
             async with session.lock:
-                return await self._answer(self.tools[tag], session, argument, context)
+                try:
+                    return await self._answer(self.tools[tag], session, argument, context)
+                finally:
+                    if self._is_wanted(tag) and any(by_tag.get(tag) is session for by_tag in self._parked[0].values()):
+                        await self._close(self.tools[tag], session)
         finally:
             self._calls.discard(task)
 
@@ -195,8 +222,15 @@ class Sessions:
         places = self._places.get(tag)
         if places is None or (places.locked() and self._holds_another(tag, owner)):
             return False
+        if self._is_wanted(tag):
+            for session in [s[tag] for s in self._parked[0].values() if tag in s and s[tag].has_place]:
+                self._spawn(self._finish(self.tools[tag], session))  # its next call replays
         await places.acquire()
         return True
+
+    def _is_wanted(self, tag: str) -> bool:
+        """Return whether a parked session must not keep its place: its trajectory stands still while others wait."""
+        return self._parked is not None and tag in self._places and self._places[tag].locked()
 
     def _holds_another(self, tag: str, owner: Owner) -> bool:
         return any(s.has_place or s.source for other, s in self._sessions.get(owner, {}).items() if other != tag)
@@ -278,7 +312,7 @@ class Sessions:
     async def _drop(self, copy: Copy) -> None:
         handle = await copy.task
         if handle is not None:
-            await self._close_handle(copy.tool, handle)
+            await close_handle(copy.tool, handle)
             self._give_place_back(copy.tool.tag, copy)
 
     async def _finish(self, tool: SessionTool, session: Session) -> None:
@@ -290,15 +324,29 @@ class Sessions:
     async def _close(self, tool: SessionTool, session: Session) -> None:
         if session.is_open:
             session.is_open = False
-            await self._close_handle(tool, session.handle)
+            await close_handle(tool, session.handle)
         session.handle = None
         self._give_place_back(tool.tag, session)
 
-    async def _close_handle(self, tool: SessionTool, handle: Any) -> None:
-        try:
-            await tool.close(handle)
-        except Exception:
-            logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
+    async def _park(self) -> None:
+        self._parked = self._sessions, self._copies, self._calls, self._tasks
+        self._sessions, self._copies, self._calls, self._tasks = {}, {}, set(), set()
+
+    async def _unpark(self) -> None:
+        if self._parked:
+            later = self._tasks
+            self._sessions, self._copies, calls, self._tasks = self._parked
+            self._parked, self._calls = None, {call for call in calls if not call.done()}
+            if later:  # which close what the rollout in between has ended
+                self._spawn(asyncio.wait(later))
+
+    async def _records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
+        sessions = self._parked[0] if self._parked else self._sessions
+        return [(owner, tag, list(s.calls)) for owner, by_tag in sessions.items() for tag, s in by_tag.items()]
+
+    def _restore(self, owner: Owner, tag: str, calls: list[RecordedCall]) -> None:
+        if tag in self.tools:
+            self._sessions.setdefault(owner, {})[tag] = Session(calls)
 
     def _spawn(self, work: Coroutine) -> asyncio.Task:
         task = self._loop.create_task(work)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from arpo.dumps import open_dump
 from arpo.errors import UserError
+from arpo.metrics import tokens_by_step
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 
 SHOWN = (
@@ -37,7 +38,7 @@ def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
                 try:
                     row = json.loads(line)
                     head = {"question": row.pop("question"), "answers": row.pop("answers")}
-                    head |= {name: row.pop(name, "") for name in ("messages", "data_source")}  # older dumps have none
+                    head |= {name: row.pop(name, "") for name in ("messages", "data_source", "sampled_by")}  # new ones
                     trajectory = parse_trajectory(row)
                 except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -90,6 +91,7 @@ def trajectory_view(t: Trajectory) -> dict:
     num_sampled = t.num_sampled_tokens
     view = {name: getattr(t, name) for name in SHOWN} | {"num_tokens": len(t.token_ids), "num_sampled": num_sampled}
     view["mean_logprob"] = sum(t.rollout_logprobs) / num_sampled if num_sampled else None
+    view["sampled_in"] = tokens_by_step(t)
     texts = iter([text for text, _ in t.segments])
     view["turns"] = []
     for turn in t.turns:  # segments are the runs of the loss mask: a turn's sampled tokens, then those of its result

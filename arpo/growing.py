@@ -1,0 +1,168 @@
+"""The rollout's memory of what is under way: a group's tree, and each of its trajectories while it grows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from arpo.branching import RULES, BranchBudget, Evidence, Path, initial_rollouts
+from arpo.options import BranchingConfig
+from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A taken branch decision, until its budget is settled."""
+
+    evidence: Evidence
+    wants: bool
+    probability: float | None
+    draw: float | None
+    refused_by: str = ""
+    """The tool whose open session forbids a branch: then nothing was drawn."""
+
+
+@dataclass
+class StopWatch:
+    """Looks for a stop string that lies across the cut of a turn. To the engine that goes on with the turn the tokens
+    before the cut are prompt, in which it looks for nothing."""
+
+    window: list[int]
+    """Last tokens before the cut, and those sampled since."""
+    num_left: int
+    """Tokens after which no stop string can reach back over the cut."""
+
+    @classmethod
+    def at_cut(cls, turn_ids: list[int], stops: Sequence[str]) -> StopWatch | None:
+        """Return that of a turn of which these tokens are sampled; None where there is nothing to watch."""
+        longest = max(map(len, stops), default=1) - 1  # each token of a stop string has a character of it, or more
+        return cls(turn_ids[-longest:], longest) if turn_ids and longest else None
+
+    def find(
+        self, token_ids: list[int], decode: Callable[[Sequence[int]], str], stops: Sequence[str]
+    ) -> tuple[int, str] | None:
+        """Return how many of the next tokens make such a string complete, and the string; None where there is none."""
+        for count, token in enumerate(token_ids[: self.num_left], 1):
+            self.window.append(token)
+            text = decode(self.window)
+            if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
+                return count, min(ends)[1]
+        self.num_left -= min(len(token_ids), self.num_left)
+        return None
+
+
+@dataclass
+class Live:
+    """Working state of one trajectory while it grows."""
+
+    trajectory: Trajectory
+    group: GroupState
+    path: Path
+    evidence: Evidence | None = None
+    """Evidence of the newest measured turn, None before there is one; a branch begins with its parent's."""
+    entropies: list[float] = field(default_factory=list)
+    """Next-token entropies (nats) of the current turn's first tokens, as far as sampled."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
+    began_at_s: float | None = None
+    """Time of its first own token."""
+    num_calling: int = 0
+    """Number of the current turn's calls whose results are not there yet. `has_failed`: one failed through us."""
+    has_failed: bool = False
+    watch: StopWatch | None = None
+    """Set where the turn was cut, and a stop string may lie across the cut."""
+
+    @property
+    def turn_index(self) -> int:
+        return len(self.trajectory.turns) - 1
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """Name of the trajectory, among all of a rollout."""
+        return self.trajectory.prompt_id, self.trajectory.trajectory_id
+
+    @property
+    def key(self) -> str:
+        return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
+
+    def measured(self, entropy: float) -> None:
+        """Note the current turn's entropy, and with its first tokens renew the evidence."""
+        turn, entropies = self.trajectory.turns[-1], tuple(self.entropies)
+        turn.entropy, turn.token_entropies = entropy, list(entropies)
+        known = self.evidence or Evidence(entropies, entropies, entropy, entropy)  # the first turn is its own root
+        self.evidence = replace(known, entropies=entropies, entropy=entropy, turn=self.turn_index)
+
+
+@dataclass
+class GroupState:
+    """One prompt's tree while it grows."""
+
+    prompt: Prompt
+    size: int
+    budget: BranchBudget
+    seed: str = ""
+    """Name of its random numbers: the run's seed and the rollout in which it began."""
+    trajectories: dict[Path, Trajectory] = field(default_factory=dict)
+    decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
+    wall_s: dict[Path, float] = field(default_factory=dict)
+    """Seconds of each finished trajectory, from its first own token to its end."""
+    num_rounds: int = 0
+    """Rounds of forks that a retrospective selector has chosen."""
+
+    @classmethod
+    def begin(
+        cls, prompt: Prompt, size: int, max_tool_calls: int, cfg: BranchingConfig, seed: str
+    ) -> tuple[GroupState, int]:
+        """Return a group without trajectories, and how many roots it begins with."""
+        roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
+        budget = BranchBudget(
+            budget=None if cfg.dynamic_budget else size - roots,
+            max_children=cfg.max_branches_per_turn,
+            last_turn=max_tool_calls if RULES.get(cfg.selector) else 0,
+        )
+        return cls(prompt, size, budget, seed), roots
+
+    def roots_after(self, pilot: Trajectory, beta: float) -> int:
+        """AEPO: the finished pre-monitoring trajectory (kept as root 0) decides how many roots there are."""
+        root_entropy = pilot.turns[0].entropy or 0.0
+        after_tools = [t.entropy for t in pilot.turns[1:] if t.entropy is not None]
+        # Without a tool call there is no H_tool: taken as equal, so half the group (plus one) starts as roots.
+        tool_entropy = sum(after_tools) / len(after_tools) if after_tools else root_entropy
+        return initial_rollouts(self.size, root_entropy, tool_entropy, beta=beta)
+
+    @property
+    def seconds(self) -> list[float]:
+        """`wall_s` in the order of the paths."""
+        return [seconds for _, seconds in sorted(self.wall_s.items())]
+
+    @property
+    def num_roots(self) -> int:
+        return sum(len(path) == 1 for path in self.trajectories)
+
+    def finish(self) -> Group:
+        """Write the decision records, check the invariants."""
+        for (turn, path), d in self.decisions.items():
+            children = self.budget.granted.get((turn, path), 0)
+            self.trajectories[path].turns[turn].decision = BranchDecision(
+                d.evidence.entropy,
+                d.evidence.root_entropy,
+                d.probability,
+                d.draw,
+                d.evidence.consecutive,
+                statistics=d.evidence.statistics,
+                budget_left=self.budget.budget_before(turn, path),
+                num_children=children,
+                outcome="refused"
+                if d.refused_by
+                else "declined"
+                if not d.wants
+                else "branched"
+                if children
+                else "no_budget",
+                refused_by=d.refused_by,
+            )
+        trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
+        assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))
+        for trajectory in trajectories:
+            trajectory.check()
+        return Group(self.prompt, trajectories)
