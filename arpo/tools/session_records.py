@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from arpo.tools.interface import SessionTool, ToolContext, ToolResult
+from arpo.tools.interface import SessionTool, ToolContext, ToolResult, answer
 
 logger = logging.getLogger(__name__)
 
@@ -72,3 +72,22 @@ def recorded(session: Session, turn: int, argument: str, result: ToolResult) -> 
     data = f"{session.history} {argument}".encode("utf-8", "surrogatepass")
     history = hashlib.blake2b(data, digest_size=16).hexdigest()
     return RecordedCall(turn, argument, (result.text, result.ok), history)
+
+
+async def replay(tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
+    """Run the session's recorded calls again, and return how many, how many answered otherwise, and what it cost; or
+    the result of one that failed through us."""
+    calls, session.calls = session.calls, []
+    mismatches, cost = 0, 0.0
+    try:
+        for call in calls:
+            at = replace(context, turn=call.turn, history=session.history)
+            result = await answer(tool, call.argument, at, session.handle)
+            if result.infra_error:
+                return result
+            mismatches += (result.text, result.ok) != call.answer
+            cost += result.cost
+            session.calls.append(call)
+    finally:
+        session.calls = calls  # also for another try
+    return ToolResult("", ok=True, cost=cost, replayed=len(calls), replay_mismatches=mismatches)

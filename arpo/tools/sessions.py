@@ -16,7 +16,6 @@ copied.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
@@ -32,7 +31,7 @@ from arpo.tools.interface import (
     answer,
     is_stateful,
 )
-from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded
+from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded, replay
 
 CLOSE_TIMEOUT_S = 30.0
 NUM_TRIES = 2
@@ -183,7 +182,7 @@ class Sessions:
             return ToolResult("", ok=True)
         session.handle = await self._finished(tool, tool.open(replace(context, history="")))
         session.is_open = True
-        return await self._replay(tool, session, context)
+        return await replay(tool, session, context)
 
     async def _finished(self, tool: SessionTool, making: Coroutine) -> Any | None:
         """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""
@@ -195,25 +194,9 @@ class Sessions:
             raise
 
     async def _close_made(self, tool: SessionTool, task: asyncio.Task) -> None:
-        with contextlib.suppress(Exception):  # there is none
-            if (handle := await task) is not None:
-                await self._close_handle(tool, handle)
-
-    async def _replay(self, tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
-        calls, session.calls = session.calls, []
-        mismatches, cost = 0, 0.0
-        try:
-            for call in calls:
-                at = replace(context, turn=call.turn, history=session.history)
-                result = await answer(tool, call.argument, at, session.handle)
-                if result.infra_error:
-                    return result
-                mismatches += (result.text, result.ok) != call.answer
-                cost += result.cost
-                session.calls.append(call)
-        finally:
-            session.calls = calls  # also for another try
-        return ToolResult("", ok=True, cost=cost, replayed=len(calls), replay_mismatches=mismatches)
+        [handle] = await asyncio.gather(task, return_exceptions=True)
+        if handle is not None and not isinstance(handle, BaseException):
+            await close_handle(tool, handle)
 
     # ---- on the loop: places, copies, ends
 
