@@ -20,7 +20,7 @@ from arpo.trajectory import Group, Prompt, SignalStatistics
 
 @dataclass(frozen=True)
 class Share:
-    """What this team has sampled of a rollout."""
+    """The groups of a rollout that this team has sampled."""
 
     groups: list[Group]
     places: Sequence[int]
@@ -74,6 +74,8 @@ class Sampler:
         `description` stands before the progress bar; `is_part`: within a step that has a progress of its own. With
         `num_wanted`, the teams stop pulling prompts once so many groups are mixed, and may leave some unfinished.
         """
+        if not prompts:
+            return Share([], ())
         team, queue = self.team, None
         places: Sequence[int] = team.share(range(len(prompts)))
         source: Dealt | PromptQueue = Dealt([prompts[place] for place in places], max_at_once)

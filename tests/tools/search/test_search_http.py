@@ -264,7 +264,7 @@ def test_the_deadline_includes_waiting_for_a_turn(service, unprobed, monkeypatch
 
 
 def test_a_call_that_hangs_once_is_answered_by_its_second_try(service, impatient):
-    tool = SearchTool(retriever(service, deadline_s=3.0))
+    tool = SearchTool(retriever(service, deadline_s=9.0))
     service.then(never, found("late"))
     assert ask(tool, "q").text == "Page 1: late"
 
