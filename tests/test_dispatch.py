@@ -399,9 +399,3 @@ def test_on_real_engines_too_it_does_not_matter_who_samples_what(real):
         assert rank["fixed"] == rank["pull"] == rank["held"] == alone["fixed"]
         assert rank["refilled"] == alone["refilled"]
     assert len(alone["refilled"]) - alone["refilled dead"] == NUM_WANTED
-
-
-@pytest.mark.slow
-def test_a_rank_whose_tool_is_slow_takes_fewer_prompts(real):
-    for rank in real[1:]:
-        assert rank["fixed by"].count(1) == 12 and 0 < rank["held by"].count(1) < 12

@@ -54,6 +54,8 @@ def pull():
     (folder / f"pulled{rank}").touch()
     if rank == "1":
         time.sleep(600)
+    while not (folder / "pulled1").exists():  # else rank 0 would have the second prompt, too
+        time.sleep(0.02)
     queue.telling(None)(Group(prompt, [Trajectory(prompt.prompt_id, "0", reward=1.0)]), [])
     queue.take(0, 0)
 
