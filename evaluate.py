@@ -124,7 +124,7 @@ def main(cfg: EvalConfig) -> None:
     muted = {name + MUTED: prompts[: cfg.eval.num_muted] for name, prompts in sets.items() if cfg.eval.num_muted}
     if cfg.reward.file:
         load_custom(cfg.reward.file, cfg.reward.function).try_on(next(iter(sets.values()))[0], codec)
-    tools = make_tools(tool_cfg)
+    tools = dist.together(lambda: make_tools(tool_cfg))
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     runner = team.tool_runner(tools)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in tools})

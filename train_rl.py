@@ -166,7 +166,7 @@ def main(cfg: RLConfig) -> None:
     team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
     score = Scoring(cfg.reward, cfg.judge, team, codec, cfg.rollout.max_response_tokens, folder=run_dir)
     score.try_on(train_prompts[0], selector=cfg.branching.selector)
-    tools = team.tool_runner(make_tools(cfg.tools))
+    tools = team.tool_runner(dist.together(lambda: make_tools(cfg.tools)))
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
     saver = Saver(cfg.run, dist, source=cfg.model.path)
 

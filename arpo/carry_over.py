@@ -59,7 +59,7 @@ class Carried:
 
 
 class Begun(NamedTuple):
-    """What all ranks know of a group of any rank."""
+    """A group that some rank has begun, as all ranks know it."""
 
     number: int
     begun: int

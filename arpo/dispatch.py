@@ -34,7 +34,7 @@ a tenth is cut off (benchmarks/no_rank_waits.py, 8 ranks)."""
 
 
 class PromptSource(Protocol):
-    """Where a rollout takes its prompts from."""
+    """A source of prompts, which a rollout asks whenever it could begin another group."""
 
     is_full: bool
     """True once the step needs none of the groups that are unfinished here: the rollout cuts them off."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from arpo import rewards
 from arpo.engine.team import Team
-from arpo.errors import UserError
 from arpo.evals.options import TrainingJudgeConfig
 from arpo.evals.training_judge import TrainingJudge
 from arpo.options import TrainingRewardConfig
@@ -46,16 +45,10 @@ class Scoring:
 
     def _begin_judge(self, cfg: TrainingJudgeConfig, cache: Path) -> TrainingJudge | None:
         """Return the judge of this team, on its first rank. Rank 0 alone asks it something; all hear what is wrong."""
-        judge, problem = None, ""
-        try:
-            if self.team.is_first:
-                part = {"index": self.team.index, "num_parts": self.team.num_teams}
-                judge = TrainingJudge(cfg, cache, form=self.codec.format, **part)
-        except UserError as error:
-            problem = str(error)
-        if problem := next(filter(None, self.team.ranks.all_gather_objects(problem)), ""):
-            raise UserError(problem)
-        return judge
+        if not self.team.is_first:
+            return self.team.ranks.together(lambda: None)
+        part = {"index": self.team.index, "num_parts": self.team.num_teams}
+        return self.team.ranks.together(lambda: TrainingJudge(cfg, cache, form=self.codec.format, **part))
 
     def try_on(self, prompt: Prompt, *, selector: str) -> None:
         """Try the user's functions on an invented response to a real prompt. Raises UserError; also for a function of

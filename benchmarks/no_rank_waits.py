@@ -258,7 +258,7 @@ def sample_step(
 
 
 class Measured(NamedTuple):
-    """Of a number of steps."""
+    """The means over a number of simulated steps."""
 
     step_s: float
     over_ideal: float

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -79,6 +79,17 @@ class Ranks:
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def together(self, make: Callable[[], T]) -> T:
+        """Return what `make` gives on this rank. If it raises UserError on any, all raise the first's. Collective."""
+        problem = ""
+        try:
+            made = make()
+        except UserError as error:
+            problem = str(error)
+        if problem := next(filter(None, self.all_gather_objects(problem)), ""):
+            raise UserError(problem)
+        return made
 
     def from_rank_0(self, value: T) -> T:
         """Return rank 0's value on every rank; the others' are ignored. Values are picklable."""

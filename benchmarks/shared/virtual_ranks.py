@@ -67,7 +67,8 @@ class VirtualTime:
 
 
 class VirtualStore:
-    """What a queue uses of torch's store. A request takes `seconds`; they do not wait for each other."""
+    """The store of the simulated ranks, with the methods of torch's that a queue calls. A request takes `seconds`;
+    requests do not wait for each other."""
 
     def __init__(self, time: VirtualTime, seconds: float):
         self.time, self.seconds = time, seconds

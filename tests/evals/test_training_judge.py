@@ -4,6 +4,7 @@ deadline."""
 import gc
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,8 +33,8 @@ class OneRank:
 
     rank, world_size = 0, 1
 
-    def all_gather_objects(self, value: object) -> list:
-        return [value]
+    def together(self, make: Callable[[], object]) -> object:
+        return make()
 
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
         return metrics

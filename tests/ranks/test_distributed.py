@@ -239,7 +239,17 @@ def helpers(ranks) -> dict:
     if ranks.rank == 1:
         metrics.mean("only rank 1", 7.0)
     seed_everything(5 + ranks.rank)
+
+    def make(fails_on: int) -> int:
+        if ranks.rank == fails_on:
+            raise UserError(f"no service on rank {ranks.rank}")
+        return 10 + ranks.rank
+
+    with pytest.raises(UserError) as failure:
+        ranks.together(lambda: make(fails_on=1))
     return {
+        "made": ranks.together(lambda: make(fails_on=-1)),
+        "problem": str(failure.value),
         "sum": ranks.all_reduce_sum(0.1, ranks.rank, 2.0**53),
         "objects": ranks.all_gather_objects({"rank": ranks.rank, "text": "é" * ranks.rank}),
         "metrics": ranks.reduce_metrics(metrics).values(),
@@ -261,6 +271,11 @@ def test_sums_are_in_float64_and_equal_on_every_rank(helped):
 def test_every_rank_sees_all_objects_in_rank_order(helped):
     expected = [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}, {"rank": 2, "text": "éé"}]
     assert [rank["objects"] for rank in helped] == [expected] * 3
+
+
+def test_what_one_rank_cannot_make_is_the_same_error_on_all(helped):
+    assert [rank["problem"] for rank in helped] == ["no service on rank 1"] * 3
+    assert [rank["made"] for rank in helped] == [10, 11, 12]
 
 
 def test_metrics_of_all_ranks_are_merged_by_their_declared_reduction(helped):
