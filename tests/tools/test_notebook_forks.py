@@ -142,11 +142,25 @@ def test_code_that_kills_its_siblings_costs_them_a_replay_and_no_result(forking)
 def test_processes_that_hide_their_memory_are_counted(forking):
     hide = """
 import ctypes, os, time
+(hidden, is_hidden), (start, may_start) = os.pipe(), os.pipe()
+children = []
 for _ in range(8):
-    if os.fork() == 0:
+    children.append(os.fork())
+    if children[-1] == 0:
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+        os.write(is_hidden, b"x")
+        os.read(start, 1)
         block = b"x" * (48 << 20)
-        assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0 and not os.access("/proc/self/smaps_rollup", os.R_OK)
         time.sleep(100)
+for child in children:
+    os.read(hidden, 1)
+for child in children:
+    try:
+        open(f"/proc/{child}/smaps_rollup").close()
+    except PermissionError:
+        continue
+    raise SystemExit("it is not hidden")
+os.write(may_start, b"x" * 8)
 time.sleep(100)
 """
     assert cells(forking, hide)[0].error_kind == "memory_limit"
