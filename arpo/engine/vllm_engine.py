@@ -24,7 +24,7 @@ from arpo.engine.arguments import MAX_TOP_LOGPROBS, llm_arguments
 from arpo.engine.containment import explain, prepare_for_vllm, silence
 from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
-from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, repack_tied_head
+from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, renew_tied_head
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
 from arpo.ranks import RandomState
@@ -251,7 +251,7 @@ class Engine:
         self.state = "needs_weights"
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked(), "is_checkpoint_format": True})
         assert not missing, f"never synced: {', '.join(missing)}"
-        self.llm.apply_model(repack_tied_head)
+        self.llm.apply_model(renew_tied_head)
         if self.kv_asleep:  # only now, so that gathered weights and KV cache are never there together
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])

