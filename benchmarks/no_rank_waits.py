@@ -275,7 +275,7 @@ def table(workloads: list[str], ranks: list[int], quick: bool, codec: Codec) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 ranks, one step: less than a minute")
+    parser.add_argument("--quick", action="store_true", help="one step on the least ranks: about a minute")
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(NUM_STEPS), choices=list(NUM_STEPS))
     args = parser.parse_args()

@@ -68,6 +68,8 @@ class VirtualEngine:
     """Requests that were aborted."""
     cached: set[str] = field(default_factory=set)
     """Prompts and trajectories whose tokens are in the prefix cache."""
+    contexts: dict[str, float] = field(default_factory=dict)
+    """Tokens of each trajectory, up to the end of its last whole turn."""
 
     @property
     def num_running(self) -> int:
@@ -75,20 +77,20 @@ class VirtualEngine:
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
         prompt_id, path, turn = request_id.split("|")
-        context = float(len(token_ids) * self.unit)
-        known = prompt_id if turn == "0" else f"{prompt_id}|{path}"
-        is_cached = known in self.cached
+        owner = f"{prompt_id}|{path}"
         if request := self.cut.pop(request_id, None):
             assert len(token_ids) == request.num_prompt_ids + request.num_sent, f"{request_id}: tokens were lost"
-            done = len(request.token_ids) * self.unit - request.num_left
-            request.context = request.uncached = context + done - request.num_sent * self.unit
-            request.spec, request.num_sent_before = spec, request.num_sent
+            request.spec, request.num_sent_before, request.uncached = spec, request.num_sent, request.context
         else:
-            uncached = context if not is_cached else self.tools.result_tokens if turn != "0" else 0.0
+            # in real tokens: a result is shorter than its ids would stand for
+            new = self.tools.result_tokens if turn != "0" else len(token_ids) * self.unit
+            context = float(self.contexts.get(owner, 0.0) + new)
+            is_cached = (prompt_id if turn == "0" else owner) in self.cached
+            uncached = context if not is_cached else new if turn != "0" else 0.0
             sampled, stop = self.script(request_id)
             request = Request(sampled, len(sampled) * self.unit, context, uncached, spec, stop, len(token_ids))
             request.part_at = request.num_left - self.unit if self.sends_parts else 0
-        self.cached |= {prompt_id, f"{prompt_id}|{path}"}
+        self.cached |= {prompt_id, owner}
         self.running[request_id] = request
 
     def abort(self, request_ids: list[str]) -> None:
@@ -142,6 +144,7 @@ class VirtualEngine:
         if request.num_left > 0:
             return Chunk(request_id, ids, [-0.5] * len(ids), entropies)
         del self.running[request_id]
+        self.contexts[request_id.rpartition("|")[0]] = request.context
         finish = "stop" if request.finish else "eos"
         return Chunk(request_id, ids, [-0.5] * len(ids), entropies, finish=finish, stop_string=request.finish or None)
 
