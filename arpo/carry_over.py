@@ -100,6 +100,9 @@ class CarryOver:
         self._held: list[int] = []  # those that it may begin, but not yet
         self._looked_at_s = -math.inf
         self._is_full = False
+        self._num_whole = self._num_due = (
+            0  # at the step's beginning, over all ranks: groups whole; that must become so
+        )
 
     # ---- what a step draws, samples and is trained on
 
@@ -158,6 +161,9 @@ class CarryOver:
         self.step = self.loop.step = step
         self.loop.statistics = statistics
         self._queue, self._held, self._is_full = iter(self._deal()), [], False
+        # once, and not at every look: the engine waits meanwhile, and 1,000 ranks have begun 10,000 groups
+        self._num_whole = sum(entry.is_whole for entry in self.begun)
+        self._num_due = sum(self.is_due(entry.begun) for entry in self.begun if not entry.is_whole)
         self.sampler.tools.unpark()
         for live in self.loop.decoding.values():
             self.loop.submit(live)
@@ -244,9 +250,7 @@ class CarryOver:
         if not self._is_full and now_s - self._looked_at_s >= max(LOOK_S, LOOK_PER_TEAM_S * self.team.num_teams):
             self._looked_at_s = now_s
             num_due, num_whole = divmod(self._store.add(self._key("whole"), 0), DUE)
-            num_whole += sum(entry.is_whole for entry in self.begun)
-            needed = sum(self.is_due(entry.begun) for entry in self.begun if not entry.is_whole)
-            self._is_full = num_whole >= self.num_prompts and num_due >= needed
+            self._is_full = self._num_whole + num_whole >= self.num_prompts and num_due >= self._num_due
         return self._is_full
 
     def exchange(self, share: Share) -> tuple[list[Group], int]:

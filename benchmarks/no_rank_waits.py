@@ -1,24 +1,28 @@
-"""How long a step's rollout waits for its slowest rank: prompts dealt out, or pulled from a queue; 8 to 1,024 ranks.
+"""How long a step's rollout waits for its slowest rank: prompts dealt out, pulled, or carried over; 8 to 1,024 ranks.
 
-    python benchmarks/no_rank_waits.py [--quick] [--virtual] [--ranks 8 64] [--workload short long]
+    python benchmarks/no_rank_waits.py [--quick] [--ranks 8 64] [--workload short long]
 
-The rollout loop, the sampler, the queue and the refill of dead groups are the real ones. Pretended are the engine, the
-tools and the clock (shared/virtual_ranks.py): each rank decodes as fast as shared/cost_model.py says of an H100 (a 14B
-model with 16 sequences of 5,000 tokens: 28 ms a token, alone 21 ms), and one after the other they do what comes first
-in virtual time. No model is there, so this says nothing of learning. At the end two real ranks with vLLM on the CPU
-sample prompts of which every other one is long (shared/unequal_ranks.py).
+The rollout loop, the sampler, the queue, the refill of dead groups and the carried groups are the real ones, and steps
+follow each other as in train_rl.py. Pretended are the engine, the tools and the clock (shared/virtual_ranks.py): each
+rank decodes as fast as shared/cost_model.py says of an H100 (a 14B model with 16 sequences of 5,000 tokens: 28 ms a
+token, alone 21 ms), and one after the other they do what comes first in virtual time. New weights empty the prefix
+caches; updates and collectives take no time. No model is there, so this says nothing of learning. The numbers do not
+depend on the machine. Two real ranks: unequal_ranks.py.
 
-What is drawn, from seeds: response lengths log-normal with a deviation of 1.0 in ln(tokens), so that the 99th
-percentile is ten times the median (as published of reasoning RL), half of the variance between prompts and half within
-a group; 0 to 3 calls of a tool at even distances, each log-uniform from 0.05 to 2 s (as in rollout_streaming.py). Where
-dead groups are resampled, half of the prompts have one.
+What is drawn, from seeds (shared/drawn_work.py): response lengths log-normal with a deviation of 1.0 in ln(tokens), so
+that the 99th percentile is ten times the median (as published of reasoning RL), half of the variance between prompts
+and half within a group; 0 to 3 calls of a tool at even distances, each log-uniform from 0.05 to 2 s (as in
+rollout_streaming.py). Where dead groups are resampled, half of the prompts have one.
 
-ideal     all tokens of all ranks at the price they have in a full engine / ranks: no tail, no tool, no wait
+ideal     all tokens of all ranks at the price they have in a full engine / ranks: no tail, no tool, no wait. Where
+          groups are carried: what is sampled in the measured steps, which begin after NUM_STEPS_BEFORE others
 critical  the longest trajectory with its tool calls, alone on an engine, over the ideal. No step that finishes all its
           trajectories takes less; and one that does not know beforehand which it is may begin it last
 idle      share of the ranks' time in which their engines do nothing
+stale     share of the trained tokens that an older policy has sampled; by how many steps it is older, over all tokens
 
-`ours` is the step over the ideal under pull + longest first, `baseline` that of fixed: long contexts, 64 ranks.
+`ours` is the step over the ideal where prompts are pulled, and groups carried over two steps; `baseline` that of fixed:
+long contexts, 64 ranks.
 """
 
 from __future__ import annotations
@@ -27,69 +31,48 @@ import argparse
 import functools
 import json
 import math
-import random
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from transformers import AutoTokenizer
 
+from arpo.carry_over import CarryOver
 from arpo.dispatch import ExpectedLengths, PromptQueue, RefilledQueue
 from arpo.engine.team import Team
 from arpo.log import Console
+from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.ranks import Ranks
-from arpo.sampler import Sampler, Share
-from arpo.selection import num_to_sample, refills_from_queue, until_full
+from arpo.sampler import Sampler
+from arpo.selection import num_to_sample, refills_from_queue
 from arpo.trajectory import Group, Prompt
-from benchmarks.shared import unequal_ranks
-from benchmarks.shared.cost_model import HARDWARE, MODELS
+from benchmarks.shared.cost_model import MODELS
+from benchmarks.shared.drawn_work import GPU, MAX_CALLS, RESULT_TOKENS, SEED, Script, Workload, call_s, is_dead
 from benchmarks.shared.tiny_model import write_model
-from benchmarks.shared.virtual_ranks import VirtualEngine, VirtualStore, VirtualTime, VirtualTools, cost_of_tokens
+from benchmarks.shared.virtual_engine import VirtualEngine, VirtualTools
+from benchmarks.shared.virtual_ranks import VirtualRanks, VirtualStore, VirtualTime
 
-GPU = HARDWARE["8xH100-80GB"]
-PROMPT_TOKENS, RESULT_TOKENS, MAX_CALLS = 400, 192, 3
-CALL_S = (0.05, 2.0)
-DEVIATION, SHARE_OF_PROMPT = 1.0, 0.5
-DEAD_SHARE = 0.5
 REQUEST_S = 0.0003
 """A request to the store over the network: 18 us on one machine, as measured, and a round trip."""
-SEED = 0
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A step's trajectories, per rank."""
-
-    model: str
-    prompts_per_rank: int
-    group_size: int
-    median_tokens: int
-    max_tokens: int
-    max_num_seqs: int
-    unit: int
-    """Tokens that a token id of the simulation stands for; all times are of real tokens."""
-    slow_speed: float = 1.0
-    """Speed of every eighth rank."""
-    ranks: tuple[int, ...] = (8, 64)
-
-
+LOOK_S, LOOK_PER_RANK_S = 1.0, 0.004
+"""Virtual seconds after which an engine's step ends where the ranks look at the store in between (at least, and per
+rank): the real ones look twenty times as often, and a step takes a quarter of an hour."""
 WORKLOADS = {
     # the defaults of train_rl.py on 16 GPUs: a rank's trajectories all fit into its engine at once
-    "short": Workload("Qwen2.5-7B", 8, 16, median_tokens=600, max_tokens=4096, max_num_seqs=256, unit=16),
+    "short": Workload("Qwen2.5-7B", 8, 16, median_tokens=600, max_tokens=4096, max_num_seqs=256, unit=16, ranks=(16,)),
     # long contexts: four times more trajectories than the KV cache of an engine holds at once
     "long": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=128, ranks=(8, 64, 1024)),
-    "uneven": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=128, slow_speed=0.7),
+    "uneven": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=128, slow_speed=0.7, ranks=(16,)),
 }
-NUM_STEPS = {8: 2, 64: 1, 1024: 1}
-MOST_RANKS_REFILLED = 64
+NUM_STEPS = {8: 8, 16: 4, 64: 4, 1024: 1}
+NUM_STEPS_BEFORE = 3
+"""Steps before those that are measured, where groups are carried: the first ones carry less than later ones."""
+MOST_RANKS_OF_ALL_MODES = 64
 
 
 class Mode(NamedTuple):
@@ -99,75 +82,23 @@ class Mode(NamedTuple):
     dead_groups: str = "keep"
 
 
-MODES = {  # carried-over trajectories would be one more line here, and steps that do not begin with empty engines
+LONGEST_FIRST = {"dispatch": "pull", "pull_order": "longest_first"}
+MODES = {
     "fixed": Mode({}),
     "pull": Mode({"dispatch": "pull"}),
-    "pull, longest first": Mode({"dispatch": "pull", "pull_order": "longest_first"}),
+    "longest first": Mode(LONGEST_FIRST),
+    "fixed, carry_over 1": Mode({"carry_over": 1}),
+    "pull, carry_over 1": Mode({"dispatch": "pull", "carry_over": 1}),
+    "pull, carry_over 2": Mode({"dispatch": "pull", "carry_over": 2}),
+    "longest first, carry_over 1": Mode(LONGEST_FIRST | {"carry_over": 1}),
     "fixed, resample": Mode({}, "resample"),
     "pull, resample": Mode({"dispatch": "pull"}, "resample"),
 }
+OURS = "pull, carry_over 2"
+OF_MOST_RANKS = ("fixed", "pull", "longest first", OURS)
 
 
-# ---- what the policy would sample
-
-
-@functools.cache
-def difficulty(prompt_id: str) -> float:
-    """The prompt's part of ln(tokens), standard normal."""
-    return random.Random(f"{SEED}|{prompt_id}").gauss()
-
-
-@functools.cache
-def tokens_of(prompt_id: str, path: str, epoch: int = 1) -> tuple[int, int]:
-    """(units that the trajectory samples, calls that it makes)."""
-    rng = random.Random(f"{SEED}|{epoch}|{prompt_id}|{path}")
-    z = math.sqrt(SHARE_OF_PROMPT) * difficulty(prompt_id) + math.sqrt(1 - SHARE_OF_PROMPT) * rng.gauss()
-    tokens = min(WORK.median_tokens * math.exp(DEVIATION * z), WORK.max_tokens)
-    units = max(3, round(tokens / WORK.unit))
-    return units, min(rng.randint(0, MAX_CALLS), units // 3 - 1)  # a call has three tokens at least: tags and a letter
-
-
-def call_s(call_id: str) -> float:
-    low, high = map(math.log, CALL_S)
-    return math.exp(random.Random(f"{SEED}|{call_id}").uniform(low, high))
-
-
-def is_dead(prompt_id: str) -> bool:
-    return random.Random(f"{SEED}|dead|{prompt_id}").random() < DEAD_SHARE
-
-
-def alone_s(prompt_id: str, path: str) -> float:
-    """Seconds of a trajectory that has an engine to itself."""
-    units, calls = tokens_of(prompt_id, path)
-    waits = sum(call_s(f"{prompt_id}|{path}|{turn}|0") for turn in range(calls))
-    return cost_of_tokens(MODELS[WORK.model], GPU, units * WORK.unit, PROMPT_TOKENS, batch=1) + waits
-
-
-def fair_s(prompt_id: str, path: str, batch: int) -> float:
-    """Seconds that it costs a full engine."""
-    units, calls = tokens_of(prompt_id, path)
-    return cost_of_tokens(MODELS[WORK.model], GPU, units * WORK.unit, PROMPT_TOKENS + calls * RESULT_TOKENS / 2, batch)
-
-
-class Script:
-    """The tokens of each request: a call, or an answer and the end token."""
-
-    def __init__(self, codec: Codec):
-        encode = functools.partial(codec.tokenizer.encode, add_special_tokens=False)
-        [self.opened], [self.closed] = encode("<search>"), encode("</search>")
-        [self.letter] = encode("a")
-        self.eos = codec.tokenizer.eos_token_id
-
-    def __call__(self, request_id: str) -> tuple[list[int], str]:
-        prompt_id, path, turn = request_id.split("|")
-        units, calls = tokens_of(prompt_id, path)
-        count = units * (int(turn) + 1) // (calls + 1) - units * int(turn) // (calls + 1)
-        if int(turn) == calls:
-            return [*[self.letter] * (count - 1), self.eos], ""
-        return [self.opened, *[self.letter] * (count - 2), self.closed], "</search>"
-
-
-# ---- a step on all ranks
+# ---- steps on all ranks
 
 
 class VirtualSampler(Sampler):
@@ -187,74 +118,107 @@ def score(groups: list[Group]) -> None:
             t.reward = float(number % 2 and not is_dead(group.prompt.prompt_id))
 
 
-def make_sampler(rank: int, num_ranks: int, codec: Codec, time: VirtualTime, store: VirtualStore) -> VirtualSampler:
-    text = "b" * (RESULT_TOKENS // WORK.unit)
-    tools = VirtualTools(time, rank, call_s, text, RESULT_TOKENS)
-    sizes = {"max_num_seqs": WORK.max_num_seqs, "unit": WORK.unit}
-    speed = WORK.slow_speed if rank % 8 == 7 else 1.0
-    engine = VirtualEngine(time, rank, tools, Script(codec), MODELS[WORK.model], GPU, speed=speed, **sizes)
-    team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store.of(rank)))
-    lengths = ExpectedLengths(RolloutConfig(), {})
-    return VirtualSampler(engine, tools, codec, team, Console(is_main=False), SEED, score, WORK.max_num_seqs, lengths)
+@dataclass
+class Step:
+    """What a step has come to, over all ranks."""
+
+    end_s: float = 0.0
+    trained_s: float = 0.0
+    """Price of what it is trained on, in seconds of a full engine."""
+    held_s: float = 0.0
+    """Price of what has been sampled by its end of groups that no step was trained on."""
+    busy_s: float = 0.0
+    """Of all engines, since the run began."""
+    critical_s: float = 0.0
+    num_cut_off: int = 0
+    num_tokens: int = 0
+    stale: dict[str, float] = field(default_factory=dict)
 
 
-def prompts_of(step: int, count: int, codec: Codec) -> list[Prompt]:
-    ids = tuple(codec.tokenizer.encode("a" * (PROMPT_TOKENS // WORK.unit), add_special_tokens=False))
-    return [Prompt(f"{step}.{i}", [], [""], tools=("search",), token_ids=ids) for i in range(count)]
+@dataclass
+class Run:
+    """Some steps of a training without updates, on all ranks."""
 
+    work: Workload
+    mode: Mode
+    num_ranks: int
+    num_steps: int
+    codec: Codec
 
-def earlier(prompts: list[Prompt]) -> dict[str, int]:
-    """The length of the responses to each prompt in an epoch before, for ExpectedLengths."""
-    paths = [str(i) for i in range(WORK.group_size)]
-    return {p.prompt_id: sum(tokens_of(p.prompt_id, path, epoch=0)[0] for path in paths) for p in prompts}
+    def __post_init__(self) -> None:
+        self.time = VirtualTime(self.num_ranks)
+        self.store = VirtualStore(self.time, REQUEST_S)
+        sizes = {"max_response_tokens": 4096, "max_tool_calls": MAX_CALLS}
+        self.cfg = RolloutConfig(self.work.group_size, **sizes, **self.mode.rollout)
+        self.advantage = AdvantageConfig(dead_groups=self.mode.dead_groups)
+        self.num_prompts = self.work.prompts_per_rank * self.num_ranks
+        num_drawn = (3 if self.mode.dead_groups == "resample" else 1) * self.num_steps + 1  # per step, at most
+        self.prompts = self.work.prompts(num_drawn * self.num_prompts, self.codec)
+        self.lengths = ExpectedLengths(self.cfg, {})
+        if self.lengths.is_kept:
+            self.lengths.state = self.work.earlier(self.prompts)
+        self.steps = [Step() for _ in range(self.num_steps)]
+        self.draws: dict[tuple[int, int], tuple[list[Prompt], list[tuple[int, int]]]] = {}
 
+    def __call__(self) -> list[Step]:
+        self.time.run(self.on_rank)
+        return self.steps
 
-def everywhere(
-    samplers: list[VirtualSampler], time: VirtualTime, body: Callable[[VirtualSampler], Share]
-) -> list[Share]:
-    """Run `body` on all ranks, which begin together, and return what each has sampled; their clocks stay apart."""
-    shares: dict[int, Share] = {}
-    time.now[:] = [max(time.now)] * len(time.now)
+    def make_source(self, rank: int) -> CarryOver:
+        time, work = self.time, self.work
+        looks = self.mode.dead_groups == "resample" or self.cfg.carry_over
+        max_step_s = max(LOOK_S, LOOK_PER_RANK_S * self.num_ranks) if looks else math.inf
+        tools = VirtualTools(time, rank, call_s, "b" * (RESULT_TOKENS // work.unit), RESULT_TOKENS)
+        engine = VirtualEngine(
+            time, rank, tools, Script(work, self.codec), MODELS[work.model], GPU, work.max_num_seqs, work.unit,
+            max_step_s, sends_parts=self.cfg.carry_over > 0, speed=work.slow_speed if rank % 8 == 7 else 1.0,
+        )  # fmt: skip
+        team, console = Team(VirtualRanks.make(rank, time, self.store)), Console(is_main=False)
+        about = (console, SEED, score, work.max_num_seqs, self.lengths)
+        sampler = VirtualSampler(engine, tools, self.codec, team, *about)
 
-    def on_rank(rank: int) -> None:
-        shares[rank] = body(samplers[rank])
+        def sleep(seconds: float) -> None:  # a rank without requests looks as rarely as one that has some
+            time.sleep(rank, max(seconds, min(tools.next_s - time.now[rank], max_step_s)))
 
-    time.run(on_rank)
-    return [shares[rank] for rank in range(len(samplers))]
+        clock = functools.partial(time.now.__getitem__, rank)
+        return CarryOver(sampler, self.cfg, BranchingConfig("none"), self.num_prompts, clock=clock, sleep=sleep)
 
+    def draw(self, num_drawn: int, count: int) -> tuple[list[Prompt], list[tuple[int, int]]]:
+        """Return the next prompts, and what PromptOrder.queue says of them; the same lists on all ranks."""
+        if (num_drawn, count) not in self.draws:
+            places = range(num_drawn, num_drawn + count)
+            self.draws[num_drawn, count] = [self.prompts[i] for i in places], [(i, i + 1) for i in places]
+        return self.draws[num_drawn, count]
 
-def sample_step(
-    mode: Mode, step: int, samplers: list[VirtualSampler], time: VirtualTime, codec: Codec
-) -> tuple[list[Group], int]:
-    """The groups of a step, in rounds where the mode has any, and the number that were cut off."""
-    num_prompts = WORK.prompts_per_rank * len(samplers)
-    cfg = RolloutConfig(WORK.group_size, max_response_tokens=4096, max_tool_calls=MAX_CALLS, **mode.rollout)
-    advantage, none = AdvantageConfig(dead_groups=mode.dead_groups), BranchingConfig("none")
-    everything = prompts_of(step, 3 * num_prompts, codec)
-    wanted = num_prompts if refills_from_queue(advantage, cfg) else 0
-    sampled: list[Group] = []
-    num_cut_off = 0
-    for sampler in samplers:
-        sampler.lengths.state = earlier(everything[:num_prompts]) if cfg.pull_order == "longest_first" else {}
-        sampler.engine.max_step_s = 1.0 if wanted else math.inf  # it looks at the store in between
-    while count := num_to_sample(sampled, num_prompts, advantage, cfg):
-        prompts = everything[len(sampled) : len(sampled) + count]
-        name = f"{step}.{len(sampled)}"
+    def on_rank(self, rank: int) -> None:
+        """What train_rl.py does of a step, up to the groups to train on."""
+        source, num_drawn = self.make_source(rank), 0
+        sampler, none = source.sampler, BranchingConfig("none")
+        num_wanted = self.num_prompts if refills_from_queue(self.advantage, self.cfg) else 0
+        for number, record in enumerate(self.steps, start=1):
+            sampled: list[Group] = []
+            while count := num_to_sample(sampled, self.num_prompts, self.advantage, self.cfg):
+                count = source.num_to_draw(count, steps_left=2)  # the training goes on behind what is simulated
+                prompts, drawn = self.draw(num_drawn, count)
+                name = f"{number}.{len(sampled)}" if sampled else f"{number}"
+                share = source(prompts, self.cfg, none, description="rollout", step=name, num_wanted=num_wanted)
+                sampler.score(share.groups)
+                more, num_cut_off = source.exchange(share)
+                sampled, num_drawn = sampled + more, source.num_drawn_after(drawn, more, num_drawn)
+            record.busy_s += sampler.engine.busy_s
+            held = (t for carried in source.groups for t in carried.state.trajectories.values())
+            record.held_s += sum(map(self.work.fair_s, held))
+            if rank == 0:
+                self.note(record, number, sampled, num_cut_off)
+            sampler.engine.sync()
 
-        def body(sampler: VirtualSampler, prompts: list[Prompt] = prompts, name: str = name) -> Share:
-            return sampler(prompts, cfg, none, description=name, num_wanted=wanted)
-
-        begun: dict[int, Group | None] = {}
-        for share in everywhere(samplers, time, body):  # what `Team.exchange` does
-            score(share.groups)
-            begun |= dict(
-                zip([*share.places, *share.cut_off], [*share.groups, *[None for _ in share.cut_off]], strict=True)
-            )
-        in_order = [begun[place] for place in sorted(begun)]
-        groups = until_full(in_order, wanted) if wanted else in_order
-        num_cut_off += len(in_order) - len(groups)
-        sampled += groups
-    return sampled, num_cut_off
+    def note(self, record: Step, number: int, groups: list[Group], num_cut_off: int) -> None:
+        trajectories = [t for group in groups for t in group.trajectories]
+        record.end_s, record.num_cut_off = self.time.now[0], num_cut_off
+        record.trained_s = sum(map(self.work.fair_s, trajectories))
+        record.critical_s = max(map(self.work.alone_s, trajectories))
+        record.num_tokens = sum(t.num_sampled_tokens for t in trajectories)
+        record.stale = staleness(groups, number).values()
 
 
 class Measured(NamedTuple):
@@ -265,77 +229,78 @@ class Measured(NamedTuple):
     critical_over_ideal: float
     idle: float
     num_cut_off: float
+    stale_share: float
+    staleness: float
+    staleness_max: float
 
 
-def measure(mode: Mode, num_ranks: int, num_steps: int, codec: Codec) -> Measured:
-    total = {"step": 0.0, "ideal": 0.0, "critical": 0.0, "busy": 0.0, "cut_off": 0}
-    batch = min(WORK.max_num_seqs, WORK.prompts_per_rank * WORK.group_size)
-    for step in range(1, num_steps + 1):
-        time = VirtualTime(num_ranks)
-        store = VirtualStore(time, REQUEST_S)
-        samplers = [make_sampler(rank, num_ranks, codec, time, store) for rank in range(num_ranks)]
-        groups, num_cut_off = sample_step(mode, step, samplers, time, codec)
-        names = [(group.prompt.prompt_id, t.trajectory_id) for group in groups for t in group.trajectories]
-        ideal = sum(fair_s(*name, batch) for name in names) / num_ranks
-        total["step"] += max(time.now)
-        total["ideal"] += ideal
-        total["critical"] += max(alone_s(*name) for name in names)
-        total["busy"] += sum(sampler.engine.busy_s for sampler in samplers) / num_ranks
-        total["cut_off"] += num_cut_off
-    step_s, ideal = total["step"], total["ideal"]
-    idle = 1 - total["busy"] / step_s
-    return Measured(step_s / num_steps, step_s / ideal, total["critical"] / ideal, idle, total["cut_off"] / num_steps)
+def measure(work: Workload, mode: Mode, num_ranks: int, num_steps: int, codec: Codec) -> Measured:
+    num_before = NUM_STEPS_BEFORE if mode.rollout.get("carry_over") else 0
+    steps = Run(work, mode, num_ranks, num_before + num_steps, codec)()
+    before, last, counted = [Step(), *steps][num_before], steps[-1], steps[num_before:]
+    seconds, num_tokens = last.end_s - before.end_s, sum(step.num_tokens for step in counted)
+    ideal_s = (sum(step.trained_s for step in counted) + last.held_s - before.held_s) / num_ranks
+    busy_s = (last.busy_s - before.busy_s) / num_ranks
+    stale = [(step.num_tokens, step.stale) for step in counted if step.stale]
+    return Measured(
+        seconds / num_steps,
+        seconds / ideal_s,
+        sum(step.critical_s for step in counted) / ideal_s,
+        1 - busy_s / seconds,
+        sum(step.num_cut_off for step in counted) / num_steps,
+        sum(values["carry_over/tokens"] for _, values in stale) / num_tokens,
+        sum(count * values["carry_over/staleness"] for count, values in stale) / num_tokens,
+        max((values["carry_over/staleness_max"] for _, values in stale), default=0.0),
+    )
 
 
 def table(workloads: list[str], ranks: list[int], quick: bool, codec: Codec) -> dict[tuple[str, int, str], Measured]:
     """Measure and print all modes of these workloads on these numbers of ranks."""
-    global WORK
     found: dict[tuple[str, int, str], Measured] = {}
-    columns = ("workload", "ranks", "prompts", "step s", "over ideal", "critical", "idle", "cut off")
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    columns = "workload | ranks | prompts | step s | over ideal | critical | idle | cut off | stale | steps | at most"
+    print(f"| {columns} |\n{'|---' * (columns.count('|') + 1)}|")
     for workload in workloads:
-        WORK = WORKLOADS[workload]
-        tokens_of.cache_clear()
-        for num_ranks in WORK.ranks[:1] if quick else [number for number in WORK.ranks if number in ranks]:
+        work = WORKLOADS[workload]
+        for num_ranks in work.ranks[:1] if quick else [number for number in work.ranks if number in ranks]:
             for name, mode in MODES.items():
-                if mode.dead_groups == "resample" and num_ranks > MOST_RANKS_REFILLED:
+                if num_ranks > MOST_RANKS_OF_ALL_MODES and name not in OF_MOST_RANKS:
                     continue
                 num_steps = 1 if quick else NUM_STEPS[num_ranks]
-                m = found[workload, num_ranks, name] = measure(mode, num_ranks, num_steps, codec)
+                m = found[workload, num_ranks, name] = measure(work, mode, num_ranks, num_steps, codec)
                 numbers = f"{m.step_s:.0f} | {m.over_ideal:.2f} | {m.critical_over_ideal:.2f} | {m.idle:.0%}"
-                print(f"| {workload} | {num_ranks} | {name} | {numbers} | {m.num_cut_off:.0f} |", flush=True)
+                stale = f"{m.stale_share:.0%} | {m.staleness:.2f} | {m.staleness_max:.0f}"
+                print(f"| {workload} | {num_ranks} | {name} | {numbers} | {m.num_cut_off:.0f} | {stale} |", flush=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 ranks, one step, one repeat: about a minute")
+    parser.add_argument("--quick", action="store_true", help="one step on the least ranks: about a minute")
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(NUM_STEPS), choices=list(NUM_STEPS))
-    parser.add_argument("--virtual", action="store_true", help="without the two real ranks")
     args = parser.parse_args()
+    if "long" not in args.workload:
+        parser.error("--workload must name long, of which the last line is")
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder)
-        codec = Codec(AutoTokenizer.from_pretrained(folder))
-        found = table(args.workload, args.ranks, args.quick, codec)
-        real = {}
-        if not args.virtual:
-            seconds, num_long, pull_us = unequal_ranks.measure(folder, repeats=1 if args.quick else 3)
-            print(f"two real ranks: dealt out {seconds['fixed']:.1f} s, pulled {seconds['pull']:.1f} s;", end=" ")
-            print(f"long prompts by rank: {num_long['fixed']}, {num_long['pull']}; a pull takes {pull_us:.0f} us")
-            real = {"real_ratio": seconds["fixed"] / seconds["pull"], "pull_us": pull_us}
+        found = table(args.workload, args.ranks, args.quick, Codec(AutoTokenizer.from_pretrained(folder)))
+    size = max(ranks for _, ranks, _ in found if ranks <= MOST_RANKS_OF_ALL_MODES)
+    print(json.dumps(summary(found, size)))
 
-    size = max(ranks for _, ranks, _ in found if ranks <= MOST_RANKS_REFILLED)
-    of = {name: found["long", size, name] for name in MODES}
-    ours, baseline = of["pull, longest first"].over_ideal, of["fixed"].over_ideal
+
+def summary(found: dict[tuple[str, int, str], Measured], size: int) -> dict[str, float | str]:
+    """Return the last line: the long contexts on `size` ranks, and of the most ranks what `ours` and `baseline` are."""
+    of, largest = {name: found["long", size, name] for name in MODES}, max(ranks for _, ranks, _ in found)
+    ours, baseline = of[OURS].over_ideal, of["fixed"].over_ideal
     result = {"name": "no_rank_waits", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
-    result |= {"unit": "step / ideal", "pull": of["pull"].over_ideal, "critical": of["pull"].critical_over_ideal}
-    refill_ratio = of["fixed, resample"].step_s / of["pull, resample"].step_s
-    print(json.dumps(result | {"refill_ratio": refill_ratio} | real))
+    result |= {"unit": "step / ideal", "pull": of["pull"].over_ideal}
+    result |= {"longest_first": of["longest first"].over_ideal, "critical": of["fixed"].critical_over_ideal}
+    result |= {"staleness": of[OURS].staleness, "idle": of[OURS].idle, "idle_fixed": of["fixed"].idle}
+    result["refill_ratio"] = of["fixed, resample"].step_s / of["pull, resample"].step_s
+    for word, name in {"ours": OURS, "baseline": "fixed"}.items():
+        result |= {f"{word}_{largest}": found["long", largest, name].over_ideal} if largest > size else {}
+    return result
 
-
-WORK = WORKLOADS["long"]
-"""The workload that is being measured."""
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from helpers.cut_rollout import CutEngine, PunctualRunner, make, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
 from helpers.ranks import mesh_of_one, ranks_of
@@ -15,6 +16,7 @@ from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_
 from helpers.stateful import ForkedNotes, Notes
 
 from arpo.carried_state import go_on_from
+from arpo.carry_over import Begun, Carried
 from arpo.errors import UserError
 from arpo.metrics import staleness
 from arpo.options import BranchingConfig, RolloutConfig
@@ -208,6 +210,32 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
     values = staleness([slow], bound + 1).values()
     assert values["carry_over/groups"] == 1 and values["carry_over/staleness_max"] == bound
     assert 0 < values["carry_over/tokens"] < sum(t.num_sampled_tokens for t in slow.trajectories)
+
+
+def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have_begun(alone):
+    """There are 16,000 on 1,024 ranks, and the engine stands still while this rank looks."""
+
+    class CountedOnce(list):
+        num_left = 2  # how many are whole, and how many must become so
+
+        def __iter__(self):
+            self.num_left -= 1
+            assert self.num_left >= 0
+            return super().__iter__()
+
+    carry = make(alone, one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
+    carry._store, carry.clock = dist.HashStore(), iter(range(1, 99)).__next__
+    carry.begun = CountedOnce([Begun(0, 1, False), Begun(1, 1, True), Begun(2, 1, True), Begun(3, 1, False)])
+    try:
+        carry._begin_step([], 2, None)
+        counts = []
+        for begun in (2, 1, 2, 1):  # a group of this step, one that was due, and again
+            counts.append(carry.is_full())
+            carry._count(Carried(9, begun, None))
+        counts.append(carry.is_full())
+    finally:
+        carry.sampler.tools.close()
+    assert counts == [False, False, False, False, True]  # enough are whole after two, but one more is due
 
 
 def test_without_carry_over_nothing_is_carried_and_no_version_is_kept(alone):

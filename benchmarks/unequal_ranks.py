@@ -1,12 +1,26 @@
-"""Two real ranks (gloo, vLLM on a tiny model) and prompts of unequal lengths: dealt out, and pulled."""
+"""Two real ranks (gloo, vLLM on a tiny model) and prompts of unequal lengths: dealt out, and pulled.
+
+    python benchmarks/unequal_ranks.py [--quick]
+
+Responses to every other prompt are twenty times as long, and dealt out, all of these are rank 1's. `ratio` is the time
+of a rollout, until both ranks have ended it, where prompts are dealt out, over that where they are pulled. Also
+measured: a pull while both ranks pull at once. What many ranks would gain: no_rank_waits.py.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import socket
 import statistics
+import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.multiprocessing as mp
@@ -22,6 +36,7 @@ from arpo.run_options import EngineConfig
 from arpo.sampler import Sampler
 from arpo.trajectory import Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
+from benchmarks.shared.tiny_model import write_model
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NUM_SEQS = 16, 4, 8
 LONG, SHORT = 400, 20
@@ -78,3 +93,20 @@ def measure(folder: str, repeats: int) -> tuple[dict[str, float], dict[str, list
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(on_rank, args=(port, folder, repeats, results), nprocs=2)
     return results.get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repeat")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder)
+        seconds, num_long, pull_us = measure(folder, repeats=1 if args.quick else 3)
+    print(f"long prompts by rank: dealt out {num_long['fixed']}, pulled {num_long['pull']}")
+    ours, baseline = seconds["pull"], seconds["fixed"]
+    result = {"name": "unequal_ranks", "ratio": baseline / ours, "ours": ours, "baseline": baseline, "unit": "s"}
+    print(json.dumps(result | {"pull_us": pull_us}))
+
+
+if __name__ == "__main__":
+    main()
