@@ -17,7 +17,8 @@ from arpo.model_folder import check_model_folder
 from arpo.run_folder import check_run_folder
 from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
-from arpo.tools import check_known, tool_schemas
+from arpo.tools import check_known, tool_class, tool_schemas
+from arpo.tools.interface import is_stateful
 from arpo.trackers import check_installed
 
 NUM_ROWS = 50
@@ -43,6 +44,9 @@ def _check_sft(cfg: Any) -> None:
 def _check_rl(cfg: Any) -> None:
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     tools = _check_tools(cfg)
+    if cfg.rollout.reuse_last_epoch and (stateful := [n for n in cfg.tools.names if is_stateful(tool_class(n))]):
+        why = f"the {stateful[0]} tool has sessions, which calls that are not made again would leave behind"
+        raise UserError(f"rollout.reuse_last_epoch: {why}; set it to False, or drop {stateful[0]} from tools.names")
     for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
         if not Path(file).is_file():
             raise UserError(f"reward.terms: {file}: there is no such file; check the path")
