@@ -30,8 +30,7 @@ from arpo.model.head import sampled_and_entropy
 from arpo.ranks import RandomState
 from arpo.run_options import EngineConfig
 
-MAX_ROWS = 1024
-"""Rows of logprobs that are looked at at a time: scored prompts have many, and each part is copied twice."""
+MAX_ROWS = 1024  # of logprobs are looked at at a time: a scored prompt has many, and each part is copied twice
 
 
 @dataclass
@@ -143,6 +142,7 @@ class Engine:
             return SamplingParams(
                 max_tokens=1,  # vLLM samples at least one, which nobody gets
                 temperature=spec.temperature,
+                seed=0,  # none would be drawn from the engine's random state
                 prompt_logprobs=1 + spec.num_top_logprobs,  # vLLM then computes the whole prompt anew
                 flat_logprobs=True,
                 detokenize=False,
@@ -212,8 +212,7 @@ class Engine:
         del self.running[output.request_id]
         self.stats.prefilled_tokens += request.num_prompt_tokens
         num, num_top, flat = request.spec.num_scored_tokens, request.spec.num_top_logprobs, output.prompt_logprobs
-        bounds = zip(flat.start_indices[-num:], flat.end_indices[-num:], strict=True)
-        rows = [flat.logprobs[start:end] for start, end in bounds]  # as in `chunk`
+        rows = [flat.logprobs[a:b] for a, b in zip(flat.start_indices[-num:], flat.end_indices[-num:], strict=True)]
         return Chunk(
             output.request_id,
             list(output.prompt_token_ids[-num:]),
