@@ -64,7 +64,8 @@ demo: setup
 # A real language model on GSM8K, an evening on two cores. GSM8K=FOLDER where the Hub cannot be reached.
 LLM      := $(if $(filter 0,$(SEED)),data/llm,data/llm_seed$(SEED))
 LLM_RUNS := $(if $(filter 0,$(SEED)),runs,runs/llm_seed$(SEED))
-LLM_EVAL := evaluate.py configs/llm_eval.yaml --run.dir $(LLM_RUNS) --eval.files $(LLM)/test.jsonl
+LLM_EVAL := evaluate.py configs/llm_eval.yaml --run.dir $(LLM_RUNS)
+LLM_TEST := --eval.files $(LLM)/test.jsonl
 GREEDY   := --rollout.temperature 0
 # bfloat16 is up to twice as fast on a CPU that multiplies it, and half as fast on others
 LLM_DTYPE ?= $(shell grep -q -m 1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && echo bfloat16 || echo float32)
@@ -77,13 +78,16 @@ demo-llm: setup .venv/ready-llm
 	$(PY) -m arpo.demo llm --out $(LLM) --seed $(SEED) --gsm8k "$(GSM8K)"
 	$(TORCHRUN) train_sft.py configs/llm_sft.yaml --model.compute_dtype $(LLM_DTYPE) --run.seed $(SEED) --run.dir $(LLM_RUNS) --model.path $(LLM)/model \
 	  --data.train $(LLM)/sft_train.jsonl --data.valid $(LLM)/sft_valid.jsonl
-	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_sft --model.path $(LLM_RUNS)/llm_sft/hf
-	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_sft_greedy --model.path $(LLM_RUNS)/llm_sft/hf $(GREEDY)
+	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_sft --model.path $(LLM_RUNS)/llm_sft/hf
+	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_sft_greedy --model.path $(LLM_RUNS)/llm_sft/hf $(GREEDY)
+	$(TORCHRUN) $(LLM_EVAL) --run.name llm_rate --model.path $(LLM_RUNS)/llm_sft/hf --eval.files $(LLM)/rl_train.jsonl \
+	  --eval.num_samples 8 --rollout.temperature 0.8
+	$(PY) -m arpo.evals.keep $(LLM_RUNS)/llm_rate $(LLM)/rl_train.jsonl --out $(LLM)/rl_kept.jsonl
 	$(TORCHRUN) train_rl.py configs/llm_arpo.yaml --model.compute_dtype $(LLM_DTYPE) --engine.dtype $(LLM_DTYPE) \
 	  --run.seed $(SEED) --run.dir $(LLM_RUNS) \
-	  --model.path $(LLM_RUNS)/llm_sft/hf --data.train $(LLM)/rl_train.jsonl --data.valid $(LLM)/rl_valid.jsonl
-	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf --eval.num_muted 100
-	$(TORCHRUN) $(LLM_EVAL) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
+	  --model.path $(LLM_RUNS)/llm_sft/hf --data.train $(LLM)/rl_kept.jsonl --data.valid $(LLM)/rl_valid.jsonl
+	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf --eval.num_muted 100
+	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
 	@$(PY) -m arpo.demo report --name llm --runs $(LLM_RUNS)
 
 # Tests that need a real redis-server skip, with the reason, where there is none and it cannot be installed.

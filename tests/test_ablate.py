@@ -104,6 +104,9 @@ def test_the_table_is_worked_out_from_metrics_and_scores(tmp_path):
     assert table["arpo"]["step_s"]["mean"] == 8.0
     # running means: .1, .5, .633, .7
     assert table["arpo"]["steps_to_target"] == {"mean": 3.0, "seeds": 2}
+    assert table["arpo"]["seconds_to_target"] == {"mean": 6.0, "low": 6.0, "high": 6.0, "seeds": 2}
+    assert "6.0 [6.0, 6.0] n=2" in algorithms_table(table, 0.6)
+    assert compare_algorithms(runs, target_reward=0.95)["arpo"]["seconds_to_target"] is None
 
 
 def test_algorithms_are_compared_seed_by_seed(tmp_path):
@@ -143,7 +146,7 @@ def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
         runs.append(read_run(tmp_path / f"{algorithm}_seed0", algorithm, 0))
     head, line, grpo, arpo = algorithms_table(compare_algorithms(runs, 0.8), 0.8).splitlines()
     assert head.count("|") == line.count("|") == grpo.count("|") == arpo.count("|")
-    assert grpo.startswith("| grpo | 1 | 0.500 | 0.400 |  |") and arpo.endswith("| never |")
+    assert grpo.startswith("| grpo | 1 | 0.500 | 0.400 |  |") and arpo.endswith("| never |  |")
     assert "| +0.000 |" in arpo and "decode" not in head
 
 

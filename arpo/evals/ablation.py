@@ -19,7 +19,7 @@ from arpo.evals import mean
 from arpo.evals.tables import markdown_table, with_interval
 from arpo.log import read_metrics
 
-REFERENCES = ("random", "grpo")
+REFERENCES = ("random", "grpo", "fixed")
 """Algorithms that the others are compared with, seed by seed."""
 TOTALS = {
     "tool_calls": "tools/all/calls",
@@ -85,6 +85,11 @@ class RunResult:
         reached = np.flatnonzero(running_mean(self.series("reward/mean")) >= target_reward)
         return int(self.metrics[reached[0]]["step"]) if len(reached) else None
 
+    def seconds_until(self, target_reward: float) -> float | None:
+        """Return the seconds of all steps up to that one, without validations and saves; None = never."""
+        last = self.steps_until(target_reward)
+        return None if last is None else sum(row["time/step"] for row in self.metrics if row["step"] <= last)
+
 
 def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
     """Read a finished run; None where the run has not finished."""
@@ -123,7 +128,8 @@ def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
 
 
 def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[str, dict]:
-    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, minus_random, minus_grpo, seeds, at_tokens}.
+    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, seconds_to_target, minus_random, minus_grpo,
+    seeds, at_tokens}.
 
     `at_tokens` is the validation accuracy when the run that sampled the fewest tokens was at its end.
     """
@@ -131,10 +137,12 @@ def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[s
     num_tokens = min(run.num_tokens for run in results)
     for algorithm, runs in groups.items():
         reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
+        seconds = [time for run in runs if (time := run.seconds_until(target_reward)) is not None]
         row = table[algorithm] = {
             "accuracy": estimate([run.accuracy for run in runs]),
             "reward": estimate([mean(s["reward"] for s in run.scores.values()) for run in runs]),
             "steps_to_target": {"mean": mean(reached) if reached else None, "seeds": len(reached)},
+            "seconds_to_target": estimate(seconds) if seconds else None,
             "seeds": {run.seed: run.accuracy for run in runs},
         }
         at_tokens = [accuracy for run in runs if (accuracy := run.accuracy_at(num_tokens)) is not None]
@@ -158,15 +166,15 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
     A number over n seeds has its t interval and "n=..."; a difference may be over fewer seeds than its algorithm has.
     """
 
-    def interval(cell: dict | None, sign: str = "") -> str:
+    def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
         if not cell or cell["seeds"] == 1:
-            return f"{cell['mean']:{sign}.3f}" if cell else ""
-        return f"{with_interval(cell['mean'], cell['low'], cell['high'], sign)} n={cell['seeds']}"
+            return f"{cell['mean']:{sign}.{digits}f}" if cell else ""
+        return f"{with_interval(cell['mean'], cell['low'], cell['high'], sign, digits)} n={cell['seeds']}"
 
     references = [r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())]
     head = ["algorithm", "seeds", "accuracy [95 % t]", "reward", *(f"minus {r} [95 % t]" for r in references)]
     head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in TOTALS]
-    head += [f"steps to reward {target_reward:g}"]
+    head += [f"steps to reward {target_reward:g}", "seconds to it [95 % t]"]
     rows = []
     for algorithm, row in table.items():
         num_seeds, reached = len(row["seeds"]), row["steps_to_target"]
@@ -174,6 +182,7 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
         cells += [interval(row.get(f"minus_{r}"), sign="+") for r in references]
         cells += [f"{row[name]['mean']:,.0f}" for name in TOTALS]
         cells += [f"{reached['mean']:.1f} ({reached['seeds']} of {num_seeds} seeds)" if reached["seeds"] else "never"]
+        cells += [interval(row["seconds_to_target"], digits=1)]
         rows.append(cells)
     tables = [markdown_table(head, rows)]
     if at_tokens := {name: row["at_tokens"] for name, row in table.items() if row["at_tokens"]}:

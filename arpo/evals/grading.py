@@ -170,9 +170,14 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
 
 
 def _grade(record: Record, metric: str, scores: dict[str, float], prediction: str) -> Grade:
-    digest = hashlib.sha256(json.dumps([record.question, record.answers]).encode()).hexdigest()[:16]
+    digest = question_digest(record.question, record.answers)
     reason = "" if prediction else "no_answer"
     return Grade(record.question_id, record.sample, scores, scores[metric], metric, reason, prediction, "", digest)
+
+
+def question_digest(question: str, answers: list[str]) -> str:
+    """Return what tells a question apart from another of the same number."""
+    return hashlib.sha256(json.dumps([question, answers]).encode()).hexdigest()[:16]
 
 
 def well_formed(record: Record) -> bool:

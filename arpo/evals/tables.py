@@ -37,9 +37,9 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def with_interval(mean: float, low: float, high: float, sign: str = "") -> str:
+def with_interval(mean: float, low: float, high: float, sign: str = "", digits: int = 3) -> str:
     """(0.5, 0.4, 0.6) -> "0.500 [0.400, 0.600]"; `sign` "+" writes the sign of positive numbers too."""
-    return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+    return f"{mean:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:

@@ -1,0 +1,77 @@
+"""Keeps the questions of a training file that a model solves now and then, as an evaluation of it has found.
+
+    torchrun --nproc_per_node 8 evaluate.py CONFIG --eval.files data/train.jsonl --eval.num_samples 8 --run.name rate
+    python -m arpo.evals.keep runs/rate data/train.jsonl --out data/train_kept.jsonl
+
+A group of which no trajectory, or each one, is right has no advantages: what it cost teaches nothing. Here that is
+found out once, before RL; `advantage.dead_groups=resample` finds it out anew in each step, as the policy changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from arpo.data import load_prompts, read_rows
+from arpo.errors import UserError, exit_with
+from arpo.evals import mean
+from arpo.evals.grading import question_digest, read_grades
+from arpo.evals.report import GRADES_FOLDER
+from arpo.evals.scores import correct_by_question
+from arpo.evals.tables import replace_file
+
+
+def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99) -> str:
+    """Write the rows of `data` of whose samples a share from `low` to `high` is right, and return what became of all.
+
+    Each row gets that share as `pass_rate`, which custom rewards find in `sample.meta`. Rows that were not evaluated
+    are left out. Raises UserError where the run is of other questions, or nothing is kept.
+    """
+    if out.suffix != ".jsonl" or out.resolve() == data.resolve():
+        raise UserError(f"--out {out}: must be a .jsonl file, and not the data itself")
+    grades = read_grades(run / GRADES_FOLDER / f"{data.stem}.jsonl")
+    rates = {question: mean(correct) for question, correct in correct_by_question(grades).items()}
+    digests = {grade.question_id: grade.question_digest for grade in grades}
+    for prompt in load_prompts(data):
+        found = digests.get(prompt.prompt_id)
+        if found and found != question_digest(prompt.messages[-1]["content"], prompt.answers):
+            raise UserError(f"{run}: {prompt.prompt_id} is another question than in {data}; evaluate this file")
+    kept, counts = [], {"kept": 0, "solved less often": 0, "solved more often": 0, "not evaluated": 0}
+    for index, (_, row) in enumerate(read_rows(data)):
+        rate = rates.get(f"{data.stem}-{index:06d}")
+        is_kept = rate is not None and low <= rate <= high
+        if is_kept:
+            kept.append(json.dumps(row | {"pass_rate": round(rate, 4)}, ensure_ascii=False, default=str) + "\n")
+        fate = (
+            "kept"
+            if is_kept
+            else "not evaluated"
+            if rate is None
+            else f"solved {'less' if rate < low else 'more'} often"
+        )
+        counts[fate] += 1
+    told = f"{', '.join(f'{number} {fate}' for fate, number in counts.items())} (pass rate {low:g} to {high:g})"
+    if not kept:
+        raise UserError(f"{data}: {told}; widen --low and --high, or evaluate with more samples")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(out, kept)
+    return f"{out}: {told}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m arpo.evals.keep", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of the evaluation (runs/NAME)")
+    parser.add_argument("data", type=Path, help="the file of questions that it was given")
+    parser.add_argument("--out", type=Path, required=True, help="file to write (.jsonl)")
+    parser.add_argument("--low", type=float, default=0.01, help="smallest share of right samples that is kept")
+    parser.add_argument("--high", type=float, default=0.99, help="largest share of right samples that is kept")
+    args = parser.parse_args()
+    try:
+        print(keep(args.run, args.data, args.out, args.low, args.high))
+    except UserError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()
