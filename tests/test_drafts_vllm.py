@@ -205,3 +205,11 @@ def test_two_ranks_decide_what_one_does_whoever_samples_it(world):
     for key in ("prompt_id", "trajectory_id", "token_ids", "num_draft_tokens", "reused_until"):
         assert [row[key] for row in rows] == [row[key] for row in others], key
     assert {row["sampled_by"] for row in others} == {0, 1}
+
+
+@pytest.mark.slow
+def test_ranks_that_share_an_engine_take_over_the_same(world):
+    """Five steps: the last is the first of the second epoch."""
+    rows = run(world, "team", "--engine.tensor_parallel", "2", "--run.num_steps", "5", ranks=2)
+    assert rows[4]["drafts/reused_tokens"] > 0 and rows[4]["mismatch/abs"] < 1e-4
+    assert all(t["reused_until"] for t in dumped(world, "team", 5) if t["num_draft_tokens"] and t["parent_id"] is None)
