@@ -66,11 +66,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # which raises
-        for wrong, option in (
-            (self.carry_over > 0, f"carry_over={self.carry_over}; set it to 0"),
-            (self.top_p < 1, f"top_p={self.top_p}, which cuts off what is compared; set it to 1"),
-        ):
-            require(not (wrong and self.reuse_last_epoch), f"rollout.reuse_last_epoch cannot go with rollout.{option}")
+        require(
+            not (self.reuse_last_epoch and self.carry_over),
+            f"rollout.reuse_last_epoch cannot go with rollout.carry_over={self.carry_over}; set it to 0",
+        )
 
 
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary

@@ -308,7 +308,6 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         # groups that go on under a newer policy
         ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
         ([*CARRY, "1", *TIS, *REUSE], ["rollout.reuse_last_epoch cannot go with rollout.carry_over=1; set it to 0"]),
-        ([*REUSE, "--rollout.top_p", "0.9"], ["rollout.reuse_last_epoch cannot go with rollout.top_p=0.9"]),
         ([*REUSE, "--rollout.reuse_lenience", "-1"], ["rollout.reuse_lenience=-1.0 must be at least 0"]),
         ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),
         ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
