@@ -104,13 +104,15 @@ def check_steps(folder: Path) -> None:
     assert sum(row["carry_over/groups"] for row in rows) > 4 and rows[0]["carry_over/groups"] == 0
     assert {row["carry_over/staleness_max"] for row in rows} == {0.0, 1.0}
     assert all(0 <= row["carry_over/staleness"] < 1 for row in rows)
-    for row in rows:  # what an older policy sampled has its logprobs, and the loss the trainer's of before the update
-        assert (row["mismatch/abs"] < 1e-4) == (row["carry_over/staleness"] == 0) and "mismatch/truncated_share" in row
+    # what an older policy sampled has its logprobs, and the loss the trainer's of before the update
+    fresh, stale = ([row["mismatch/abs"] for row in rows if (row["carry_over/staleness"] > 0) == x] for x in (0, 1))
+    assert max(fresh) < 1e-4 < max(stale)  # of a step with one old token it may be anything
+    assert all("mismatch/truncated_share" in row for row in rows)
     drawn = []
     for step in range(1, 7):
         trajectories = read_jsonl(folder / "trajectories" / f"step_{step:06d}.jsonl.gz")
         assert len(trajectories) == 4 * 8
-        drawn += sorted({t["prompt_id"] for t in trajectories})
+        drawn += [t["prompt_id"] for t in trajectories][::8]  # at the border of two epochs one may come twice in a step
         for t in trajectories:
             assert t["versions"][0][0] == 0 and {version for _, version in t["versions"]} <= {step - 1, step}
     assert len(drawn) == 24 and all(drawn.count(name) in (1, 2) for name in drawn)  # 16 prompts: an epoch and a half

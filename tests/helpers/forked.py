@@ -17,7 +17,7 @@ def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bo
             if as_nobody and os.getuid() == 0:
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-            start.wait(timeout=30)
+            start.wait(timeout=300)
             results.put((number, work(number)))
         except BaseException as error:
             results.put((number, error))
@@ -27,7 +27,7 @@ def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bo
         process.start()
     found = dict(results.get() for _ in processes)
     for process in processes:
-        process.join(timeout=30)
+        process.join(timeout=300)
     for outcome in found.values():
         if isinstance(outcome, BaseException):
             raise outcome

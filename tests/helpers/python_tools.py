@@ -19,7 +19,7 @@ TIERS = ["namespaces", "landlock"]
 SMALL = PythonConfig(wall_s=3.0, memory_mib=256, max_concurrent=4)
 
 
-TOO_LATE = ("did not start within", "no answer (TimeoutError")
+TOO_LATE = ("did not start within", "no answer (TimeoutError", "its self-test: timeout")
 OUR_FAULT = (*TOO_LATE, "self-test", "the host died")
 """A tier that the kernel refuses says which system call failed, and how. These say that the sandbox failed."""
 

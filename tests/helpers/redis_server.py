@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.processes import free_port
 
-HANG_S = 30.0
+HANG_S = 300.0
 
 
 @dataclass

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolResult
 
 
+class LeftOpen(BaseException):
+    """No Exception: a runner only warns of one in `aclose`, and no test would see it."""
+
+
 @dataclass
 class Notes:
     """Answers with all that its session has been told so far: "a", then "a b". Branches replay."""
@@ -42,7 +46,8 @@ class Notes:
         self.num_open -= 1
 
     async def aclose(self) -> None:
-        assert self.num_open == 0, f"{self.num_open} sessions were left open"
+        if self.num_open:
+            raise LeftOpen(f"{self.num_open} sessions were left open")
 
 
 @dataclass

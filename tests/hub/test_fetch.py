@@ -76,7 +76,7 @@ def test_a_killed_download_goes_on_where_it_was_interrupted(tmp_path):
     content = conversations(500, num_characters=100_000)  # 50 MB
     with HubServer({"datasets/dongguanting/ARPO-SFT-54K": {"final_5w4_still.jsonl": content}}) as server:
         env = os.environ | server.environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
-        server.cut_after.append(len(content) // 2)  # then the server is silent for as long as its client retries
+        server.cut_after += [len(content) // 2, *[0] * 100]  # then nothing comes, as often as its client tries again
         process = subprocess.Popen(command("fetch", "ARPO-SFT-54K"), cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
         parts = tmp_path / "data/.fetching"
         while not (parts.is_dir() and sum(part.stat().st_size for part in parts.iterdir()) > 1 << 20):

@@ -23,7 +23,7 @@ class World:
         self.file = self.folder / "answers.txt"
         self.file.write_text(self.secret)
         self.file.chmod(0o666)
-        self.victim = subprocess.Popen(["sleep", "600"])
+        self.victim = subprocess.Popen(["sleep", "86400"])
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.abstract = f"\0arpo-{self.secret[:8]}"
         self.inboxes = []

@@ -224,16 +224,20 @@ def test_siblings_read_what_a_fresh_trajectory_with_their_calls_reads(selector):
 
 def test_nothing_of_a_notebook_is_left_when_its_trajectory_has_ended(forking):
     runner = ToolRunner({"notebook": forking})
-    assert wait_until(lambda: len(processes_of(forking.sandbox.host_pid)) == 2 + 2 * NUM_SPARES)
+
+    def has_notebooks(number: int) -> bool:  # each a supervisor and a worker, as the spares are
+        return len(processes_of(forking.sandbox.host_pid)) == 2 + 2 * (NUM_SPARES + number)
+
+    assert wait_until(lambda: has_notebooks(0))
     try:
         for n in range(3):
             runner.start(str(n), "notebook", "x = 1", ToolContext("p", str(n), 0))
         while runner.num_pending:
             runner.collect(block=True)
-        assert len(processes_of(forking.sandbox.host_pid)) > 2 + 2 * NUM_SPARES
+        assert wait_until(lambda: has_notebooks(3))  # three spares have been taken, and others come for them
         for n in range(3):
             runner.sessions.end(("p", str(n)))
-        assert wait_until(lambda: len(processes_of(forking.sandbox.host_pid)) == 2 + 2 * NUM_SPARES)
+        assert wait_until(lambda: has_notebooks(0))
     finally:
         runner.sessions.end_all()
         runner._loop.call_soon_threadsafe(runner._loop.stop)

@@ -1,5 +1,6 @@
 """A cgroup for each call: found, or refused with a reason, anywhere; its limits where this machine has one."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import HANG_S, burning_children, wait_until
+from helpers.python_tools import HANG_S, burning_children, processes_of, wait_until
 from sandbox_attacks.excess import MEMORY_OF_MANY_PROCESSES
 
 from arpo.errors import UserError
@@ -16,6 +17,7 @@ from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 from arpo.tools.sandbox import cgroup
 from arpo.tools.sandbox.client import Sandbox
+from arpo.tools.sandbox.host import NUM_SPARES
 from arpo.tools.sandbox.host_process import SandboxUnavailable
 from arpo.tools.sandbox.limits import CallLimits
 
@@ -96,6 +98,20 @@ def hosts_below(parent: str) -> set[str]:
     return {name for name in os.listdir(parent) if name.startswith(cgroup.PREFIX)}
 
 
+def spares_of(host: Path) -> list[Path]:
+    """The cgroups of a host without calls, once there is a worker in each of them, and nothing in others."""
+
+    def inhabited() -> list[Path]:
+        found = []
+        for call in host.glob("call-*"):
+            with contextlib.suppress(OSError):  # it was removed since it was listed
+                found += [call] if (call / "cgroup.procs").read_text() else []
+        return found
+
+    assert wait_until(lambda: len(inhabited()) == NUM_SPARES == len(list(host.glob("call-*"))))
+    return inhabited()
+
+
 # ---- anywhere
 
 
@@ -163,7 +179,7 @@ def test_a_start_says_whether_calls_have_cgroups_and_if_not_why(caplog):
 def test_each_call_is_in_a_cgroup_of_its_own_that_it_cannot_reach(sandbox, parent):
     [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
     assert Path(parent, host, "host", "cgroup.procs").read_text()
-    for call in Path(parent, host).glob("call-*"):
+    for call in spares_of(Path(parent, host)):
         assert (call / "memory.oom.group").read_text() == "1\n" and (call / "pids.max").read_text() == "32\n"
     assert sandbox.run("import os\nopen('/sys/fs/cgroup/cgroup.procs')").status == "error"
     probe = "import os\nfor fd in range(3, 256):\n  try:\n    os.fstat(fd); print(fd)\n  except OSError: pass"
@@ -189,7 +205,7 @@ def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbo
     if sandbox.tier == "landlock":
         pytest.skip("one process per call")
     [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
-    for call in Path(parent, host).glob("call-*"):  # of the spares: the polled limit stays where it was
+    for call in spares_of(Path(parent, host)):  # the polled limit stays where it was
         (call / "memory.max").write_text(str(64 << 20))
     assert sandbox.run(MEMORY_OF_MANY_PROCESSES).status == "memory_limit"
 
@@ -226,8 +242,10 @@ def test_calls_and_hosts_leave_no_cgroup(parent):
     [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
     for _ in range(20):
         assert sandbox.run("6 * 7").stdout == "42\n"
-    assert wait_until(lambda: len(list(Path(parent, host).glob("call-*"))) == 4)  # spares
+    assert wait_until(lambda: len(list(Path(parent, host).glob("call-*"))) == NUM_SPARES)
+    pids = processes_of(sandbox.host_pid)
     os.kill(sandbox.host_pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids))  # until then a spare may answer
     assert sandbox.run("6 * 7").stdout == "42\n" and sandbox.num_restarts == 1
     assert wait_until(lambda: host not in hosts_below(parent))
     sandbox.close()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
+from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
 
 from arpo.errors import UserError
 from arpo.tools.python import PythonTool
@@ -107,7 +107,7 @@ def test_scipy_and_pandas_work_in_every_tier(borrowing, tier, whose):
 
 
 def test_a_host_that_was_lost_comes_back_with_the_same_interpreter(environment):
-    tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), grace_s=2.0)
+    tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), grace_s=HANG_S)
     try:
         pids = jail_of(tool)
         os.kill(tool.sandbox.host_pid, 9)

@@ -46,7 +46,7 @@ def landlock_is_there() -> bool:
 def test_a_parser_that_is_taken_over_reaches_nothing(tmp_path):
     (tmp_path / "secret").write_text("sk-secret")
     command = [sys.executable, "-c", TAKEN_OVER, str(ROOT / "arpo" / "tools"), str(tmp_path / "secret")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = json.loads(done.stdout)
     assert said["works"] == "2*x" and "seccomp" in said["holds"]
     if not landlock_is_there():

@@ -317,13 +317,31 @@ def test_processes_that_start_together_build_one_index(tmp_path):
     assert len({inode for inode, _ in outcomes}) == 1 and len(remains(tmp_path)) == 1
 
 
+BUILD_MOST_OF_IT = """
+import sys, time
+from arpo.tools.search import bm25
+
+def most_rows(*args, read_corpus=bm25.read_corpus):
+    for number, row in enumerate(read_corpus(*args)):
+        if number == 45_000:
+            print("most rows are in", flush=True)
+            time.sleep(600)
+        yield row
+
+bm25.read_corpus = most_rows
+bm25.Bm25Index(sys.argv[1])
+"""
+
+
 def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(50_000)])
-    code = f"from arpo.tools.search.bm25 import Bm25Index; Bm25Index({str(corpus)!r})"
-    builder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while bytes_being_built(tmp_path) < 50_000 and time.monotonic() < deadline:
-        time.sleep(0.002)
+    builder = subprocess.Popen([sys.executable, "-c", BUILD_MOST_OF_IT, corpus], cwd=ROOT, stdout=subprocess.PIPE)
+    with builder.stdout:
+        assert builder.stdout.readline() == b"most rows are in\n"
+    deadline = time.monotonic() + 300
+    while bytes_being_built(tmp_path) < 50_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     builder.send_signal(signal.SIGKILL)
     assert builder.wait() == -signal.SIGKILL
     [left] = remains(tmp_path)
