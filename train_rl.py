@@ -103,6 +103,7 @@ from arpo.charts import rl_charts
 from arpo.checkpoint import Saver
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 from arpo.dispatch import ExpectedLengths
+from arpo.drafts import Drafts
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.scores import summarize
@@ -136,12 +137,8 @@ from arpo.update import (
 
 
 def main(cfg: RLConfig) -> None:
-    dist = ranks.init(
-        cfg.run.peer_timeout_minutes,
-        cfg.run.silence_timeout_s,
-        shard_size=cfg.model.shard_size,
-        context_parallel=cfg.model.context_parallel,
-    )
+    timeouts = cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s
+    dist = ranks.init(*timeouts, shard_size=cfg.model.shard_size, context_parallel=cfg.model.context_parallel)
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before a model is loaded
@@ -193,7 +190,8 @@ def main(cfg: RLConfig) -> None:
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
     lengths = ExpectedLengths(cfg.rollout, saver.progress.get("lengths", {}))
-    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score, cfg.engine.max_num_seqs, lengths)
+    drafts = Drafts(run_dir / "drafts", cfg.rollout, saver.progress.get("drafts", {}))
+    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score, cfg.engine.max_num_seqs, lengths, drafts)
     carried = go_on_from(CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts), saver.rank_files, train_prompts)
 
     if valid_prompts and cfg.run.validate_every and done_steps == 0:
@@ -229,6 +227,7 @@ def main(cfg: RLConfig) -> None:
                 log.line(f"step {step}: only {len(groups)} groups to train on, after {len(sampled)} prompts")
         signal_values = signal.add(sampled)
         lengths.add(sampled)
+        drafts.add(step, sampled, dist)
 
         # ---- mini-batches of whole groups, and what the models say of their tokens before the update
         # (none where a tool failed so often that the batch would teach to do without it)
@@ -286,7 +285,7 @@ def main(cfg: RLConfig) -> None:
         is_final = is_last or health.must_stop or stop.agreed(dist)
         if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
             made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
-            made |= {"signal": signal.state, "lengths": lengths.state}
+            made |= {"signal": signal.state, "lengths": lengths.state, "drafts": drafts.state}
             saver.save(step, made, None if health.must_stop else state_of(carried), is_final=is_final)
         if health.must_stop:
             raise UserError(str(health))
@@ -337,7 +336,7 @@ def sample(
 
 def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:
     """Scores on the validation prompts: greedy, one trajectory each, no branching. Also dumps the trajectories."""
-    greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1)
+    greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1, reuse_last_epoch=False)
     none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
     share = sampler(prompts, greedy, none, step=step, description="validation", on_group=sampler.score.on_group)
     sampler.score(share.groups if sampler.team.is_first else [])

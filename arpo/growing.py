@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -166,3 +167,8 @@ class GroupState:
         for trajectory in trajectories:
             trajectory.check()
         return Group(self.prompt, trajectories)
+
+
+def number_of(text: str) -> int:
+    """Return 32 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())

@@ -46,6 +46,13 @@ class RolloutConfig:
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""
 
+    reuse_last_epoch: bool = False
+    """Training: begin each initial trajectory with what the policy still agrees to of the prompt's newest one, checked
+    token by token (SPEC-RL). Tool results in it are those of then; tools with sessions are refused."""
+    reuse_lenience: float = 1.0
+    """A token of the earlier trajectory stays with probability min(1, reuse_lenience * p now / p then). 1 = as in
+    speculative decoding; more (SPEC-RL: 1.6) = longer reuse, and a rollout nearer to the older policy."""
+
     @property
     def call_limits(self) -> dict[str, int]:
         """Limit of each tool that has its own. ("python=5",) -> {"python": 5}; ValueError for what cannot be read."""
@@ -59,6 +66,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # which raises
+        require(
+            not (self.reuse_last_epoch and self.carry_over),
+            f"rollout.reuse_last_epoch cannot go with rollout.carry_over={self.carry_over}; set it to 0",
+        )
 
 
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary

@@ -12,7 +12,6 @@ forks only after all trajectories of the group have ended, once per round.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from arpo import retrospective
 from arpo.dispatch import Dealt, PromptSource
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
-from arpo.growing import Decision, GroupState, Live, StopWatch
+from arpo.growing import Decision, GroupState, Live, StopWatch, number_of
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
@@ -47,6 +46,7 @@ def rollout(
     on_progress: Callable[[int], None] | None = None,
     on_group: Callable[[Group, list[float]], None] | None = None,
     max_at_once: int = 0,
+    make_loop: Callable[..., Loop] | None = None,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of the prompts, trajectories by path.
 
@@ -54,10 +54,10 @@ def rollout(
     that compare with them; `score` fills the reward of all trajectories of groups that have none, for the selectors of
     NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group that is whole and
     its trajectories' seconds. Prompts of a list are begun at once (`max_at_once`: see Dealt); another source may end
-    the rollout, and then only whole groups are returned. Raises what a tool or the engine raises.
+    the rollout, and then only whole groups are returned. `make_loop` makes the Loop. Raises what a tool or engine does.
     """
     assert score or branching.selector not in NEED_REWARDS, branching.selector
-    loop = Loop(engine, tools, codec, cfg, branching, statistics, score)
+    loop = (make_loop or Loop)(engine, tools, codec, cfg, branching, statistics, score)
     source = Dealt(prompts, max_at_once) if isinstance(prompts, list) else prompts
     groups = []
     try:
@@ -193,7 +193,7 @@ class Loop:
             top_p=self.cfg.top_p,
             stop=self.codec.stop_strings(self.offered_tools(group.prompt)),
             # the rest's own: the engine would begin the turn's random stream anew
-            seed=_number(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
+            seed=number_of(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
             num_top_logprobs=self.num_top_logprobs,
         )
@@ -275,7 +275,7 @@ class Loop:
         prompt, call, call_id = live.group.prompt, live.trajectory.turns[-1].tool_calls[number], f"{live.key}|{number}"
         self.calling[call_id] = (live, number)
         live.num_calling += 1
-        at = ToolContext(*live.owner, live.turn_index, _number(f"{live.group.seed}|{prompt.prompt_id}"), prompt.meta)
+        at = ToolContext(*live.owner, live.turn_index, number_of(f"{live.group.seed}|{prompt.prompt_id}"), prompt.meta)
         self.tools.start(call_id, call.tag, call.argument, at)
 
     def refusal(self, trajectory: Trajectory, tag: str) -> str:
@@ -303,9 +303,7 @@ class Loop:
 
     def append_results(self, live: Live) -> None:
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
-        room, last_token = min(self.cfg.max_result_tokens, left), trajectory.token_ids[-1]
-        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=last_token)
+        rendered = self.render_results(live)
         if rendered is None:  # no room for results and an answer
             turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
@@ -319,6 +317,13 @@ class Loop:
         self.start_turn(live)
         if self.branching.timing == "upstream":  # by the turn before the call, before a token of the next is sampled
             self.decide(live)
+
+    def render_results(self, live: Live) -> tuple[list[str], list[int]] | None:
+        """Return what `Codec.encode_results` makes of the current turn's results."""
+        token_ids = live.trajectory.token_ids
+        left = self.cfg.max_response_tokens - len(token_ids) - self.cfg.answer_reserve_tokens
+        room = min(self.cfg.max_result_tokens, left)
+        return self.codec.encode_results(live.trajectory.turns[-1].tool_calls, room, last_token=token_ids[-1])
 
     def end(self, live: Live, reason: StopReason) -> None:
         trajectory, group = live.trajectory, live.group
@@ -339,11 +344,6 @@ class Loop:
         if len(group.wall_s) == group.size:
             self.whole.append(group)
             self.tools.sessions.forget(trajectory.prompt_id)
-
-
-def _number(text: str) -> int:
-    """Return 32 bits of a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def _name(path: br.Path) -> str:

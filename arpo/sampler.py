@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from arpo.dispatch import Dealt, ExpectedLengths, PromptQueue, RefilledQueue
+from arpo.drafts import Drafts
 from arpo.engine import Engine
 from arpo.engine.team import Team
 from arpo.log import Console
@@ -54,6 +55,8 @@ class Sampler:
     """engine.max_num_seqs: trajectories that a team decodes at the same time before it takes no further prompt."""
     lengths: ExpectedLengths | None = None
     """What is known of the prompts' lengths, for rollout.pull_order=longest_first."""
+    drafts: Drafts | None = None
+    """Earlier rollouts of the prompts, for rollout.reuse_last_epoch."""
 
     def __call__(
         self,
@@ -88,7 +91,7 @@ class Sampler:
                 source, self.engine, self.tools, self.codec, cfg, branching,
                 seed=self.seed, step=step, statistics=statistics,
                 score=self.score_alike if branching.selector in NEED_REWARDS else None, on_progress=progress.at,
-                on_group=on_group,
+                on_group=on_group, make_loop=self.drafts.loop if self.drafts and cfg.reuse_last_epoch else None,
             )  # fmt: skip
         for group in groups:
             group.sampled_by = team.index * team.size

@@ -149,6 +149,10 @@ class Trajectory:
     """Response index where the trajectory leaves its parent; 0 for roots."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
+    num_draft_tokens: int = 0
+    """Sampled tokens of its draft, which an earlier rollout of the prompt is (rollout.reuse_last_epoch); 0 = none."""
+    reused_until: int = 0
+    """Response index up to which its tokens, results included, are the draft's."""
     stop_reason: StopReason | None = None
     text: str = ""
     """The decoded response, tool results included."""
@@ -195,6 +199,7 @@ class Trajectory:
             self.prompt_id, trajectory_id, self.token_ids[:at], self.loss_mask[:at], self.rollout_logprobs[:at],
             turns=[replace(t, inherited=True, decision=None) for t in self.turns[:turn]],
             parent_id=self.trajectory_id, fork_at=at, versions=[v for v in self.versions if v[0] < at],
+            reused_until=min(self.reused_until, at),
         )  # fmt: skip
 
     def sampled_in(self, step: int) -> None:
@@ -319,11 +324,7 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """Return the reduced values by name; names without one are left out."""
         self._read()
-        values = {
-            name: (value / weight if op == "mean" else value)
-            for name, (op, value, weight) in self._entries.items()
-            if weight > 0
-        }
+        values = {n: (v / weight if op == "mean" else v) for n, (op, v, weight) in self._entries.items() if weight > 0}
         for name, samples in self._samples.items():
             ordered = sorted(samples)
             for label, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
@@ -345,6 +346,5 @@ def _exact(number: float | Tensor) -> float | Tensor:
 
 
 def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    if isinstance(b, float):
-        a, b = b, a
+    a, b = (b, a) if isinstance(b, float) else (a, b)
     return max(a, b) if isinstance(b, float) else b.clamp(min=a)

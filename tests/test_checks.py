@@ -26,6 +26,7 @@ KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
 PULL = ["--rollout.dispatch", "pull"]
 CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
+REUSE = ["--rollout.reuse_last_epoch", "True"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
@@ -37,7 +38,7 @@ ALWAYS = {
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens carry_over dispatch",
+    "answer_reserve_tokens carry_over dispatch reuse_last_epoch",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
@@ -82,7 +83,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
-    "reward.terms": ("judge=1",), "reward.compat": "paper",
+    "reward.terms": ("judge=1",), "reward.compat": "paper", "rollout.reuse_last_epoch": True,
     "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
     "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
@@ -97,7 +98,7 @@ OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
     "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
-    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (),
+    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (), "rollout.reuse_last_epoch": False,
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
     "advantage.dead_groups": "drop", "loss.kind": "reinforce",
     "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
@@ -306,6 +307,8 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
         # groups that go on under a newer policy
         ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
+        ([*CARRY, "1", *TIS, *REUSE], ["rollout.reuse_last_epoch cannot go with rollout.carry_over=1; set it to 0"]),
+        ([*REUSE, "--rollout.reuse_lenience", "-1"], ["rollout.reuse_lenience=-1.0 must be at least 0"]),
         ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),
         ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
         ([*CARRY, "1", *TIS, "--engine.tensor_parallel", "2"], ["engine.tensor_parallel=2; set it to 1"]),
