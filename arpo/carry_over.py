@@ -100,9 +100,8 @@ class CarryOver:
         self._held: list[int] = []  # those that it may begin, but not yet
         self._looked_at_s = -math.inf
         self._is_full = False
-        self._num_whole = self._num_due = (
-            0  # at the step's beginning, over all ranks: groups whole; that must become so
-        )
+        self._num_whole = 0  # groups of all ranks that were whole when the step began
+        self._num_due = 0  # those that were not, and must become so in it
 
     # ---- what a step draws, samples and is trained on
 

@@ -120,7 +120,7 @@ def score(groups: list[Group]) -> None:
 
 @dataclass
 class Step:
-    """What a step has come to, over all ranks."""
+    """Adds up over all ranks what a step has taken and given; times are virtual seconds."""
 
     end_s: float = 0.0
     trained_s: float = 0.0
@@ -191,7 +191,7 @@ class Run:
         return self.draws[num_drawn, count]
 
     def on_rank(self, rank: int) -> None:
-        """What train_rl.py does of a step, up to the groups to train on."""
+        """Run the steps of one rank as train_rl.py does, each up to the groups that it would train on."""
         source, num_drawn = self.make_source(rank), 0
         sampler, none = source.sampler, BranchingConfig("none")
         num_wanted = self.num_prompts if refills_from_queue(self.advantage, self.cfg) else 0

@@ -7,16 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.fakes import EchoTool
-from helpers.files import read_jsonl
-from helpers.ranks import run_script
 from helpers.rollout_checks import assert_rollout_logprobs, teacher_forced
 from helpers.runs import differing
-from helpers.toy_run import build_toy_world
+from helpers.toy_run import build_toy_world, dumped, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arpo.drafts import Drafts
 from arpo.engine import Engine
-from arpo.log import read_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
@@ -165,12 +162,7 @@ def world(tmp_path_factory):
 
 
 def run(world, name: str, *flags: str, ranks: int = 1) -> list[dict]:
-    run_script("train_rl.py", str(world / "config.yaml"), "--run.name", name, *SIZES, *flags, ranks=ranks)
-    return read_metrics(world / "runs" / name)
-
-
-def dumped(world, name: str, step: int) -> list[dict]:
-    return read_jsonl(world / "runs" / name / "trajectories" / f"step_{step:06d}.jsonl.gz")
+    return train(world, name, *SIZES, *flags, ranks=ranks)
 
 
 @pytest.mark.slow
@@ -195,12 +187,11 @@ def test_a_run_reuses_from_the_second_epoch_on_and_goes_on_alike_from_a_checkpoi
 
 @pytest.mark.slow
 def test_two_ranks_decide_what_one_does_whoever_samples_it(world):
-    """The second epoch's prompts come to other ranks than in the first."""
-    alone = run(world, "alone", "--rollout.dispatch", "pull")
-    both = run(world, "both", "--rollout.dispatch", "pull", ranks=2)
-    for a, b in zip(alone[4:], both[4:], strict=True):
-        assert [a[name] for name in COUNTS] == pytest.approx([b[name] for name in COUNTS], rel=1e-3)
-    # the first rollout with drafts, under policies that two ranks and one have trained to a few last bits
+    """The second epoch's prompts come to other ranks than in the first. Only its first step, and a small rate: what two
+    ranks and one have trained differs by rounding, which may become another token."""
+    flags = "--rollout.dispatch", "pull", "--run.num_steps", "5", "--optim.lr", "1e-4"
+    alone, both = run(world, "alone", *flags), run(world, "both", *flags, ranks=2)
+    assert [alone[4][name] for name in COUNTS] == pytest.approx([both[4][name] for name in COUNTS], rel=1e-3)
     rows, others = dumped(world, "alone", 5), dumped(world, "both", 5)
     for key in ("prompt_id", "trajectory_id", "token_ids", "num_draft_tokens", "reused_until"):
         assert [row[key] for row in rows] == [row[key] for row in others], key

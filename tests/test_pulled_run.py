@@ -1,9 +1,7 @@
 """Training under rollout.dispatch=pull: the numbers of a run do not depend on who sampled what, also after a cut."""
 
 import pytest
-from helpers.files import read_jsonl
-from helpers.ranks import run_script
-from helpers.toy_run import build_toy_world
+from helpers.toy_run import build_toy_world, dumped, train
 
 from arpo.log import read_metrics
 
@@ -22,13 +20,7 @@ def world(tmp_path_factory):
 
 
 def run(world, name: str, *flags: str, ranks: int = 2) -> list[dict]:
-    """The metrics of its steps."""
-    run_script("train_rl.py", str(world / "config.yaml"), "--run.name", name, *SIZES, *flags, ranks=ranks)
-    return read_metrics(world / "runs" / name)
-
-
-def dumped(world, name: str, step: int) -> list[dict]:
-    return read_jsonl(world / "runs" / name / "trajectories" / f"step_{step:06d}.jsonl.gz")
+    return train(world, name, *SIZES, *flags, ranks=ranks)
 
 
 def assert_alike(world, one: str, other: str, *extra: str) -> None:

@@ -26,37 +26,43 @@ def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99
     """Write the rows of `data` of whose samples a share from `low` to `high` is right, and return what became of all.
 
     Each row gets that share as `pass_rate`, which custom rewards find in `sample.meta`. Rows that were not evaluated
-    are left out. Raises UserError where the run is of other questions, or nothing is kept.
+    are left out. Raises UserError where the run is of other questions, nothing is kept, or a row is not plain data.
     """
+    if not 0 <= low <= high <= 1:
+        raise UserError(f"--low {low:g} --high {high:g}: must be 0 <= low <= high <= 1")
     if out.suffix != ".jsonl" or out.resolve() == data.resolve():
         raise UserError(f"--out {out}: must be a .jsonl file, and not the data itself")
     grades = read_grades(run / GRADES_FOLDER / f"{data.stem}.jsonl")
     rates = {question: mean(correct) for question, correct in correct_by_question(grades).items()}
     digests = {grade.question_id: grade.question_digest for grade in grades}
-    for prompt in load_prompts(data):
-        found = digests.get(prompt.prompt_id)
-        if found and found != question_digest(prompt.messages[-1]["content"], prompt.answers):
-            raise UserError(f"{run}: {prompt.prompt_id} is another question than in {data}; evaluate this file")
+    prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data)}
     kept, counts = [], {"kept": 0, "solved less often": 0, "solved more often": 0, "not evaluated": 0}
-    for index, (_, row) in enumerate(read_rows(data)):
-        rate = rates.get(f"{data.stem}-{index:06d}")
-        is_kept = rate is not None and low <= rate <= high
-        if is_kept:
-            kept.append(json.dumps(row | {"pass_rate": round(rate, 4)}, ensure_ascii=False, default=str) + "\n")
-        fate = (
-            "kept"
-            if is_kept
-            else "not evaluated"
-            if rate is None
-            else f"solved {'less' if rate < low else 'more'} often"
-        )
-        counts[fate] += 1
+    for index, (place, row) in enumerate(read_rows(data)):
+        prompt_id = f"{data.stem}-{index:06d}"
+        prompt, rate = prompts.get(prompt_id), rates.get(prompt_id)
+        if prompt is None or rate is None:
+            counts["not evaluated"] += 1
+            continue
+        if digests[prompt_id] != question_digest(prompt.messages[-1]["content"], prompt.answers):
+            raise UserError(f"{run}: {prompt_id} is another question than in {data}; evaluate this file")
+        if low <= rate <= high:
+            counts["kept"] += 1
+            kept.append(_line(row | {"pass_rate": round(rate, 4)}, place))
+        else:
+            counts["solved less often" if rate < low else "solved more often"] += 1
     told = f"{', '.join(f'{number} {fate}' for fate, number in counts.items())} (pass rate {low:g} to {high:g})"
     if not kept:
         raise UserError(f"{data}: {told}; widen --low and --high, or evaluate with more samples")
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, kept)
     return f"{out}: {told}"
+
+
+def _line(row: dict, place: str) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False) + "\n"
+    except TypeError as error:
+        raise UserError(f"{place}: cannot be written as JSON ({error}); drop the field") from None
 
 
 def main() -> None:

@@ -54,6 +54,8 @@ def test_other_questions_and_nothing_to_keep_are_refused(rated):
         keep(*rated, low=0.6, high=0.7)
     with pytest.raises(UserError, match="not the data itself"):
         keep(run, data, data)
+    with pytest.raises(UserError, match="low <= high"):
+        keep(*rated, low=0.9, high=0.1)
     data.write_text(data.read_text().replace("2 + 1?", "2 + 5?"))
     with pytest.raises(UserError, match="own-000002 is another question"):
         keep(*rated)

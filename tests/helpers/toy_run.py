@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+from helpers.files import read_jsonl
 from helpers.models import build_tiny_model
+from helpers.ranks import run_script
+
+from arpo.log import read_metrics
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -40,3 +44,14 @@ def build_toy_world(folder: Path, config: str = CONFIG) -> Path:
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.yaml").write_text(config.replace("@DIR@", str(folder)))
     return folder
+
+
+def train(world: Path, name: str, *flags: str, ranks: int) -> list[dict]:
+    """Run train_rl.py in that world, and return the metrics of its steps."""
+    run_script("train_rl.py", str(world / "config.yaml"), "--run.name", name, *flags, ranks=ranks)
+    return read_metrics(world / "runs" / name)
+
+
+def dumped(world: Path, name: str, step: int) -> list[dict]:
+    """Return the trajectories that a run dumped in a step."""
+    return read_jsonl(world / "runs" / name / "trajectories" / f"step_{step:06d}.jsonl.gz")
