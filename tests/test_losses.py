@@ -45,6 +45,18 @@ def test_gradient_of_a_token_under_the_other_kinds(ratio, advantage, gspo, cispo
         assert gradient_at_ratio(ratio, advantage, kind=kind) == pytest.approx(expected, abs=1e-6), kind
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "ppo", "aepo", "cispo"),
+    [(0.85, -1, 0, 0, 0.9), (0.95, -1, 0.95, 0.95, 0.95), (1.25, 1, -1.25, -1.25, -1.25), (1.4, 1, 0, -1.3, -1.3)],
+)
+def test_each_bound_is_its_own(ratio, advantage, ppo, aepo, cispo):
+    bounds = {"clip_low": 0.1, "clip_high": 0.3}
+    for kind, expected in {"ppo": ppo, "gspo": ppo, "cispo": cispo}.items():
+        assert gradient_at_ratio(ratio, advantage, kind=kind, **bounds) == pytest.approx(expected, abs=1e-6), kind
+    found = gradient_at_ratio(ratio, advantage, entropy_balanced_clipping=True, **bounds)
+    assert found == pytest.approx(aepo, abs=1e-6)
+
+
 def test_cispo_weighs_the_logprob_itself():
     logprobs = torch.full((1, 1), -2.0)
     assert loss_of(logprobs, logprobs - math.log(1.5), ONE, ONE, kind="cispo")[0].item() == pytest.approx(2.4)
