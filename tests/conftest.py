@@ -20,11 +20,17 @@ LONGEST_FIRST = ["test_end_to_end.py", "test_every_algorithm.py", "test_multi_no
                  "test_model.py", "test_engine.py"]  # fmt: skip
 """A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
+SLOW_S = 1500.0
+"""When a slow test hangs. On two quiet cores the longest takes four minutes."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "download" not in config.option.markexpr:
         for item in [item for item in items if item.get_closest_marker("download")]:
             item.add_marker(pytest.mark.skip(reason="downloads a gigabyte: make test-downloads"))
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -15,7 +16,7 @@ import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from helpers.browser import BROWSER
 
@@ -27,6 +28,10 @@ class Navigated(Exception):
     """The page went elsewhere while a command was under way; it has no answer."""
 
 
+class BrowserLost(Exception):
+    """The browser has ended, its page has crashed, or a command has no answer: start another one."""
+
+
 class Browser:
     """One headless browser with one page. `errors`: exceptions and console errors of the pages so far."""
 
@@ -35,6 +40,7 @@ class Browser:
         read_commands, self._commands = os.pipe()
         self._replies, write_replies = os.pipe()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
+        flags += ["--disable-dev-shm-usage"]  # a container's 64 MB are too few: pages crash
 
         def as_3_and_4() -> None:  # where the browser looks for them
             a, b = os.dup(read_commands), os.dup(write_replies)
@@ -49,6 +55,7 @@ class Browser:
         os.close(read_commands)
         os.close(write_replies)
         self._numbers, self._buffer, self._session = count(1), b"", None
+        self.patience_s, self.is_lost = PATIENCE_S, False
         self.errors: list[str] = []
         targets = self._call("Target.getTargets")["targetInfos"]
         target = next(target["targetId"] for target in targets if target["type"] == "page")
@@ -61,18 +68,28 @@ class Browser:
         message = {"id": number, "method": method, "params": params}
         message |= {"sessionId": self._session} if self._session else {}
         os.write(self._commands, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + self.patience_s
         while True:
-            reply = self._receive()
+            reply = self._receive(deadline)
+            if reply.get("method") == "Inspector.targetCrashed":
+                self._lose(f"{method}: the page has crashed")
             if reply.get("id") == number:
                 if "navigated or closed" in str(reply.get("error")):
                     raise Navigated(method)
                 assert "error" not in reply, (method, reply)
                 return reply["result"]
 
-    def _receive(self) -> dict:
+    def _lose(self, reason: str) -> NoReturn:
+        self.is_lost = True
+        raise BrowserLost(reason)
+
+    def _receive(self, deadline: float) -> dict:
         while b"\0" not in self._buffer:
+            if not select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self._lose(f"no answer in {self.patience_s:g} s")
             read = os.read(self._replies, 1 << 20)
-            assert read, "the browser has ended"
+            if not read:
+                self._lose("it has ended")
             self._buffer += read
         message, _, self._buffer = self._buffer.partition(b"\0")
         event = json.loads(message)
@@ -104,7 +121,7 @@ class Browser:
 
     def wait(self, condition: str) -> None:
         """Wait until a condition holds, on this page or on the one that it is leaving for."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         met = False
         while not met:
             assert time.monotonic() < deadline, condition

@@ -30,16 +30,21 @@ def shown_run(tmp_path_factory, groups) -> Path:
 
 
 @pytest.fixture(scope="package")
-def driven():
-    browser = Browser()
-    yield browser
-    browser.close()
+def browsers():
+    """Those that were started so far: one, unless it was lost."""
+    started: list[Browser] = []
+    yield started
+    for browser in started:
+        browser.close()
 
 
 @pytest.fixture
-def browser(driven):
+def browser(browsers):
     """The browser, in a window of a desk; its page must not have raised anything."""
-    driven.errors.clear()
-    driven.size(1400, 900)
-    yield driven
-    assert driven.errors == []
+    if not browsers or browsers[-1].is_lost:
+        browsers.append(Browser())
+    shared = browsers[-1]
+    shared.errors.clear()
+    shared.size(1400, 900)
+    yield shared
+    assert shared.errors == []
