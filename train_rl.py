@@ -287,6 +287,7 @@ def main(cfg: RLConfig) -> None:
             made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
             made |= {"signal": signal.state, "lengths": lengths.state, "drafts": drafts.state}
             saver.save(step, made, None if health.must_stop else state_of(carried), is_final=is_final)
+            drafts.prune(saver.oldest_progress.get("drafts", {}))
         if health.must_stop:
             raise UserError(str(health))
         if is_final:

@@ -10,9 +10,9 @@ that stay whole keep the results that their tools gave then: no call is made. At
 draft is cut, and the turn is sampled on. All that stays goes through the loop as if it had been sampled: it has the
 logprobs and entropies of the policy of now, and branch decisions are taken from these.
 
-    RUN/drafts/step_000012.zip    the roots that step 12 sampled, one member per group, in the order of the groups
+    RUN/drafts/step_000012.3.zip    the roots of a share of step 12's groups, which rank 3 wrote; one member per group
 
-Which step and which member has a prompt's newest group every rank knows, and the checkpoint. So the draws, which come
+Which file and which member has a prompt's newest group every rank knows, and the checkpoint. So the draws, which come
 from the seeds of the group, the path and the step, depend neither on the rank nor on a restart.
 """
 
@@ -101,24 +101,26 @@ class Drafts:
         """`state` is what a checkpoint kept of it; {} for a new run."""
         self.folder, self.cfg = folder, cfg
         self.state = {prompt_id: tuple(place) for prompt_id, place in state.items()}
-        """prompt_id -> (step, number of the group in its file). Every rank keeps the same."""
+        """prompt_id -> (step, rank that wrote the file, number of the group in the step). Every rank keeps the same."""
         self._read: tuple[str, dict[str, Draft]] = "", {}
 
     def add(self, step: int, groups: Sequence[Group], ranks: Ranks) -> None:
-        """Make these the newest groups of their prompts; rank 0 writes them. Collective. Raises UserError."""
+        """Make these the newest groups of their prompts; each rank writes its share. Collective. Raises UserError."""
         if not self.cfg.reuse_last_epoch:
             return
-        ranks.together(lambda: self._write(step, groups) if ranks.is_main else None)
-        self.state |= {group.prompt.prompt_id: (step, number) for number, group in enumerate(groups)}
+        writers = [number % ranks.world_size for number in range(len(groups))]
+        mine = [number for number, rank in enumerate(writers) if rank == ranks.rank]
+        ranks.together(lambda: self._write(step, ranks.rank, {number: groups[number] for number in mine}))
+        self.state |= {group.prompt.prompt_id: (step, writers[n], n) for n, group in enumerate(groups)}
         self._read = "", {}
 
-    def _write(self, step: int, groups: Sequence[Group]) -> None:
-        path = self.path(step)
+    def _write(self, step: int, rank: int, groups: Mapping[int, Group]) -> None:
+        path = self.path(step, rank)
         temporary = path.with_suffix(".tmp")
         try:
             self.folder.mkdir(exist_ok=True)
             with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=COMPRESSION) as file:
-                for number, group in enumerate(groups):
+                for number, group in groups.items():
                     roots = [t for t in group.trajectories if t.parent_id is None and t.stop_reason != StopReason.ERROR]
                     plain = {t.trajectory_id: Draft.of(t).packed() for t in roots}
                     file.writestr(str(number), json.dumps({"prompt_id": group.prompt.prompt_id, "roots": plain}))
@@ -127,8 +129,15 @@ class Drafts:
             reason = f"cannot write the drafts of the next epoch ({error.strerror or error})"
             raise UserError(f"{path}: {reason}; free some space, or set rollout.reuse_last_epoch=False") from None
 
-    def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}.zip"
+    def prune(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Remove files that are older than all those of `state`, that of the oldest checkpoint that a run may need."""
+        oldest = min((step for step, *_ in state.values()), default=0)
+        for path in self.folder.glob("step_*.zip") if oldest else ():
+            if int(path.name.split(".")[0].removeprefix("step_")) < oldest:
+                path.unlink(missing_ok=True)
+
+    def path(self, step: int, rank: int) -> Path:
+        return self.folder / f"step_{step:06d}.{rank}.zip"
 
     def of(self, prompt_id: str, trajectory_id: str) -> Draft | None:
         """Return the draft of a root, as far as the limits allow; None where there is none. Raises UserError."""
@@ -142,9 +151,10 @@ class Drafts:
         return draft.cut_to(limit - 1)  # the engine cannot score a prompt without room for one token more
 
     def _load(self, prompt_id: str) -> dict[str, Draft]:
-        step, number = self.state[prompt_id]
+        *place, number = self.state[prompt_id]
+        path = self.path(*place)
         try:
-            with zipfile.ZipFile(self.path(step)) as file:
+            with zipfile.ZipFile(path) as file:
                 plain = json.loads(file.read(str(number)))
             if plain["prompt_id"] != prompt_id:
                 raise ValueError(f"group {number} is of {plain['prompt_id']}")
@@ -152,7 +162,7 @@ class Drafts:
         except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
             reason = f"cannot read the draft of {prompt_id} ({error})"
             fix = "put the file back (all nodes must see run.dir), or set rollout.reuse_last_epoch=False"
-            raise UserError(f"{self.path(step)}: {reason}; {fix}, with run.resume_changed True") from None
+            raise UserError(f"{path}: {reason}; {fix}, with run.resume_changed True") from None
 
     def loop(self, *args: object) -> DraftLoop:
         """Return a rollout's loop that uses the drafts. Arguments: see Loop."""

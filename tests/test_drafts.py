@@ -23,7 +23,7 @@ from arpo.trajectory import StopReason, Trajectory
 CFG = RolloutConfig(
     group_size=4, max_response_tokens=600, max_result_tokens=200, answer_reserve_tokens=60, reuse_last_epoch=True
 )
-MAIN = SimpleNamespace(is_main=True, together=lambda make: make())  # one rank of one
+ONE = SimpleNamespace(rank=0, world_size=1, together=lambda make: make())
 FOUND = " <result>\nfound\n</result>"
 TWO_CALLS = [CALL, "<think>u</think><search>r</search>", ANSWER]
 
@@ -80,7 +80,7 @@ def play(drafts, script=two_calls, *, never="", cfg=CFG, branching=NO_BRANCHES, 
 
 def drafts_of(tmp_path, group, cfg=CFG) -> Drafts:
     drafts = Drafts(tmp_path / "drafts", cfg, {})
-    drafts.add(1, [group], MAIN)
+    drafts.add(1, [group], ONE)
     return drafts
 
 
@@ -257,7 +257,7 @@ def test_drafts_are_found_again_from_what_the_checkpoint_keeps(tmp_path):
     before, *_ = play(None)
     other = replace(before, prompt=prompt("p1"))
     drafts = Drafts(tmp_path / "drafts", CFG, {})
-    drafts.add(1, [other, before], MAIN)
+    drafts.add(1, [other, before], ONE)
     again = Drafts(tmp_path / "drafts", CFG, {name: list(place) for name, place in drafts.state.items()})
     [t, *_] = before.trajectories
     for name in ("p0", "p1"):
@@ -268,32 +268,60 @@ def test_drafts_are_found_again_from_what_the_checkpoint_keeps(tmp_path):
         assert draft == drafts.of(name, "0") and [d.tool_calls for d in draft.turns] == [u.tool_calls for u in t.turns]
     assert again.of("p0", "7") is None and again.of("p2", "0") is None
     newer, *_ = play(None, lambda *_: ANSWER)
-    again.add(2, [newer], MAIN)
+    again.add(2, [newer], ONE)
     assert again.of("p0", "0").token_ids == newer.trajectories[0].token_ids
     assert again.of("p1", "0").token_ids == t.token_ids and drafts.of("p0", "0").token_ids == t.token_ids
 
 
-def test_only_the_first_rank_writes_and_nobody_does_where_nothing_is_reused(tmp_path):
+def test_each_rank_writes_its_share_which_all_find_also_when_there_are_fewer(tmp_path):
     group, *_ = play(None)
-    other = Drafts(tmp_path / "drafts", CFG, {})
-    other.add(1, [group], SimpleNamespace(is_main=False, together=lambda make: make()))
+    groups = [replace(group, prompt=prompt(f"p{number}")) for number in range(5)]
+    ranks = [SimpleNamespace(rank=rank, world_size=3, together=lambda make: make()) for rank in range(3)]
+    drafts = [Drafts(tmp_path / "drafts", CFG, {}) for _ in ranks]
+    for mine, rank in zip(drafts, ranks, strict=True):
+        mine.add(1, groups, rank)
+    assert drafts[0].state == drafts[1].state == drafts[2].state and len(list((tmp_path / "drafts").iterdir())) == 3
+    alone = Drafts(tmp_path / "drafts", CFG, drafts[2].state)
+    alone.add(2, groups[1:2], ONE)
+    assert {alone.of(f"p{number}", "0").token_ids == group.trajectories[0].token_ids for number in range(5)} == {True}
+    assert alone.state["p1"] == (2, 0, 0) and alone.state["p4"] == (1, 1, 4)
+
+
+def test_nothing_is_written_where_nothing_is_reused(tmp_path):
+    group, *_ = play(None)
     off = Drafts(tmp_path / "drafts", replace(CFG, reuse_last_epoch=False), {})
-    off.add(1, [group], MAIN)
-    assert other.state == {"p0": (1, 0)} and off.state == {} and list(tmp_path.iterdir()) == []
+    off.add(1, [group], ONE)
+    off.prune({})
+    assert off.state == {} and list(tmp_path.iterdir()) == []
+
+
+def test_files_go_when_the_oldest_checkpoint_needs_them_no_longer(tmp_path):
+    group, *_ = play(None)
+    groups, states = [replace(group, prompt=prompt(f"p{number}")) for number in range(2)], [{}]
+    drafts = Drafts(tmp_path / "drafts", CFG, {})
+    for step, names in enumerate(([0], [1], [0], [1]), 1):
+        drafts.add(step, [groups[number] for number in names], ONE)
+        states.append(dict(drafts.state))
+        drafts.prune(states[step - 1])  # a checkpoint after each step, and two are kept
+    left = sorted(path.name for path in (tmp_path / "drafts").iterdir())
+    assert left == [f"step_{step:06d}.0.zip" for step in (2, 3, 4)]
+    for state in states[-2:]:
+        again = Drafts(tmp_path / "drafts", CFG, state)
+        assert all(again.of(f"p{number}", "0") for number in range(2))
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "another prompt's"])
 def test_a_draft_that_cannot_be_read_is_one_line(tmp_path, damage):
     group, *_ = play(None)
     drafts = drafts_of(tmp_path, group)
-    path = drafts.path(1)
+    path = drafts.path(1, 0)
     if damage == "gone":
         path.unlink()
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-40])
     else:
-        drafts.state["p9"] = (1, 0)
-    with pytest.raises(UserError, match=r"step_000001.zip: cannot read the draft of p\d .*; put the file back"):
+        drafts.state["p9"] = (1, 0, 0)
+    with pytest.raises(UserError, match=r"step_000001.0.zip: cannot read the draft of p\d .*; put the file back"):
         drafts.of("p9" if damage == "another prompt's" else "p0", "0")
 
 

@@ -25,7 +25,7 @@ CFG = RolloutConfig(
     group_size=6, max_response_tokens=300, max_result_tokens=60, answer_reserve_tokens=20, reuse_last_epoch=True
 )
 BRANCHING = BranchingConfig(num_initial_rollouts=4, weight=2.0, entropy_tokens=8)
-MAIN = SimpleNamespace(is_main=True, together=lambda make: make())  # one rank of one
+ONE = SimpleNamespace(rank=0, world_size=1, together=lambda make: make())
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def changed_model(tiny_model_dir, folder, scale: float):
 
 def kept_in(tmp_path, groups, cfg=CFG, name="drafts") -> Drafts:
     drafts = Drafts(tmp_path / name, cfg, {})
-    drafts.add(1, groups, MAIN)
+    drafts.add(1, groups, ONE)
     return drafts
 
 
@@ -149,7 +149,7 @@ def test_the_token_at_the_cut_is_one_of_the_policy(parts, tiny_model_dir, tmp_pa
 
 # ---- whole runs: 16 prompts, 4 a step, so the second epoch begins with step 5
 
-SIZES = ("--run.num_steps", "7", "--run.validate_every", "0", "--run.save_every", "1", "--run.dump_every", "1",
+SIZES = ("--run.num_steps", "9", "--run.validate_every", "0", "--run.save_every", "1", "--run.dump_every", "1",
          "--data.valid", "", "--rollout.group_size", "4", "--branching.num_initial_rollouts", "3",
          "--rollout.reuse_last_epoch", "True", "--optim.lr", "1e-3")  # fmt: skip
 COUNTS = ("drafts/reused_tokens", "drafts/accepted_share", "drafts/whole_share", "tokens/sampled", "reward/mean")
@@ -173,6 +173,9 @@ def test_a_run_reuses_from_the_second_epoch_on_and_goes_on_alike_from_a_checkpoi
     run(world, "cut", "--run.num_steps", "5")
     run(world, "cut")
     assert differing(world / "runs" / "whole", world / "runs" / "cut") == []
+    for name in ("whole", "cut"):  # the older of two checkpoints is of step 8, the second epoch's last
+        files = sorted(path.name for path in (world / "runs" / name / "drafts").iterdir())
+        assert files == [f"step_{step:06d}.0.zip" for step in range(5, 10)]
     assert [[row[key] for key in KEYS] for row in dumped(world, "whole", 7)] == [
         [row[key] for key in KEYS] for row in dumped(world, "cut", 7)
     ]

@@ -3,15 +3,10 @@
 docs/training.md has the table of what happens at each of these places.
 """
 
-import signal
-from functools import partial
-
 import pytest
-from helpers.kill import kill_at
 from helpers.models import searching_model
-from helpers.ranks import run_script, script_on_ranks, wait_for_all
 from helpers.runs import differing
-from helpers.toy_run import build_toy_world
+from helpers.toy_run import build_toy_world, train, train_and_kill
 
 PLACES = [  # what is called when the rank dies, at which call since the start of the process, and which rank
     ("loading of the model", "arpo.model:load_policy", 1, 1),
@@ -39,23 +34,40 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
 ]
 
 
+OF_DRAFTS = [  # each start goes on behind the step before the kill: steps 2, 4, 6, 7 and 8
+    ("writing of drafts", "arpo.drafts:Drafts._write", 3, 1),
+    ("drafts written, nothing saved", "arpo.update:fill_advantages", 2, 0),
+    ("reading of a draft", "arpo.drafts:Drafts._load", 3, 1),
+    ("taking over of a draft", "arpo.drafts:DraftLoop.play", 12, 0),
+    ("removal of old drafts", "arpo.drafts:Drafts.prune", 2, 0),
+]
+
+
+def check(world, *flags: str, places: list[tuple]) -> None:
+    """A run that is killed at these places has the numbers and the weights of the one that never was."""
+    flags = (*flags, "--run.save_every", "1", "--run.dump_every", "1", "--optim.lr", "1e-3")
+    whole = train(world, "whole", *flags, ranks=2)
+    train_and_kill(world, "killed", *flags, places=places)
+    runs = world / "runs"
+    assert differing(runs / "whole", runs / "killed") == []
+    weights = [(runs / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    last = runs / "killed" / "checkpoints" / f"step_{len(whole):06d}"
+    assert weights[0] == weights[1] and (runs / "killed" / "hf").resolve() == last / "hf"
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_every_place_ends_as_the_one_that_never_was(tmp_path):
     """Every step is saved, so each start goes on a step or two, or none, until it is killed in its turn."""
     world = build_toy_world(tmp_path)
     searching_model(world / "model")
-    flags = (str(world / "config.yaml"), "--run.num_steps", "24", "--run.save_every", "1", "--run.validate_every", "3",
-             "--run.dump_every", "1", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "32")  # fmt: skip
-    run_script("train_rl.py", *flags, "--run.name", "whole")
-    flags = (*flags, "--run.name", "killed")
-    survived = []
-    for name, *where in PLACES:
-        with script_on_ranks("train_rl.py", *flags, prepare=partial(kill_at, *where)) as (ranks, output):
-            if wait_for_all(ranks, 5) != -signal.SIGKILL:
-                survived.append((name, output.read_text()[-2000:]))
-    assert survived == []
-    run_script("train_rl.py", *flags)
-    run = world / "runs" / "killed"
-    assert differing(world / "runs" / "whole", run) == []
-    weights = [(world / "runs" / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert weights[0] == weights[1] and (run / "hf").resolve() == run / "checkpoints" / "step_000024" / "hf"
+    flags = "--run.num_steps", "24", "--run.validate_every", "3", "--rollout.max_response_tokens", "32"
+    check(world, *flags, places=PLACES)
+
+
+@pytest.mark.slow
+def test_a_run_that_reuses_rollouts_is_the_same_wherever_it_was_killed(tmp_path):
+    world = build_toy_world(tmp_path)
+    flags = "--run.num_steps", "10", "--run.validate_every", "0", "--rollout.reuse_last_epoch", "True"
+    check(world, *flags, "--rollout.group_size", "4", "--branching.num_initial_rollouts", "3", places=OF_DRAFTS)
+    left = sorted(path.name for path in (world / "runs" / "killed" / "drafts").iterdir())
+    assert left == sorted(path.name for path in (world / "runs" / "whole" / "drafts").iterdir())

@@ -1,7 +1,7 @@
 """Training under rollout.dispatch=pull: the numbers of a run do not depend on who sampled what, also after a cut."""
 
 import pytest
-from helpers.toy_run import build_toy_world, dumped, train
+from helpers.toy_run import build_toy_world, dumped, train, train_and_kill
 
 from arpo.log import read_metrics
 
@@ -23,6 +23,11 @@ def run(world, name: str, *flags: str, ranks: int = 2) -> list[dict]:
     return train(world, name, *SIZES, *flags, ranks=ranks)
 
 
+@pytest.fixture(scope="module")
+def refilled(world) -> list[dict]:
+    return run(world, "refilled", *PULL, *REFILL)
+
+
 def assert_alike(world, one: str, other: str, *extra: str) -> None:
     """The first step, whose policy is the same to the bit, has the same tokens; all have the same numbers."""
     rows, others = (dumped(world, name, step=1) for name in (one, other))
@@ -41,15 +46,15 @@ def test_a_run_whose_prompts_are_pulled_learns_what_one_does_whose_prompts_are_d
 
 
 @pytest.mark.slow
-def test_a_refilled_run_is_the_same_on_one_rank_and_after_a_cut(world):
-    whole = run(world, "refilled", *PULL, *REFILL)
+def test_a_refilled_run_is_the_same_on_one_rank_and_after_a_cut(world, refilled):
     run(world, "alone", *PULL, *REFILL, ranks=1)
     run(world, "cut", *PULL, *REFILL, "--run.num_steps", "2")
     run(world, "cut", *PULL, *REFILL)
     for name in ("alone", "cut"):
         assert_alike(world, "refilled", name, "group/resampled_prompts")
-    assert any(row["group/resampled_prompts"] > 0 for row in whole) and all("group/cut_off" in row for row in whole)
-    for row in whole:
+    assert any(row["group/resampled_prompts"] > 0 for row in refilled)
+    assert all("group/cut_off" in row for row in refilled)
+    for row in refilled:
         groups: dict[str, list[dict]] = {}
         for t in dumped(world, "refilled", row["step"]):
             groups.setdefault(t["prompt_id"], []).append(t)
@@ -58,3 +63,14 @@ def test_a_refilled_run_is_the_same_on_one_rank_and_after_a_cut(world):
         assert len(groups) == 4 + row["group/resampled_prompts"] <= 12 and trained == mixed
         is_full = len(mixed) == 4 and list(groups)[-1] == mixed[-1]
         assert is_full or (len(mixed) < 4 and len(groups) > 8)  # 12, but none comes twice where an epoch ends
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_its_queue_has_the_numbers_of_one_that_never_was(world, refilled):
+    places = [
+        ("pull", "arpo.dispatch:PromptQueue.pull", 2, 1),
+        ("verdict on a group", "arpo.dispatch:RefilledQueue.look", 4, 0),
+        ("end of a step's queue", "arpo.dispatch:RefilledQueue.delete_keys", 2, 0),
+    ]
+    assert len(train_and_kill(world, "killed", *SIZES, *PULL, *REFILL, places=places)) == len(refilled)
+    assert_alike(world, "refilled", "killed", "group/resampled_prompts")

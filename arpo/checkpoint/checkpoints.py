@@ -154,10 +154,13 @@ class Checkpoints:
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[self.ranks.rank])
-        file = folder / PROGRESS
-        self.progress = json.loads(file.read_text()) if file.exists() else {}  # older checkpoints have none
+        self.progress = _progress_in(folder)
         self.rank_files = sorted(folder.glob(RANK_FILE.replace("{rank:05d}", "*")))
         return manifest.step_of(folder)
+
+    def oldest_progress(self) -> dict:
+        """Return the `progress` of the oldest checkpoint. Not collective."""
+        return _progress_in(self._all()[-1])
 
     def _newest_intact(self) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
@@ -196,6 +199,11 @@ class Checkpoints:
 def verify(folder: Path) -> str | None:
     """Check every file of the manifest by size and checksum, in this process alone. Return what is wrong, or None."""
     return manifest.find_problem(folder, manifest.read(folder))
+
+
+def _progress_in(folder: Path) -> dict:
+    file = folder / PROGRESS
+    return json.loads(file.read_text()) if file.exists() else {}  # older checkpoints have none
 
 
 def _state(

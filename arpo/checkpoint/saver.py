@@ -38,6 +38,11 @@ class Saver:
         """The `progress` that was saved with the checkpoint which `resume` has loaded; empty where there was none."""
         return self.checkpoints.progress
 
+    @property
+    def oldest_progress(self) -> dict:
+        """The `progress` of the oldest checkpoint that is still there, on rank 0; empty elsewhere."""
+        return self.checkpoints.oldest_progress() if self.ranks.is_main else {}
+
     def resume(
         self,
         policy: Policy,

@@ -1,11 +1,15 @@
 """A world in which a random model learns in seconds: model, prompts, corpus, a reward, and the config of a run."""
 
 import json
+import signal
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from helpers.files import read_jsonl
+from helpers.kill import kill_at
 from helpers.models import build_tiny_model
-from helpers.ranks import run_script
+from helpers.ranks import run_script, script_on_ranks, wait_for_all
 
 from arpo.log import read_metrics
 
@@ -50,6 +54,18 @@ def train(world: Path, name: str, *flags: str, ranks: int) -> list[dict]:
     """Run train_rl.py in that world, and return the metrics of its steps."""
     run_script("train_rl.py", str(world / "config.yaml"), "--run.name", name, *flags, ranks=ranks)
     return read_metrics(world / "runs" / name)
+
+
+def train_and_kill(world: Path, name: str, *flags: str, places: Iterable[tuple], ranks: int = 2) -> list[dict]:
+    """The same, but first it is killed at each of the places, one after the other. A place is (words, *kill_at's)."""
+    argv, survived = (str(world / "config.yaml"), "--run.name", name, *flags), []
+    for words, *where in places:
+        prepare = partial(kill_at, *where)
+        with script_on_ranks("train_rl.py", *argv, ranks=ranks, prepare=prepare) as (processes, output):
+            if wait_for_all(processes, 5) != -signal.SIGKILL:
+                survived.append((words, output.read_text()[-2000:]))
+    assert survived == []
+    return train(world, name, *flags, ranks=ranks)
 
 
 def dumped(world: Path, name: str, step: int) -> list[dict]:
