@@ -12,11 +12,14 @@ class MetricsFile:
     """Appends rows to a run's metrics.jsonl. Rows for which there is no room wait in memory."""
 
     def __init__(self, path: Path, resume_step: int):
-        """Drop the lines of an interrupted run after `resume_step`, for which no room is needed. Raises OSError."""
+        """Drop the lines of an interrupted run after `resume_step`, for which no room is needed. Raises OSError.
+
+        From step 0 a run begins anew, and writes what it did before step 1 again.
+        """
         self.path = path
         self._waiting: list[Mapping[str, float]] = []
         path.touch()
-        self._num_bytes = _num_bytes_until(path, resume_step)
+        self._num_bytes = _num_bytes_until(path, resume_step) if resume_step else 0
         """Size of the file without what a failed write has left."""
         os.truncate(path, self._num_bytes)
 

@@ -66,7 +66,7 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
-        purge_step = run.resume_step + 1 if run.resume_step else None
+        purge_step = run.resume_step + 1 if run.resume_step else 0  # also what it did before step 1
         self.where = f"tensorboard --logdir {run.folder / 'tb'}"
         self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
         rows = [f"| {key} | {value} |" for key, value in leaves(run.config).items()]

@@ -41,6 +41,17 @@ def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+    """Also what it did before step 1, or its validation would be there twice."""
+    for accuracy in (0.25, 0.5):
+        log = RunLog(tmp_path, Config(), is_main=True)
+        log.scalars(0, {"valid/accuracy": accuracy})
+        log.close()
+    assert read_metrics(tmp_path) == [{"step": 0, "valid/accuracy": 0.5}]
+    board = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("valid/accuracy")] == [(0, 0.5)]
+
+
 def test_config_and_hyperparameters_are_written(tmp_path):
     RunLog(tmp_path, Config(), is_main=True).close()
     assert (tmp_path / "config.yaml").read_text() == "name: x\n"
