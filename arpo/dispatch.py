@@ -28,9 +28,9 @@ WAIT_S, WAIT_PER_TEAM_S = 0.05, 2e-4
 the store at most, whatever the number of teams."""
 
 PRIOR_SHARE = 1 / 8
-"""Groups that count as mixed before any is known, per group that is wanted. Where half are dead, a step takes 0.7 of
-the time that it takes in rounds, and a fifteenth is cut off; with 1 it takes 0.7 to 1.1, and with 1/32 0.55 to 0.7 and
-a tenth is cut off (benchmarks/no_rank_waits.py, 8 ranks)."""
+"""Groups that count as mixed before any is known, per group that is wanted. Where half are dead, a step then takes 0.6
+to 0.7 of the time that it takes in rounds, and a twentieth of the groups is cut off; with 1 it takes 0.7 to 1.0, and
+with 1/32 about 0.6, but up to a ninth is cut off (workloads short, 16 ranks, and long, 8, of no_rank_waits.py)."""
 
 
 class PromptSource(Protocol):
