@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in [item for item in items if item.get_closest_marker("download")]:
             item.add_marker(pytest.mark.skip(reason="downloads a gigabyte: make test-downloads"))
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") or item.get_closest_marker("download"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
 from helpers.files import read_jsonl
+from helpers.kill import kill_at
 from helpers.models import build_tiny_model
 from helpers.processes import free_port
-from helpers.ranks import PATIENCE_S, ROOT, run_script
+from helpers.ranks import PATIENCE_S, ROOT, run_script, script_on_ranks, wait_for_all
 from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, says
 
@@ -105,6 +107,10 @@ def evaluate_here(monkeypatch):
     logger.handlers[:], logger.level = handlers, level
 
 
+def texts_of(run: Path) -> dict[tuple, str]:
+    return {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(run / "records")}
+
+
 # ---- generation by vLLM
 
 
@@ -142,8 +148,18 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
         sum(len(read_jsonl(path)) for path in records.glob("*.jsonl")) == 56
     )  # a line twice would be a trajectory generated twice
     assert all(path.read_bytes().startswith(before) for path, before in finished.items())
-    texts = {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(records)}
-    assert texts == {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(whole / "records")}
+    assert texts_of(world / "killed") == texts_of(whole)
+
+
+@pytest.mark.slow
+def test_ranks_that_pull_their_questions_generate_the_same_also_after_a_kill_at_the_queue(whole, world):
+    flags = [*of_run(world, "pulled"), *flags_of(rollout__dispatch="pull", engine__max_num_seqs="4")]
+    at_the_queue = partial(kill_at, "arpo.dispatch:PromptQueue.pull", 5, 1)
+    with script_on_ranks("evaluate.py", *flags, prepare=at_the_queue) as (processes, _):
+        assert wait_for_all(processes, 5) == -signal.SIGKILL
+    run_script("evaluate.py", *flags, ranks=2)
+    assert texts_of(world / "pulled") == texts_of(whole)
+    assert list((world / "pulled" / "records").glob("*.rank1.jsonl"))
 
 
 def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world):
