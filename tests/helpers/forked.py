@@ -1,34 +1,45 @@
 """Real processes for tests: several at once, optionally without root's right to write everywhere."""
 
+import faulthandler
 import multiprocessing
+import multiprocessing.connection
 import os
+import sys
 from collections.abc import Callable
 
 fork = multiprocessing.get_context("fork")
 NOBODY = 65534
+HANG_S = 240.0
+"""Then a process that has not ended shows where it is, and ends: one that was forked while another thread held a lock
+waits for it for ever."""
 
 
 def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bool = False) -> list:
     """`work(0)`, `work(1)`, ... in a process each, begun at the same moment; their results, in order."""
-    start, results = fork.Barrier(count), fork.SimpleQueue()
+    start, pipes = fork.Barrier(count), [fork.Pipe(duplex=False) for _ in range(count)]
 
     def body(number: int) -> None:
+        faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
         try:
             if as_nobody and os.getuid() == 0:
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-            start.wait(timeout=300)
-            results.put((number, work(number)))
+            start.wait(timeout=HANG_S / 2)
+            outcome = work(number)
         except BaseException as error:
-            results.put((number, error))
+            outcome = error
+        pipes[number][1].send(outcome)
 
     processes = [fork.Process(target=body, args=(number,)) for number in range(count)]
     for process in processes:
         process.start()
-    found = dict(results.get() for _ in processes)
-    for process in processes:
-        process.join(timeout=300)
-    for outcome in found.values():
+    outcomes = []
+    for process, (results, _) in zip(processes, pipes, strict=True):
+        multiprocessing.connection.wait([results, process.sentinel])
+        assert results.poll(), f"{process.name} ended without a result; what it did last may stand above"
+        outcomes.append(results.recv())
+        process.join()
+    for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
-    return [found[number] for number in range(count)]
+    return outcomes
