@@ -159,8 +159,8 @@ class Checkpoints:
         return manifest.step_of(folder)
 
     def oldest_progress(self) -> dict:
-        """Return the `progress` of the oldest checkpoint. Not collective."""
-        return _progress_in(self._all()[-1])
+        """Return the `progress` of the oldest checkpoint; empty where there is none. Not collective."""
+        return next(map(_progress_in, reversed(self._all())), {})
 
     def _newest_intact(self) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
