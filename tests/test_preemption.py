@@ -127,8 +127,10 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def abandoned_memory() -> set[str]:
-    """Shared memory that no process has mapped or open. What other tests use meanwhile is not among it."""
-    found, used = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}, set()
+    """Shared memory that no process has mapped or open. What other tests use meanwhile is not among it, and neither are
+    semaphores: those of ranks that other tests kill stay until the server ends that these were forked from."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    used: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended since it was listed
             used |= set(re.findall(r"/dev/shm/.+", (process / "maps").read_text()))
