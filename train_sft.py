@@ -61,6 +61,7 @@ from arpo.log import RunLog
 from arpo.memory import check_memory, read_job
 from arpo.metrics import memory_metrics, speeds
 from arpo.model import Policy, load_policy, load_tokenizer
+from arpo.model.accumulation import accumulating
 from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
@@ -181,7 +182,7 @@ def update_policy(
 ) -> Metrics:
     """One optimizer step on the mean over the `num_loss_tokens` of all ranks, of which `micros` are this rank's."""
     metrics, losses = Metrics(), []
-    for micro in micros:
+    for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
         nll = -logprobs.sum()
         # FSDP2 averages gradients over ranks; times world_size makes that the sum.

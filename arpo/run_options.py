@@ -78,7 +78,7 @@ class ModelConfig:
     compile_head: bool = False
     """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
     reshard_after_forward: bool = True
-    """False = layers stay gathered between forward and backward: one gather less, but the whole model on each GPU."""
+    """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
     shard_size: int = 0
     """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
     context_parallel: int = 1

@@ -23,6 +23,7 @@ from arpo.losses import (
     uses_entropy_statistics,
 )
 from arpo.model import Policy
+from arpo.model.accumulation import accumulating
 from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
 from arpo.nonfinite import NonFinite
@@ -194,7 +195,7 @@ def update_policy(
             entropies = [m.old_entropies if is_first else policy(m, temperature)[1] for m in micros]
         statistics = global_statistics([m.at_loss_tokens(h) for m, h in zip(micros, entropies, strict=True)], dist)
 
-    for micro in micros:
+    for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro, temperature)  # (B, T)
         if micro.old_logprobs is None:  # see `first_update_fills`
             metrics.merge(take_as_old(micro, logprobs, entropies, cfg))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
 from arpo.losses import aggregate
+from arpo.model.accumulation import accumulating
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import clip_grad_norm
 from arpo.model.policy import attention_implementation, hidden_states, residence, shard
@@ -88,7 +89,7 @@ def update_critic(
     """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
     metrics = Metrics()
     [num_tokens] = dist.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
-    for micro in micros:
+    for micro in accumulating(critic, micros):
         values = critic(micro)
         loss, loss_metrics = value_loss(
             values, micro.old_values, micro.returns, micro.loss_mask, denominator=num_tokens

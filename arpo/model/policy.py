@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from arpo.batch import MicroBatch
 from arpo.errors import UserError
 from arpo.model import lora
+from arpo.model.accumulation import prepare_accumulation
 from arpo.model.attention import attention_backend, register
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import check_compiled, token_logprobs
@@ -127,6 +128,7 @@ def shard(
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
     fully_shard(model, reshard_after_forward=True, **options)
+    prepare_accumulation(model, cfg, num_shards=mesh.shape[-1])
     materialize(hf, device, parameter_device=home)
 
 

@@ -156,8 +156,10 @@ def init(
     if note := devices.check_devices():
         logger.info(note)
     cuda = torch.cuda.is_available()
-    if not cuda and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
+    if not cuda:
+        devices.keep_freed_memory()
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # 0: any free port

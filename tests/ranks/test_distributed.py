@@ -20,6 +20,7 @@ from helpers.losses import loss_of
 from helpers.models import build_tiny_model
 from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
+from torch.distributed.tensor import DTensor
 
 from arpo import ranks
 from arpo.batch import Row, microbatches
@@ -28,6 +29,7 @@ from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
 from arpo.model import load_policy
+from arpo.model.accumulation import accumulating
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import OptimConfig
 from arpo.ranks.peers import nccl_backends, where
@@ -62,17 +64,17 @@ def make_rows(lengths) -> list[Row]:
     return rows
 
 
-def steps(ranks, folder: str) -> dict[str, dict]:
+def steps(ranks, folder: str, **settings) -> dict[str, dict]:
     """One optimizer step per mini-batch and aggregation, each from the same start."""
     return {
-        f"{name}, {aggregation}": step(ranks, folder, lengths, aggregation)
+        f"{name}, {aggregation}": step(ranks, folder, lengths, aggregation, **settings)
         for name, lengths in MINIBATCHES.items()
         for aggregation in AGGREGATIONS
     }
 
 
-def step(ranks, folder: str, lengths, aggregation: str) -> dict:
-    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=True)
+def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
+    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=True, **settings)
     policy = load_policy(cfg, ranks.mesh, device=ranks.device)
     policy.head_chunk_tokens = 16
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
@@ -86,8 +88,8 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
             _, micro.old_entropies = policy(micro)
         moments += token_moments(micro.at_loss_tokens(micro.old_entropies))
     statistics = statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
-    metrics = Metrics()
-    for micro in micros:
+    metrics, num_exchanges = Metrics(), 0
+    for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro)
         loss, loss_metrics = loss_of(
             logprobs,
@@ -104,6 +106,7 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
             denominator=count,
         )
         (loss * ranks.world_size).backward()
+        num_exchanges += any(isinstance(parameter.grad, DTensor) for parameter in policy.parameters())
         metrics.sum("loss", loss.item())
         metrics.merge(loss_metrics)
     metrics.mean("grad_norm", clip_grad_norm(policy, 1e9))
@@ -112,6 +115,7 @@ def step(ranks, folder: str, lengths, aggregation: str) -> dict:
     parameters = {name: p.detach().full_tensor().numpy() for name, p in policy.hf_parameters()}
     return {
         "num_micros": len(micros),
+        "num_exchanges": num_exchanges,
         "num_empty": sum(not micro.row_ids for micro in micros),
         "metrics": ranks.reduce_metrics(metrics).values(),
         "gradients": gradients,
@@ -172,6 +176,32 @@ def test_two_copies_of_two_ranks_learn_what_one_rank_learns(outcomes, tiny_model
             for name, gradient in alone[case]["gradients"].items():
                 scale = np.abs(gradient).max()
                 np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+def whole_steps(ranks, folder: str, reshards: bool) -> dict[str, dict]:
+    """The cases on ranks of which each has the whole model."""
+    mesh = make_mesh("cpu", ranks.world_size, 1)
+    return steps(replace(ranks, mesh=mesh), folder, shard_size=1, reshard_after_forward=reshards)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_ranks_with_the_whole_model_exchange_gradients_once_a_step_and_learn_the_same(
+    outcomes, tiny_model_dir, reshards
+):
+    [alone] = outcomes[1]
+    for by_case in run_ranks(2, whole_steps, str(tiny_model_dir), reshards):
+        assert all(by_case[case]["num_exchanges"] == 1 for case in CASES)
+        assert any(by_case[case]["num_micros"] > 1 for case in CASES)
+        for case in CASES:
+            assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
+            for name, gradient in alone[case]["gradients"].items():
+                scale = np.abs(gradient).max()
+                np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_ranks_that_share_a_model_reduce_each_micro_batch(outcomes):
+    """Gradients of whole layers would take the memory that the sharding saves."""
+    assert all(rank[case]["num_exchanges"] == rank[case]["num_micros"] for rank in outcomes[2] for case in CASES)
 
 
 def limits_of_groups(ranks) -> list[float]:
