@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from arpo.branching import Evidence
@@ -39,12 +39,13 @@ def state_of(carry: CarryOver) -> bytes | None:
         fields = ("path", "evidence", "entropies", "top_logprobs", "has_failed")
         entry = {name: to_plain(getattr(live, name)) for name in fields}
         by_group.setdefault(id(live.group), []).append(entry | {"place": place, "calls": calling.get(live.key)})
-    records = answered(carry.sampler.tools.sessions.records(), lives.values(), calling)
+    kept = carry.sampler.tools.sessions
+    records = answered(kept.records(), lives.values(), calling, kept.name_of)
     groups = []
     for carried in carry.groups:
         prompt_id = carried.state.prompt.prompt_id
         plain = {name: to_plain(value) for name, value in vars(carried.state).items() if name != "prompt"}
-        sessions = [[*owner, tag, to_plain(calls)] for owner, tag, calls in records if owner[0] == prompt_id]
+        sessions = [[*owner, name, to_plain(calls)] for owner, name, calls in records if owner[0] == prompt_id]
         growing = {"lives": by_group.get(id(carried.state), []), "sessions": [] if carried.is_whole else sessions}
         groups.append({"number": carried.number, "begun": carried.begun, "prompt": prompt_id, "state": plain} | growing)
     waiting = [[number, prompt.prompt_id] for number, prompt in carry.waiting.items()]
@@ -53,20 +54,26 @@ def state_of(carry: CarryOver) -> bytes | None:
 
 
 def answered(
-    records: Iterable[tuple[Owner, str, list[RecordedCall]]], lives: Iterable[Live], calling: dict[str, list[int]]
+    records: Iterable[tuple[Owner, str, list[RecordedCall]]],
+    lives: Iterable[Live],
+    calling: dict[str, list[int]],
+    name_of: Callable[[str], str],
 ) -> list[tuple[Owner, str, list[RecordedCall]]]:
-    """Return the records without the calls whose results the trajectory has not read yet: those run again."""
+    """Return the records without the calls whose results the trajectory has not read yet: those run again.
+
+    `name_of` gives the name of the sessions that answer the calls of a tag.
+    """
     under_way = {live.owner: live for live in lives if live.key in calling}
     kept = []
-    for owner, tag, calls in records:
+    for owner, name, calls in records:
         if live := under_way.get(owner):
             turn = live.trajectory.turns[-1]
-            numbers = [n for n, call in enumerate(turn.tool_calls) if call.tag == tag and call.executed]
+            numbers = [n for n, call in enumerate(turn.tool_calls) if name_of(call.tag) == name and call.executed]
             # a session answers in the order of the calls, so those that have been read are the first ones
             num_read = sum(n not in calling[live.key] for n in numbers)
             before = [call for call in calls if call.turn < live.turn_index]
             calls = before + [call for call in calls if call.turn == live.turn_index][:num_read]
-        kept.append((owner, tag, calls))
+        kept.append((owner, name, calls))
     return kept
 
 
@@ -123,8 +130,8 @@ def _add_group(carry: CarryOver, plain: dict, by_id: dict[str, Prompt]) -> list[
     state.prompt = prompt
     carry.groups.append(Carried(plain["number"], plain["begun"], state))
     carry.loop.num_unfinished += state.size - len(state.wall_s)
-    for prompt_id, trajectory_id, tag, calls in plain["sessions"]:
-        carry.sampler.tools.sessions.restore((prompt_id, trajectory_id), tag, from_plain(list[RecordedCall], calls))
+    for prompt_id, trajectory_id, name, calls in plain["sessions"]:
+        carry.sampler.tools.sessions.restore((prompt_id, trajectory_id), name, from_plain(list[RecordedCall], calls))
     lives = []
     for entry in plain["lives"]:
         path = tuple(entry["path"])

@@ -13,7 +13,7 @@ from helpers.cut_rollout import CutEngine, PunctualRunner, make, moved, plain, p
 from helpers.fakes import EchoTool
 from helpers.ranks import mesh_of_one, ranks_of
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_answer, prompt
-from helpers.stateful import ForkedNotes, Notes
+from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
 
 from arpo.carried_state import go_on_from
 from arpo.carry_over import Begun, Carried
@@ -367,27 +367,31 @@ def test_a_run_that_is_cut_off_after_any_step_goes_on_to_the_same_groups(alone, 
     assert num_unfinished > 8 and not carry.groups
 
 
-def test_calls_under_way_and_sessions_come_back(alone):
+@pytest.mark.parametrize("tags", [("search",), ("search", "python")])
+def test_calls_under_way_and_sessions_come_back(alone, tags):
     """The session answers again all that the trajectory has read, and once only what it was asked when the run died."""
-    script = lambda _p, path, turn: f"<search>{turn}@{path}</search>" if turn < 3 else ANSWER  # noqa: E731
+
+    def script(_prompt, path, turn):
+        tag = tags[turn % len(tags)]
+        return f"<{tag}>{turn}@{path}</{tag}>" if turn < 3 else ANSWER
+
     prompts, cfg = [prompt("p0")], replace(WORLD, group_size=2, carry_over=1)
-    carry = make(alone, script, [ForkedNotes()], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
+    before, tools = (sharing(ForkedNotes) if len(tags) > 1 else [ForkedNotes()] for _ in range(2))
+    carry = make(alone, script, before, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
     carry._begin_step(prompts, 1, None)
     assert carry._begin_next()
     for _ in range(3):
         carry.loop.advance(block=True)
     assert carry.sampler.tools.num_pending  # the last advance ended a turn in calls
     carry.pause()
-    tool = ForkedNotes()
-    fresh = make(alone, script, [tool], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1)
+    fresh = make(alone, script, tools, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1)
     moved(carry, fresh, prompts)
     carry.sampler.tools.close()
     [group] = train(fresh, [], 2, 2, 2)[0]
     fresh.sampler.tools.close()
     for t in group.trajectories:
-        arguments = [call.argument for call in t.tool_calls]
-        assert [call.result for call in t.tool_calls] == [" ".join(arguments[: n + 1]) for n in range(3)]
-    assert sum(call.replayed for t in group.trajectories for call in t.tool_calls) >= 1 and tool.num_open == 0
+        assert [call.result for call in t.tool_calls] == shared_texts(t.tool_calls) and len(t.tool_calls) == 3
+    assert sum(call.replayed for t in group.trajectories for call in t.tool_calls) >= 1 and tools[0].num_open == 0
 
 
 def test_files_that_cannot_be_used_are_refused_in_one_line(alone, tmp_path):

@@ -35,7 +35,7 @@ class PricedTool:
 
     def __getattr__(self, name: str) -> Any:
         """Have the sessions of a tool that has any."""
-        if name not in ("open", "fork", "close", "max_sessions", "may_branch"):
+        if name not in ("open", "fork", "close", "max_sessions", "may_branch", "session_name"):
             raise AttributeError(name)
         return getattr(self.tool, name)
 

@@ -82,6 +82,8 @@ class SessionTool(Protocol):
     """Most sessions at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
     may_branch: bool
     """False: no trajectory branches while it has such a session."""
+    session_name: str
+    """Optional. Tools with the same one share a trajectory's session; their `open`, `fork` and `close` are alike."""
 
     async def open(self, context: ToolContext) -> Any:
         """Return a new session. The same context (but for the trajectory and the turn) must give the same state."""
@@ -109,6 +111,11 @@ class SessionLost(Exception):
 def is_stateful(tool: Tool) -> bool:
     """Return whether the tool keeps sessions."""
     return hasattr(tool, "open")
+
+
+def session_name(tool: Tool) -> str:
+    """Return what its sessions are known by: the tag of a tool that shares them with no other one."""
+    return getattr(tool, "session_name", tool.tag)
 
 
 @functools.cache

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from arpo.tools.interface import SessionTool, ToolContext, ToolResult, answer
+from arpo.tools.interface import CannotFork, SessionTool, ToolContext, ToolResult, answer, session_name
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ class RecordedCall:
     """A call that a session has answered."""
 
     turn: int
+    tag: str
     argument: str
     answer: tuple[str, bool]
     """(text, ok) of the result."""
@@ -40,7 +42,7 @@ class Copy:
 
 @dataclass
 class Session:
-    """A trajectory's session of one tool."""
+    """A trajectory's session of one tool, or of several that share it."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     """All that brought it into its state, its parent's before the fork included."""
@@ -67,14 +69,29 @@ async def close_handle(tool: SessionTool, handle: Any) -> None:
         logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
 
 
-def recorded(session: Session, turn: int, argument: str, result: ToolResult) -> RecordedCall:
+async def try_to_fork(tool: SessionTool, handle: Any, context: ToolContext, told: set) -> Any | None:
+    """Return a copy of a session, or None for one that must be replayed. The first error of a kind is told."""
+    try:
+        return await tool.fork(handle, context)
+    except CannotFork:
+        return None
+    except Exception as error:  # a branch can still replay
+        if (tool.tag, type(error)) not in told:
+            told.add((tool.tag, type(error)))
+            text = "a session of the %s tool could not be copied; branches replay it"
+            logger.warning(text, tool.tag, exc_info=error)
+        return None
+
+
+def recorded(tool: SessionTool, session: Session, turn: int, argument: str, result: ToolResult) -> RecordedCall:
     """Return the record of the session's next call."""
-    data = f"{session.history} {argument}".encode("utf-8", "surrogatepass")
+    call = argument if session_name(tool) == tool.tag else f"{tool.tag} {argument}"
+    data = f"{session.history} {call}".encode("utf-8", "surrogatepass")
     history = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return RecordedCall(turn, argument, (result.text, result.ok), history)
+    return RecordedCall(turn, tool.tag, argument, (result.text, result.ok), history)
 
 
-async def replay(tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
+async def replay(tools: Mapping[str, SessionTool], session: Session, context: ToolContext) -> ToolResult:
     """Run the session's recorded calls again, and return how many, how many answered otherwise, and what it cost; or
     the result of one that failed through us."""
     calls, session.calls = session.calls, []
@@ -82,7 +99,7 @@ async def replay(tool: SessionTool, session: Session, context: ToolContext) -> T
     try:
         for call in calls:
             at = replace(context, turn=call.turn, history=session.history)
-            result = await answer(tool, call.argument, at, session.handle)
+            result = await answer(tools[call.tag], call.argument, at, session.handle)
             if result.infra_error:
                 return result
             mismatches += (result.text, result.ok) != call.answer

@@ -1,5 +1,7 @@
 """The sessions of tools with state: one per trajectory and tool, and how a branch gets one in its parent's state.
 
+A session's name is the tag of its tool. Tools that share one (those of an MCP server) give it a name of their own.
+
 A branch begins at the end of a tool result, but it is started later, when its parent has gone on decoding and may have
 called the tool again (a rule of `branching.RULES` sees the next turn's first tokens; the budget may make a claim wait
 longer; AEPO's pilot ends first). So where a decision can follow, and the tool can `fork`, a copy is made at the result,
@@ -22,7 +24,6 @@ from dataclasses import replace
 from typing import Any
 
 from arpo.tools.interface import (
-    CannotFork,
     SessionLost,
     SessionTool,
     Tool,
@@ -30,8 +31,9 @@ from arpo.tools.interface import (
     ToolResult,
     answer,
     is_stateful,
+    session_name,
 )
-from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded, replay
+from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded, replay, try_to_fork
 
 CLOSE_TIMEOUT_S = 30.0
 NUM_TRIES = 2
@@ -49,14 +51,16 @@ class Sessions:
         """`loop` None: another process has the sessions, and this one only answers `refusal`."""
         stateful = {tag: tool for tag, tool in tools.items() if is_stateful(tool)}
         self.tools: dict[str, SessionTool] = stateful if loop else {}
-        """Those with sessions here."""
+        """Those with sessions here, by tag."""
+        self._by_name = {session_name(tool): tool for tool in self.tools.values()}
+        """Who opens, copies and closes the sessions of a name."""
         self._unbranchable = {tag for tag, tool in stateful.items() if not getattr(tool, "may_branch", True)}
         self._loop = loop
-        limits = {tag: getattr(tool, "max_sessions", 0) for tag, tool in self.tools.items()}
-        self._places = {tag: asyncio.Semaphore(limit) for tag, limit in limits.items() if limit}
+        limits = {name: getattr(tool, "max_sessions", 0) for name, tool in self._by_name.items()}
+        self._places = {name: asyncio.Semaphore(limit) for name, limit in limits.items() if limit}
         self._sessions: dict[Owner, dict[str, Session]] = {}
         self._copies: dict[str, dict[tuple[int, str], dict[str, Copy]]] = {}
-        """prompt_id -> (turn, trajectory_id) -> tag -> the state before that turn, for branches there."""
+        """prompt_id -> (turn, trajectory_id) -> session's name -> the state before that turn, for branches there."""
         self._calls: set[asyncio.Task] = set()
         self._tasks: set[asyncio.Task] = set()
         self._told: set[tuple[str, type]] = set()
@@ -65,6 +69,10 @@ class Sessions:
     def refusal(self, tags: Iterable[str]) -> str:
         """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
         return next((tag for tag in tags if tag in self._unbranchable), "") if self._unbranchable else ""
+
+    def name_of(self, tag: str) -> str:
+        """Return the name of the sessions that answer a tool's calls."""
+        return session_name(self.tools[tag]) if tag in self.tools else tag
 
     # ---- what the rollout tells
 
@@ -106,12 +114,12 @@ class Sessions:
         self._run(self._unpark())
 
     def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
-        """Return (trajectory, tag, calls that it has answered) of all sessions, those that are parked, if any are."""
+        """Return (trajectory, name, calls that it has answered) of all sessions, those that are parked, if any are."""
         return self._run(self._records()) or []
 
-    def restore(self, owner: Owner, tag: str, calls: list[RecordedCall]) -> None:
+    def restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
         """Give a trajectory a session that begins with a replay of these calls."""
-        self._post(self._restore, owner, tag, calls)
+        self._post(self._restore, owner, name, calls)
 
     def _run(self, work: Coroutine) -> Any:
         """Return what comes of the work on the loop, which is short; None without a stateful tool."""
@@ -128,16 +136,18 @@ class Sessions:
     async def call(self, tag: str, argument: str, context: ToolContext | None) -> ToolResult:
         """Answer a call in its trajectory's session. Calls of a session are answered in the order of their start."""
         assert context is not None, f"the {tag} tool has sessions, and this call belongs to no trajectory"
-        session = self._sessions.setdefault(context.owner, {}).setdefault(tag, Session())
+        tool = self.tools[tag]
+        name = session_name(tool)
+        session = self._sessions.setdefault(context.owner, {}).setdefault(name, Session())
         task = asyncio.current_task()
         self._calls.add(task)
         try:
             async with session.lock:
                 try:
-                    return await self._answer(self.tools[tag], session, argument, context)
+                    return await self._answer(tool, session, argument, context)
                 finally:
-                    if self._is_wanted(tag) and any(by_tag.get(tag) is session for by_tag in self._parked[0].values()):
-                        await self._close(self.tools[tag], session)
+                    if self._is_wanted(name) and any(own.get(name) is session for own in self._parked[0].values()):
+                        await self._close(tool, session)
         finally:
             self._calls.discard(task)
 
@@ -157,7 +167,7 @@ class Sessions:
                 if not tries_left:
                     raise
         if not result.infra_error:
-            session.calls.append(recorded(session, context.turn, argument, result))
+            session.calls.append(recorded(tool, session, context.turn, argument, result))
         return replace(
             result, replayed=before.replayed, replay_mismatches=before.replay_mismatches, cost=result.cost + before.cost
         )
@@ -172,9 +182,9 @@ class Sessions:
             session.is_open = True
             return ToolResult("", ok=True)
         try:
-            session.has_place = await self._take_place(tool.tag, context.owner)
+            session.has_place = await self._take_place(session_name(tool), context.owner)
             if handle is not None:
-                session.handle = await self._finished(tool, self._try_to_fork(tool, handle, context))
+                session.handle = await self._finished(tool, try_to_fork(tool, handle, context, self._told))
                 session.is_open = session.handle is not None
         finally:
             self._release(source)
@@ -182,7 +192,7 @@ class Sessions:
             return ToolResult("", ok=True)
         session.handle = await self._finished(tool, tool.open(replace(context, history="")))
         session.is_open = True
-        return await replay(tool, session, context)
+        return await replay(self.tools, session, context)
 
     async def _finished(self, tool: SessionTool, making: Coroutine) -> Any | None:
         """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""
@@ -200,74 +210,62 @@ class Sessions:
 
     # ---- on the loop: places, copies, ends
 
-    async def _take_place(self, tag: str, owner: Owner) -> bool:
+    async def _take_place(self, name: str, owner: Owner) -> bool:
         """Wait for a place under the tool's limit. Return whether one was taken, which must be given back."""
-        places = self._places.get(tag)
-        if places is None or (places.locked() and self._holds_another(tag, owner)):
+        places = self._places.get(name)
+        if places is None or (places.locked() and self._holds_another(name, owner)):
             return False
-        if self._is_wanted(tag):
-            for session in [s[tag] for s in self._parked[0].values() if tag in s and s[tag].has_place]:
-                self._spawn(self._finish(self.tools[tag], session))  # its next call replays
+        if self._is_wanted(name):
+            for session in [s[name] for s in self._parked[0].values() if name in s and s[name].has_place]:
+                self._spawn(self._finish(self._by_name[name], session))  # its next call replays
         await places.acquire()
         return True
 
-    def _is_wanted(self, tag: str) -> bool:
+    def _is_wanted(self, name: str) -> bool:
         """Return whether a parked session must not keep its place: its trajectory stands still while others wait."""
-        return self._parked is not None and tag in self._places and self._places[tag].locked()
+        return self._parked is not None and name in self._places and self._places[name].locked()
 
-    def _holds_another(self, tag: str, owner: Owner) -> bool:
-        return any(s.has_place or s.source for other, s in self._sessions.get(owner, {}).items() if other != tag)
+    def _holds_another(self, name: str, owner: Owner) -> bool:
+        return any(s.has_place or s.source for other, s in self._sessions.get(owner, {}).items() if other != name)
 
-    def _give_place_back(self, tag: str, holder: Session | Copy) -> None:
+    def _give_place_back(self, name: str, holder: Session | Copy) -> None:
         if holder.has_place:
             holder.has_place = False
-            self._places[tag].release()
-
-    async def _try_to_fork(self, tool: SessionTool, handle: Any, context: ToolContext) -> Any | None:
-        try:
-            return await tool.fork(handle, context)
-        except CannotFork:
-            return None
-        except Exception as error:  # a branch can still replay
-            if (tool.tag, type(error)) not in self._told:
-                self._told.add((tool.tag, type(error)))
-                logger.warning(
-                    "a session of the %s tool could not be copied; branches replay it", tool.tag, exc_info=error
-                )
-            return None
+            self._places[name].release()
 
     async def _make_copy(self, copy: Copy, session: Session, owner: Owner) -> Any | None:
-        tag = copy.tool.tag
+        name = session_name(copy.tool)
         async with session.lock:
-            if not session.is_open or (tag in self._places and (self._places[tag].locked() or not session.has_place)):
+            if not session.is_open or (name in self._places and (self._places[name].locked() or not session.has_place)):
                 return None
-            copy.has_place = await self._take_place(tag, owner)
-            handle = await self._try_to_fork(copy.tool, session.handle, session.context)
+            copy.has_place = await self._take_place(name, owner)
+            handle = await try_to_fork(copy.tool, session.handle, session.context, self._told)
             if handle is None:
-                self._give_place_back(tag, copy)
+                self._give_place_back(name, copy)
             return handle
 
     def _mark(self, owner: Owner, turn: int) -> None:
         copies = {}
-        for tag, session in self._sessions.get(owner, {}).items():
-            if tag in self._unbranchable or not hasattr(self.tools[tag], "fork") or not session.calls:
+        for name, session in self._sessions.get(owner, {}).items():
+            tool = self._by_name[name]
+            if tool.tag in self._unbranchable or not hasattr(tool, "fork") or not session.calls:
                 continue
             copy = session.source or session.newest_copy
             if copy is None or not copy.claims or copy.num_calls != len(session.calls):
-                copy = session.newest_copy = Copy(self.tools[tag], len(session.calls))
+                copy = session.newest_copy = Copy(tool, len(session.calls))
                 copy.task = self._spawn(self._make_copy(copy, session, owner))
             copy.claims += 1
-            copies[tag] = copy
+            copies[name] = copy
         self._copies.setdefault(owner[0], {})[turn, owner[1]] = copies
 
     def _fork(self, owner: Owner, turn: int, child: Owner) -> None:
         copies = self._copies.get(owner[0], {}).get((turn, owner[1]), {})
-        for tag, session in self._sessions.get(owner, {}).items():
+        for name, session in self._sessions.get(owner, {}).items():
             if calls := [call for call in session.calls if call.turn < turn]:
-                source = copies.get(tag)
+                source = copies.get(name)
                 if source:
                     source.claims += 1
-                self._sessions.setdefault(child, {})[tag] = Session(calls, source)
+                self._sessions.setdefault(child, {})[name] = Session(calls, source)
 
     def _retain(self, prompt_id: str, places: set[tuple[int, str]]) -> None:
         copies = self._copies.get(prompt_id, {})
@@ -282,8 +280,8 @@ class Sessions:
                 self._spawn(self._drop(copy))
 
     def _end(self, owner: Owner) -> None:
-        for tag, session in self._sessions.get(owner, {}).items():
-            self._spawn(self._finish(self.tools[tag], session))
+        for name, session in self._sessions.get(owner, {}).items():
+            self._spawn(self._finish(self._by_name[name], session))
 
     def _forget(self, prompt_id: str) -> None:
         self._retain(prompt_id, set())
@@ -296,7 +294,7 @@ class Sessions:
         handle = await copy.task
         if handle is not None:
             await close_handle(copy.tool, handle)
-            self._give_place_back(copy.tool.tag, copy)
+            self._give_place_back(session_name(copy.tool), copy)
 
     async def _finish(self, tool: SessionTool, session: Session) -> None:
         async with session.lock:
@@ -309,7 +307,7 @@ class Sessions:
             session.is_open = False
             await close_handle(tool, session.handle)
         session.handle = None
-        self._give_place_back(tool.tag, session)
+        self._give_place_back(session_name(tool), session)
 
     async def _park(self) -> None:
         self._parked = self._sessions, self._copies, self._calls, self._tasks
@@ -325,11 +323,11 @@ class Sessions:
 
     async def _records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
         sessions = self._parked[0] if self._parked else self._sessions
-        return [(owner, tag, list(s.calls)) for owner, by_tag in sessions.items() for tag, s in by_tag.items()]
+        return [(owner, name, list(s.calls)) for owner, own in sessions.items() for name, s in own.items()]
 
-    def _restore(self, owner: Owner, tag: str, calls: list[RecordedCall]) -> None:
-        if tag in self.tools:
-            self._sessions.setdefault(owner, {})[tag] = Session(calls)
+    def _restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
+        if name in self._by_name:
+            self._sessions.setdefault(owner, {})[name] = Session(calls)
 
     def _spawn(self, work: Coroutine) -> asyncio.Task:
         task = self._loop.create_task(work)

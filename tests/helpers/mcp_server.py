@@ -96,6 +96,21 @@ def children() -> str:
     return str(pid)
 
 
+notes: list[str] = []
+
+
+def note(text: str) -> str:
+    """Keep a note, and say all of them."""
+    notes.append(text)
+    return " ".join(notes)
+
+
+def count() -> str:
+    """Say how many notes there are, and keep that too. A second tool with the state of the first."""
+    notes.append(str(len(notes)))
+    return notes[-1]
+
+
 def answer() -> str:
     """Have the name of a tag. Only listed where it is asked for, as `python`."""
     return "42"
@@ -111,7 +126,7 @@ known = (add, say, paint, refuse, show_env, die_once, die, wait, hang, children)
 if "MCP_TEST_TOOLS" in os.environ:
     cfg.tools = os.environ["MCP_TEST_TOOLS"]
 named = cfg.tools.split(",") if cfg.tools else [function.__name__ for function in known]
-for function in (*known, answer, python):
+for function in (*known, note, count, answer, python):
     if function.__name__ in named:
         server.tool()(function)
 if not cfg.port:

@@ -80,3 +80,29 @@ class Forgetful(Notes):
             self.lost.append(len(session))
             raise SessionLost
         return await super().run(argument, context, session)
+
+
+class Partner:
+    """A second tool with the sessions of some notes, in which what it is told stands behind its tag."""
+
+    def __init__(self, tag: str, notes: Notes):
+        self.tag, self.notes = tag, notes
+
+    def __getattr__(self, name: str):
+        return getattr(self.notes, name)
+
+    async def run(self, argument: str, context: ToolContext, session: list[str]) -> ToolResult:
+        return await self.notes.run(f"{self.tag}:{argument}", context, session)
+
+
+def sharing(kind: type[Notes], **settings) -> list[Notes | Partner]:
+    """Two tools, search and python, of which a trajectory has one session."""
+    notes = kind(**settings)
+    notes.session_name = "search python"
+    return [notes, Partner("python", notes)]
+
+
+def shared_texts(calls: list) -> list[str]:
+    """Return what a fresh trajectory reads that makes these calls of the two."""
+    told = [call.argument if call.tag == "search" else f"{call.tag}:{call.argument}" for call in calls]
+    return [" ".join(told[: n + 1]) for n in range(len(told))]

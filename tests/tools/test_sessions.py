@@ -7,7 +7,7 @@ import time
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, play, prompt
-from helpers.stateful import Forgetful, ForkedNotes, Notes
+from helpers.stateful import Forgetful, ForkedNotes, Notes, shared_texts, sharing
 
 from arpo.metrics import console_text, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
@@ -239,6 +239,23 @@ def test_in_random_trees_every_branch_finds_the_state_that_it_would_have_made_al
         if kind is ForkedNotes and branching.selector not in EXPANSIONS and not tools[0].max_sessions:
             assert replayed == 0
     assert num_branches >= 3, branching
+
+
+@pytest.mark.parametrize("kind", [Notes, ForkedNotes])
+def test_tools_that_share_a_session_find_in_it_what_the_others_did_also_in_branches(kind):
+    num_branches = 0
+    for seed in range(3):
+        tools = sharing(kind, jitter_s=0.002, max_sessions=seed * 5)
+        prompts = [prompt(f"p{i}") for i in range(2)]
+        groups = play(wandering(seed), tools=tools, cfg=LONG, branching=ALWAYS, prompts=prompts, seed=seed)
+        for t in (t for group in groups for t in group.trajectories):
+            calls = [call for call in t.tool_calls if call.executed]
+            assert [call.result for call in calls] == shared_texts(calls), (t.trajectory_id, calls)
+            num_branches += bool(t.parent_id and len({call.tag for call in calls}) == 2)
+        own = [c for g in groups for t in g.trajectories for c in t.own_tool_calls if c.executed]
+        assert len(tools[0].ran) == len(own) + sum(call.replayed for call in own)
+        assert tools[0].num_open == 0 and (not seed or tools[0].most_open <= seed * 5)
+    assert num_branches >= 3
 
 
 def test_the_order_in_which_tools_answer_changes_neither_trees_nor_states():

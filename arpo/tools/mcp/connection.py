@@ -64,6 +64,15 @@ class Connection:
         self._owner: OpenClient | None = None
         self._is_closed = False
 
+    @property
+    def has_broken(self) -> bool:
+        """True where it was open, and is so no longer."""
+        return self._owner is not None and self._owner.was_open and self._owner.has_ended
+
+    def last_words(self) -> str:
+        """Return why the newest client ended, in one line; "" before there was one."""
+        return self._owner.last_words() if self._owner else ""
+
     async def tools(self) -> list[Tool]:
         """Return what the server lists. Raises ConnectionLost."""
         return (await self.opened()).tools
@@ -74,9 +83,9 @@ class Connection:
             raise ConnectionLost("it is closed")
         former = self._owner
         if former is None or former.has_ended:
-            if former is not None and former.was_open:
+            if self.has_broken:
                 self.num_restarts += 1
-                logger.warning("MCP server %s: %s; starting it again", self.server.label, former.last_words())
+                logger.warning("MCP server %s: %s; starting it again", self.server.label, self.last_words())
             self._owner = OpenClient(self.server, former)
         owner = self._owner
         await owner.opened()

@@ -63,6 +63,9 @@ class McpServer:
     """Longest time that the server may take to start and to list its tools, in seconds."""
     max_concurrent: int = 8
     """Most calls of a rank that are under way at the same time."""
+    max_sessions: int = 0
+    """Most trajectories of a rank that have a server each, for servers with state: a process for `command`, a
+    connection for `url`. 0 = all trajectories share one."""
     max_tries: int = 3
     """Most times that a call is sent where connections break; 1 = what may have been carried out is not repeated."""
     cache: str = ""
@@ -87,7 +90,8 @@ class McpServer:
 
     def what_decides(self) -> dict[str, object]:
         """Return the settings that make other trajectories."""
-        return self.identity | {"prefix": self.prefix, "tools": list(self.tools)}
+        own = {"is_per_trajectory": True} if self.max_sessions else {}
+        return self.identity | {"prefix": self.prefix, "tools": list(self.tools)} | own
 
     def secrets(self) -> dict[str, str]:
         """Return the variables of the environment that the entry refers to. Raises UserError for a missing one."""
@@ -175,6 +179,11 @@ def _check(server: McpServer, where: str) -> None:
     for key in ("deadline_s", "start_s", "max_concurrent", "max_tries"):
         if not 0 < getattr(server, key) < math.inf:
             raise ValueError(f"{where}.{key} must be finite and above 0, not {getattr(server, key):g}")
+    if server.max_sessions < 0:
+        raise ValueError(f"{where}.max_sessions must be 0 or more, not {server.max_sessions}")
+    if server.max_sessions and server.cache:
+        why = "what a server with state answers depends on the calls before"
+        raise ValueError(f"{where}.cache cannot go with max_sessions: {why}; drop one of them")
     if server.mode not in MODES:
         raise ValueError(f"{where}.mode must be one of {', '.join(MODES)}, not {server.mode!r}")
     if server.mode != "record" and not server.cache:

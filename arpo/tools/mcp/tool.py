@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
-from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import MCP, Cache, open_cache
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
+from arpo.tools.interface import SessionLost, ToolContext, ToolResult
 from arpo.tools.mcp.connection import Connection, ConnectionLost, program_of
 from arpo.tools.mcp.servers import McpServer
 
@@ -35,7 +35,10 @@ LISTING = "<tools>"
 
 
 class McpTool:
-    """One tool of a server. All tools of a server share its connection, its limit of calls and its cache."""
+    """One tool of a server. All tools of a server share its connection, its limit of calls and its cache.
+
+    With the server's `max_sessions` it is an McpSessionTool.
+    """
 
     def __init__(self, schema: ToolSchema, name: str, service: Service):
         """`name` is what the server calls the tool; the schema's has the prefix."""
@@ -76,6 +79,32 @@ class McpTool:
         await self.service.aclose()
 
 
+class McpSessionTool(McpTool):
+    """A tool of a server that each trajectory has for itself: a process, or a connection over HTTP.
+
+    The server's tools share the trajectory's session. There is no copying it, so branches replay it.
+    """
+
+    def __init__(self, schema: ToolSchema, name: str, service: Service, session_name: str):
+        super().__init__(schema, name, service)
+        self.session_name, self.max_sessions = session_name, service.server.max_sessions
+        self.may_branch = service.server.max_tries > 1  # a replay carries out again what the parent did
+
+    async def open(self, context: ToolContext) -> Connection:
+        """Return a connection that opens with its first call."""
+        return Connection(self.service.server)
+
+    async def run(self, argument: str, context: ToolContext, session: Connection) -> ToolResult:
+        """Answer a call. Raises SessionLost where the server has gone, and with it what the trajectory did there."""
+        arguments = arguments_of(self.schema, argument)
+        if isinstance(arguments, str):
+            return ToolResult(arguments, ok=False, error_kind="bad_arguments")
+        return await self.service.call(self.tag, self._name, arguments, own=session)
+
+    async def close(self, session: Connection) -> None:
+        await session.aclose()
+
+
 class Service:
     """Connection, cache and limit of calls that the tools of one server share. For one event loop."""
 
@@ -85,22 +114,33 @@ class Service:
         self.server, self.cache = server, cache
         self.connection: Connection | None = None
         self._slots = asyncio.Semaphore(server.max_concurrent)
-        self._num_told = 0
+        self._num_lost = self._num_told = 0
         self._rng = random.Random()
 
-    async def call(self, tag: str, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call the server, again where the connection breaks, within the deadline."""
+    async def call(
+        self, tag: str, name: str, arguments: dict[str, Any], *, own: Connection | None = None
+    ) -> ToolResult:
+        """Call the server, again where the connection breaks, within the deadline.
+
+        `own`: a trajectory's connection. Raises SessionLost where that one has broken, and may be made anew.
+        """
         from mcp import MCPError
 
         async with self._slots:
-            if self.connection is None:
+            if own is None and self.connection is None:
                 self.connection = Connection(self.server)
+            connection = own or self.connection
             left_s, num_tries = self.server.deadline_s, 0
             while True:
+                if own and own.has_broken:
+                    self._num_lost += 1
+                    if self.server.max_tries > 1:
+                        raise SessionLost(f"{self.server.label}: {own.last_words()}")
+                    return self._unavailable(tag)
                 num_tries += 1
                 started = math.inf
                 try:
-                    client = await self.connection.opened()
+                    client = await connection.opened()
                     started = time.monotonic()
                     return self._result(await client.call(name, arguments, left_s))
                 except TimeoutError:
@@ -118,9 +158,11 @@ class Service:
                     pause_s = self.policy.backoff_s(num_tries, self._rng)
                     left_s -= max(time.monotonic() - started, 0.0) + pause_s
                     if num_tries == self.server.max_tries or left_s <= 0:
-                        text = UNAVAILABLE.format(tag=tag)
-                        return ToolResult(text, ok=False, error_kind="unavailable", infra_error=True)
+                        return self._unavailable(tag)
                 await asyncio.sleep(pause_s)
+
+    def _unavailable(self, tag: str) -> ToolResult:
+        return ToolResult(UNAVAILABLE.format(tag=tag), ok=False, error_kind="unavailable", infra_error=True)
 
     def _result(self, answer: CallToolResult) -> ToolResult:
         text = self.server.redacted(text_of(answer))[:MAX_RESULT_CHARS]
@@ -128,7 +170,7 @@ class Service:
 
     def take_restarts(self) -> int:
         """Return how often the server was started again since the last time that this was asked."""
-        number = self.connection.num_restarts if self.connection else 0
+        number = self._num_lost + (self.connection.num_restarts if self.connection else 0)
         self._num_told, new = number, number - self._num_told
         return new
 
@@ -155,7 +197,9 @@ def mcp_tools(server: McpServer) -> dict[str, McpTool]:
     uses_cache = server.cache and server.mode != "live"
     cache = open_cache(server.cache, read_only=server.replays, setting=setting) if uses_cache else None
     service = Service(server, cache)
-    return {tag: McpTool(schema, tag.removeprefix(server.prefix), service) for tag, schema in schemas.items()}
+    own = (" ".join(schemas),) if server.max_sessions else ()
+    make = McpSessionTool if own else McpTool
+    return {tag: make(schema, tag.removeprefix(server.prefix), service, *own) for tag, schema in schemas.items()}
 
 
 @cache

@@ -82,6 +82,8 @@ def test_an_entry_and_its_server_are_the_same():
         ({"url": "http://h/mcp", "args": ["1"]}, "args has no effect beside url"),
         ({"command": "a", "deadline_s": 0}, "deadline_s must be finite and above 0, not 0"),
         ({"command": "a", "max_tries": 1.5}, "max_tries must be a whole number, not 1.5"),
+        ({"command": "a", "max_sessions": -1}, "max_sessions must be 0 or more, not -1"),
+        ({"command": "a", "max_sessions": 4, "cache": "c"}, "cache cannot go with max_sessions: .*; drop one of them"),
         ({"command": "a", "mode": "replay"}, r"mode=replay is ignored unless .*cache names a cache"),
         ({"command": "a", "mode": "again", "cache": "c"}, "mode must be one of live, record"),
         ({"command": "a", "prefix": "a b"}, "prefix may have letters, digits and"),

@@ -1,0 +1,155 @@
+"""MCP servers with state, of which each trajectory has one: real processes, and sessions over HTTP."""
+
+import contextlib
+import json
+import random
+import threading
+from http.server import ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers.fakes import ScriptedEngine
+from helpers.files import write_jsonl
+from helpers.mcp_tools import config, entry
+from helpers.old_mcp_server import OldServer
+from helpers.processes import is_running
+from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
+
+from arpo.config import load_config
+from arpo.errors import UserError
+from arpo.inputs import check_inputs
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rollout import rollout
+from arpo.tools import make_tools, take_restarts
+from arpo.tools.base import ToolContext, ToolResult, ToolRunner
+from train_rl import RLConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed"),
+]
+CFG = RolloutConfig(
+    group_size=4, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
+)
+RANDOM = BranchingConfig(selector="random", base=0.7, num_initial_rollouts=2, entropy_tokens=4)
+
+
+@contextlib.contextmanager
+def running(server: dict):
+    runner = ToolRunner(make_tools(config(server)))
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def call(runner: ToolRunner, turn: int, tag: str, argument: str = "{}", *, trajectory: str = "0") -> ToolResult:
+    runner.start(f"{trajectory} {turn}", tag, argument, ToolContext("p", trajectory, turn))
+    [(_, result)] = runner.collect(block=True)
+    return result
+
+
+def pids(log: Path) -> set[int]:
+    """Those of all servers that were started."""
+    return {int(line.split()[0]) for line in log.read_text().splitlines()}
+
+
+def wandering(prompt_id: str, path: str, turn: int) -> str:
+    """Notes, and counts of them, in random order."""
+    kind = random.Random(f"{prompt_id}|{path}|{turn}").choice(["note", "note", "count"]) if turn < 4 else "end"
+    argument = f"{turn}@{path}" if kind == "note" else "{}"
+    return ANSWER if kind == "end" else f"<think>t</think><{kind}>{argument}</{kind}>"
+
+
+def texts_alone(calls: list) -> list[str]:
+    """Return what a fresh server answers to these calls."""
+    notes, texts = [], []
+    for one in calls:
+        notes.append(one.argument if one.tag == "note" else str(len(notes)))
+        texts.append(" ".join(notes) if one.tag == "note" else notes[-1])
+    return texts
+
+
+def test_each_trajectory_has_its_own_server_and_a_branch_one_in_the_state_of_its_parent(tmp_path):
+    log = tmp_path / "log"
+    server = entry("--tools", "note,count", "--log", str(log), max_sessions=3)
+    prompts = [prompt(f"p{i}", tools=("note", "count")) for i in range(2)]
+    with running(server) as runner:
+        codec, engine = Codec(TOKENIZER, tools=("note", "count")), ScriptedEngine(TOKENIZER, wandering)
+        groups = rollout(prompts, engine, runner, codec, CFG, RANDOM, seed=0)
+    trajectories = [t for group in groups for t in group.trajectories]
+    for t in trajectories:
+        calls = [c for c in t.tool_calls if c.executed]
+        assert [c.result for c in calls] == texts_alone(calls) and len(calls) == 4, t.trajectory_id
+    assert len([t for t in trajectories if t.parent_id]) >= 2
+    assert sum(c.replayed for t in trajectories for c in t.own_tool_calls) >= 2
+    assert len(pids(log)) == 1 + sum(any(c.executed for c in t.own_tool_calls) for t in trajectories)  # 1: the listing
+    assert not any(map(is_running, pids(log)))
+
+
+def test_what_a_dead_server_knew_is_told_to_the_next_one(tmp_path):
+    marker = str(tmp_path / "marker")
+    with running(entry("--tools", "note,die_once,die", max_sessions=2)) as runner:
+        assert [call(runner, turn, "note", text).text for turn, text in enumerate("ab")] == ["a", "a b"]
+        assert call(runner, 0, "note", "c", trajectory="1").text == "c"
+        revived = call(runner, 2, "die_once", marker)
+        assert revived.text.startswith("alive as ") and revived.replayed == 2 and not revived.replay_mismatches
+        assert call(runner, 3, "note", "d").text == "a b d"
+        assert call(runner, 1, "note", "e", trajectory="1").text == "c e"
+        assert take_restarts(runner.tools) == 1
+        lost = call(runner, 4, "die")
+        assert lost.infra_error and not lost.ok
+        assert call(runner, 2, "note", "f", trajectory="1").text == "c e f"
+
+
+def test_where_no_call_may_be_made_twice_a_dead_server_ends_its_trajectory_and_none_branches():
+    with running(entry("--tools", "note,die", max_sessions=2, max_tries=1)) as runner:
+        assert call(runner, 0, "note", "a").text == "a"
+        lost = call(runner, 1, "die")
+        assert (lost.error_kind, lost.infra_error) == ("unavailable", True)
+        assert runner.sessions.refusal(["note"]) == "note"
+
+
+def test_wrong_arguments_are_told_before_a_server_is_started(tmp_path):
+    log = tmp_path / "log"
+    with running(entry("--tools", "add", "--log", str(log), max_sessions=2)) as runner:
+        wrong = call(runner, 0, "add", '{"a": 1}')
+        assert 'needs the argument "b"' in wrong.text and wrong.error_kind == "bad_arguments"
+        assert len(pids(log)) == 1
+
+
+def test_a_server_that_cannot_be_started_again_is_a_failure_of_ours(tmp_path):
+    program = tmp_path / "mcp-server"
+    start = entry("--tools", "note")
+    program.write_text("#!/bin/sh\nexec " + " ".join([start["command"], *start["args"]]) + "\n")
+    program.chmod(0o755)
+    with running({"command": str(program), "max_sessions": 2, "max_tries": 2}) as runner:
+        program.write_text("#!/bin/sh\nexit 1\n")
+        lost = call(runner, 0, "note", "a")
+        assert (lost.error_kind, lost.infra_error) == ("unavailable", True)
+
+
+def test_a_trajectory_has_a_session_of_an_http_server_and_a_new_one_where_that_is_forgotten():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OldServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with running({"url": f"http://127.0.0.1:{server.server_port}/mcp", "max_sessions": 4}) as runner:
+            first, other = (call(runner, 0, "old", trajectory=name).text for name in "01")
+            assert first != other and call(runner, 1, "old").text == first
+            OldServer.sessions.discard(first.removeprefix("in "))
+            anew = call(runner, 2, "old")
+            assert anew.text not in (first, other) and anew.replayed == 2
+            assert call(runner, 1, "old", trajectory="1").text == other
+    finally:
+        server.shutdown()
+
+
+def test_rollouts_that_are_reused_would_leave_a_server_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("good.jsonl"), [{"prompt": "1 + 1?", "answer": "2"}])
+    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--data.train", "good.jsonl"]
+    flags += ["--tools.mcp", json.dumps(entry("--tools", "note", max_sessions=2)), "--rollout.reuse_last_epoch", "True"]
+    with pytest.raises(UserError, match=r"rollout.reuse_last_epoch: .*mcp_server.py.* set its max_sessions to 0"):
+        check_inputs(load_config(RLConfig, flags))
