@@ -9,6 +9,7 @@ import pytest
 from helpers.cut_rollout import CutEngine, make, make_punctual, saved, train
 from helpers.fakes import EchoTool
 from helpers.files import read_jsonl
+from helpers.kill import run_until_killed
 from helpers.ranks import run_ranks, script_on_ranks, wait_for_all
 from helpers.runs import differing
 from helpers.scripted_rollout import ANSWER, prompt
@@ -84,8 +85,12 @@ def world(tmp_path_factory) -> Path:
     return build_toy_world(tmp_path_factory.mktemp("world"))
 
 
+def argv_of(world: Path, name: str, *flags: str) -> list[str]:
+    return [str(world / "config.yaml"), *CARRIES, "--run.name", name, *flags]
+
+
 def run(world: Path, name: str, *flags: str, ranks: int = 2, prepare=None) -> Path:
-    argv = [str(world / "config.yaml"), *CARRIES, "--run.name", name, *flags]
+    argv = argv_of(world, name, *flags)
     with script_on_ranks("train_rl.py", *argv, ranks=ranks, prepare=prepare) as (processes, output):
         assert wait_for_all(processes, 30) == 0, output.read_text()[-6000:]
     return world / "runs" / name
@@ -142,3 +147,23 @@ def test_a_run_that_dies_after_a_step_writes_the_metrics_of_the_one_that_does_no
         cut_back(folder, step)
         run(world, selector, *flags, ranks=1, prepare=make_punctual)
         assert differing(whole, folder) == []
+
+
+KILLS = [  # each start goes on behind the step before the kill
+    ("arpo.carry_over:CarryOver._begin_next", 6),
+    ("arpo.carry_over:CarryOver.exchange", 2),
+    ("arpo.carry_over:CarryOver.pause", 1),
+    ("arpo.carried_state:state_of", 2),
+    ("arpo.checkpoint.manifest:measure", 2),
+    ("arpo.carried_state:_add_group", 1),
+    ("arpo.carry_over:CarryOver._sample", 2),
+]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_wherever_it_carries_groups_ends_as_the_one_that_never_was(world):
+    whole = run(world, "whole", ranks=1, prepare=make_punctual)
+    argv = argv_of(world, "killed")
+    for place, call in KILLS:
+        run_until_killed((place, call, 0), "train_rl.py", *argv, ranks=1, prepare=make_punctual)
+    assert differing(whole, run(world, "killed", ranks=1, prepare=make_punctual)) == []

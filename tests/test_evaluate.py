@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ import torch.distributed as dist
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
 from helpers.files import read_jsonl
-from helpers.kill import kill_at
+from helpers.kill import run_until_killed
 from helpers.models import build_tiny_model
 from helpers.processes import free_port
-from helpers.ranks import PATIENCE_S, ROOT, run_script, script_on_ranks, wait_for_all
+from helpers.ranks import PATIENCE_S, ROOT, run_script
 from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, says
 
@@ -154,9 +153,7 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
 @pytest.mark.slow
 def test_ranks_that_pull_their_questions_generate_the_same_also_after_a_kill_at_the_queue(whole, world):
     flags = [*of_run(world, "pulled"), *flags_of(rollout__dispatch="pull", engine__max_num_seqs="4")]
-    at_the_queue = partial(kill_at, "arpo.dispatch:PromptQueue.pull", 5, 1)
-    with script_on_ranks("evaluate.py", *flags, prepare=at_the_queue) as (processes, _):
-        assert wait_for_all(processes, 5) == -signal.SIGKILL
+    run_until_killed(("arpo.dispatch:PromptQueue.pull", 5, 1), "evaluate.py", *flags)
     run_script("evaluate.py", *flags, ranks=2)
     assert texts_of(world / "pulled") == texts_of(whole)
     assert list((world / "pulled" / "records").glob("*.rank1.jsonl"))

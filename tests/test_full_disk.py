@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.files import read_jsonl
+from helpers.mounts import under_mount
 
 from arpo.log import read_metrics
 from arpo.metrics_file import MetricsFile
@@ -64,13 +65,10 @@ def run_on_small_disk(tmp_path: Path, *args: str) -> list[str]:
     disk, copies = tmp_path / "disk", tmp_path / "copies"
     disk.mkdir()
     copies.mkdir()
-    mounted = f'mount -t tmpfs -o size=3m none {disk} && exec "$@"'
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, "sh"]
-    if subprocess.run([*namespace, "true"], capture_output=True).returncode:
-        pytest.skip("no user namespaces here")
     tests = Path(__file__).resolve().parent
+    within = under_mount("-t", "tmpfs", "-o", "size=3m", "none", str(disk))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    command = [*namespace, sys.executable, "-c", RUN, str(disk), str(copies), *args]
+    command = [*within, sys.executable, "-c", RUN, str(disk), str(copies), *args]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -23,6 +23,7 @@ def test_no_test_file_imports_anything_of_another():
     assert found == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_that_does_not_answer_is_given_up():
     with closing(Browser()) as browser:
@@ -34,9 +35,9 @@ def test_a_browser_that_does_not_answer_is_given_up():
         assert browser.is_lost
 
 
+@pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize("page", ["chrome://crash", "chrome://kill"])
-def test_a_page_that_has_crashed_is_known_at_once(page):
+def test_a_page_that_has_crashed_is_known_at_once():
     with closing(Browser()) as browser, pytest.raises(BrowserLost, match="the page has crashed"):
-        browser._call("Page.navigate", url=page)
+        browser._call("Page.navigate", url="chrome://crash")
         browser.js("1 + 1")

@@ -5,14 +5,15 @@ Real ranks and real signals. A run that comes back must write the metrics of the
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers.mounts import under_mount
 from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, run_script, script_on_ranks, wait_for_all, wait_for_step
 from helpers.runs import differing
@@ -108,10 +109,11 @@ def test_rl_continues_after_sigterm_as_if_nothing_had_been(tmp_path):
 # ---- Ctrl-C
 
 
-def python(script: str, *args: str) -> subprocess.Popen:
+def python(script: str, *args: str, within: Sequence[str]) -> subprocess.Popen:
     """A script without a launcher, in a process group of its own."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = ["env", "--default-signal=INT", sys.executable, script, *args]  # a background job ignores it
+    default = ["env", "--default-signal=INT"]  # a background job ignores it
+    command = [*within, *default, sys.executable, script, *args]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
@@ -126,31 +128,20 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def abandoned_memory() -> set[str]:
-    """Shared memory that no process has mapped or open. What other tests use meanwhile is not among it, and neither are
-    semaphores: those of ranks that other tests kill stay until the server ends that these were forked from."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
-    used: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended since it was listed
-            used |= set(re.findall(r"/dev/shm/.+", (process / "maps").read_text()))
-            for link in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    used.add(os.readlink(link))
-    return found - used
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])
 def test_ctrl_c_leaves_no_process_no_shared_memory_and_no_temporary_folder(tmp_path, monkeypatch, launcher):
     """In the middle of RL, with vLLM and the Python tool's sandbox; as a terminal does it, to all at once."""
     world = build_toy_world(tmp_path / "world")
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    abandoned = abandoned_memory()
+    temporary, shared_memory = tmp_path / "tmp", tmp_path / "shm"
+    temporary.mkdir()
+    shared_memory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    within = under_mount("--bind", str(shared_memory), "/dev/shm")
     start = torchrun if launcher == "torchrun" else python
-    process = start("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1000")
+    process = start("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1000", within=within)
     wait_for_step(world / "runs" / "rl", 2, lambda: process.poll() is None)
+    assert Path(f"/proc/{process.pid}/root/dev/shm").samefile(shared_memory)
     others = descendants(process.pid)
     assert any("train_rl.py" not in line for line in others.values())  # the sandbox
     os.killpg(process.pid, signal.SIGINT)
@@ -164,9 +155,7 @@ def test_ctrl_c_leaves_no_process_no_shared_memory_and_no_temporary_folder(tmp_p
     while left := {pid: line for pid, line in others.items() if is_running(pid)}:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-    while left := abandoned_memory() - abandoned:  # other tests may be about to open or to remove theirs
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    assert list(shared_memory.iterdir()) == []
     # torchrun leaves the folder of its ranks' error files behind after every run; it has no part in this.
-    leftovers = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchelastic_")]
+    leftovers = [path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")]
     assert leftovers == [], output[-3000:]

@@ -5,14 +5,12 @@ tokens and pretrained embeddings are real, and so are the questions.
 """
 
 import shutil
-import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.kill import kill_at
+from helpers.kill import run_until_killed
 from helpers.pretrained import build_pretrained_model
-from helpers.ranks import ROOT, run_script, script_on_ranks, wait_for_all
+from helpers.ranks import ROOT, run_script
 from helpers.runs import differing
 
 from arpo.log import read_metrics
@@ -51,9 +49,8 @@ def test_the_real_questions_teach_a_real_model_also_after_a_kill(few_layers, tmp
              "--data.train", str(QUESTIONS), "--reward.file", str(tmp_path / "reward.py"))  # fmt: skip
     run_script("train_rl.py", *flags, "--run.name", "whole")
     flags = (*flags, "--run.name", "killed")
-    killer = partial(kill_at, "arpo.engine:Engine.sync_weights", 6, 1)  # the first fills the engine; so in step 5
-    with script_on_ranks("train_rl.py", *flags, prepare=killer) as (ranks, _):
-        assert wait_for_all(ranks, 5) == -signal.SIGKILL
+    in_step_5 = "arpo.engine:Engine.sync_weights", 6, 1  # the first fills the engine
+    run_until_killed(in_step_5, "train_rl.py", *flags)
     output = run_script("train_rl.py", *flags)
     assert "from step 4" in output
     whole, killed = tmp_path / "runs/whole", tmp_path / "runs/killed"

@@ -1,15 +1,13 @@
 """A world in which a random model learns in seconds: model, prompts, corpus, a reward, and the config of a run."""
 
 import json
-import signal
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 from helpers.files import read_jsonl
-from helpers.kill import kill_at
+from helpers.kill import run_until_killed
 from helpers.models import build_tiny_model
-from helpers.ranks import run_script, script_on_ranks, wait_for_all
+from helpers.ranks import run_script
 
 from arpo.log import read_metrics
 
@@ -58,13 +56,9 @@ def train(world: Path, name: str, *flags: str, ranks: int) -> list[dict]:
 
 def train_and_kill(world: Path, name: str, *flags: str, places: Iterable[tuple], ranks: int = 2) -> list[dict]:
     """The same, but first it is killed at each of the places, one after the other. A place is (words, *kill_at's)."""
-    argv, survived = (str(world / "config.yaml"), "--run.name", name, *flags), []
-    for words, *where in places:
-        prepare = partial(kill_at, *where)
-        with script_on_ranks("train_rl.py", *argv, ranks=ranks, prepare=prepare) as (processes, output):
-            if wait_for_all(processes, 5) != -signal.SIGKILL:
-                survived.append((words, output.read_text()[-2000:]))
-    assert survived == []
+    argv = (str(world / "config.yaml"), "--run.name", name, *flags)
+    for _, *place in places:
+        run_until_killed(tuple(place), "train_rl.py", *argv, ranks=ranks)
     return train(world, name, *flags, ranks=ranks)
 
 

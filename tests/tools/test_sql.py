@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.mounts import under_mount
 from helpers.scripted_rollout import ANSWER, play, prompt
 
 from arpo.options import BranchingConfig, RolloutConfig
@@ -102,12 +103,9 @@ asyncio.run(ask())
 
 def test_rows_that_are_sorted_fill_no_disk(tmp_path):
     """On a disk of 40 MB. Nothing but the steps would end the query, after 4 GB."""
-    mounted = f'mount -t tmpfs -o size=40m none {tmp_path} && exec "$@"'
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, "sh"]
-    if subprocess.run([*namespace, "true"], capture_output=True).returncode:
-        pytest.skip("no user namespaces here")
+    within = under_mount("-t", "tmpfs", "-o", "size=40m", "none", str(tmp_path))
     environment = os.environ | {"TMPDIR": str(tmp_path), "SQLITE_TMPDIR": str(tmp_path)}
-    done = subprocess.run([*namespace, sys.executable, "-c", SORT], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*within, sys.executable, "-c", SORT], capture_output=True, text=True, env=environment)
     assert done.stdout == "Error: too much to sort or to compare\n1\n1\n", done.stderr
 
 
