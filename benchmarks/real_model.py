@@ -7,8 +7,9 @@ One rank, the settings of configs/llm_arpo.yaml, but without branching, so that 
 compute in the same dtype; the weights that are updated are float32.
 
 Rollout: the questions are answered with real Python calls; raw vLLM's `LLM.generate` then samples for the same prompts
-as many tokens for each trajectory as ours had, at the same temperature, without logprobs, entropies, stop strings,
-tools and results. `rollout_ratio` = our tokens per second / raw vLLM's.
+as many tokens for each trajectory as ours had, at the same temperature, without logprobs, entropies, stop strings and
+tools. It reads the results of a trajectory too, all at once, behind the prompt. `rollout_ratio` = our sampled tokens
+per second / raw vLLM's; `rollout_ratio_unread`: the same against raw vLLM that reads no results.
 
 Update: the trajectories just sampled, in the same mini-batches. The plain loop pads four rows to a micro-batch,
 computes all logits (under autocast for bfloat16), and takes the same PPO loss and AdamW step; it recomputes nothing
@@ -45,7 +46,7 @@ from arpo.ranks import Ranks, init
 from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolRunner
-from arpo.trajectory import Group, Prompt
+from arpo.trajectory import Group, Prompt, Trajectory
 from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
 from train_rl import RLConfig
 
@@ -65,12 +66,10 @@ def config(model: str, train: str, num_prompts: int, dtype: str) -> RLConfig:
 
 def tokens_per_second(
     cfg: RLConfig, engine: Engine, codec: Codec, prompts: list[Prompt], repeats: int
-) -> tuple[float, float, list[Group]]:
-    """Return our rate, raw vLLM's, in turn, and the last groups. The first round is a warm-up."""
-    from vllm import SamplingParams
-
+) -> tuple[dict[str, float], list[Group]]:
+    """Return the median rate of each side, which take turns, and the last groups. The first round is a warm-up."""
     tools = ToolRunner(make_tools(cfg.tools))
-    rates: dict[str, list[float]] = {"ours": [], "raw": []}
+    rates: dict[str, list[float]] = {"ours": [], "raw": [], "unread": []}
     for repeat in range(repeats + 1):
         engine.reset_prefix_cache()
         started = time.perf_counter()
@@ -80,21 +79,30 @@ def tokens_per_second(
         num_tokens = sum(t.num_sampled_tokens for _, t in trajectories)
         rates["ours"].append(num_tokens / elapsed)
 
-        engine.reset_prefix_cache()
-        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in trajectories]
-        params = [
-            SamplingParams(
-                temperature=cfg.rollout.temperature, max_tokens=t.num_sampled_tokens, ignore_eos=True, detokenize=False
-            )
-            for _, t in trajectories
-        ]
-        started = time.perf_counter()
-        outputs = engine.llm.generate(requests, params, use_tqdm=False)
-        elapsed = time.perf_counter() - started
-        assert sum(len(output.outputs[0].token_ids) for output in outputs) == num_tokens
-        rates["raw"].append(num_tokens / elapsed)
+        for name in ("raw", "unread"):
+            rates[name].append(num_tokens / raw_seconds(cfg, engine, trajectories, reads_results=name == "raw"))
     tools.close()
-    return statistics.median(rates["ours"][1:]), statistics.median(rates["raw"][1:]), groups
+    return {name: statistics.median(values[1:]) for name, values in rates.items()}, groups
+
+
+def raw_seconds(
+    cfg: RLConfig, engine: Engine, trajectories: list[tuple[Prompt, Trajectory]], *, reads_results: bool
+) -> float:
+    """Return the time in which raw vLLM samples as many tokens for each trajectory."""
+    from vllm import SamplingParams
+
+    engine.reset_prefix_cache()
+    requests, params = [], []
+    for prompt, t in trajectories:
+        results = [token for token, is_sampled in zip(t.token_ids, t.loss_mask, strict=True) if not is_sampled]
+        requests.append({"prompt_token_ids": [*prompt.token_ids, *(results if reads_results else ())]})
+        options = {"temperature": cfg.rollout.temperature, "ignore_eos": True, "detokenize": False}
+        params.append(SamplingParams(max_tokens=t.num_sampled_tokens, **options))
+    started = time.perf_counter()
+    outputs = engine.llm.generate(requests, params, use_tqdm=False)
+    elapsed = time.perf_counter() - started
+    assert all(len(o.outputs[0].token_ids) == p.max_tokens for o, p in zip(outputs, params, strict=True))
+    return elapsed
 
 
 def our_update(cfg: RLConfig, dist: Ranks, groups: list[Group], repeats: int) -> float:
@@ -190,7 +198,7 @@ def main() -> None:
     prompts = load_prompts(args.train)[:num_prompts]
     prompts = tokenize_prompts(prompts, codec.render_prompt, cfg.data.max_prompt_tokens, "drop", args.train)
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
-    ours, raw, groups = tokens_per_second(cfg, engine, codec, prompts, repeats)
+    rates, groups = tokens_per_second(cfg, engine, codec, prompts, repeats)
     engine.close()
     for group in groups:
         for i, trajectory in enumerate(group.trajectories):
@@ -199,12 +207,17 @@ def main() -> None:
     plain_s = plain_update(cfg, groups, repeats)
     num_row_tokens = sum(len(group.prompt.token_ids) + len(t.token_ids) for group in groups for t in group.trajectories)
     dist.close()
-    print(f"rollout: ours {ours:.0f} tokens/s, raw vLLM {raw:.0f}: {ours / raw:.2f}")
+    ratios = {name: rates["ours"] / rates[name] for name in ("raw", "unread")}
+    print(
+        f"rollout: ours {rates['ours']:.0f} tokens/s, raw vLLM {rates['raw']:.0f}: {ratios['raw']:.2f}; "
+        f"raw vLLM without results {rates['unread']:.0f}: {ratios['unread']:.2f}"
+    )
     ratio = plain_s / update_s
     print(f"update of {num_row_tokens} tokens: ours {update_s:.1f} s, plain loop {plain_s:.1f} s: {ratio:.2f}")
     result = {"name": "real_model", "ratio": ratio, "ours": num_row_tokens / update_s}
-    result |= {"baseline": num_row_tokens / plain_s, "unit": "update tokens/s", "rollout_ratio": ours / raw}
-    print(json.dumps(result | {"rollout_tokens_per_s": ours, "raw_vllm_tokens_per_s": raw}))
+    result |= {"baseline": num_row_tokens / plain_s, "unit": "update tokens/s", "rollout_ratio": ratios["raw"]}
+    result |= {"rollout_ratio_unread": ratios["unread"], "rollout_tokens_per_s": rates["ours"]}
+    print(json.dumps(result | {"raw_vllm_tokens_per_s": rates["raw"]}))
 
 
 if __name__ == "__main__":
