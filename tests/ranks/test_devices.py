@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -127,3 +129,26 @@ def test_gpus_are_counted_by_kind_and_node(monkeypatch):
     line = devices.describe()
     assert line.startswith("16 ranks on 15 x NVIDIA H100 80GB HBM3 and 1 x NVIDIA H200 (2 nodes), torch 2.")
     assert "attention" not in line and socket.gethostname() not in line
+
+
+SECOND_BLOCK = """
+import resource
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = b"x" * (64 << 20)
+    del block
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+"""Page faults of 64 MiB, where as much has just been freed."""
+
+
+def faults(_ranks) -> int:
+    names: dict[str, int] = {}
+    exec(SECOND_BLOCK, names)
+    return names["faults"]
+
+
+def test_freed_memory_stays_with_a_rank_on_a_cpu():
+    alone = subprocess.run([sys.executable, "-c", f"{SECOND_BLOCK}print(faults)"], capture_output=True, check=True)
+    huge_pages = 32
+    assert int(alone.stdout) >= huge_pages > max(run_ranks(1, faults))
