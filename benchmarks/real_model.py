@@ -214,10 +214,10 @@ def main() -> None:
     )
     ratio = plain_s / update_s
     print(f"update of {num_row_tokens} tokens: ours {update_s:.1f} s, plain loop {plain_s:.1f} s: {ratio:.2f}")
-    result = {"name": "real_model", "ratio": ratio, "ours": num_row_tokens / update_s}
-    result |= {"baseline": num_row_tokens / plain_s, "unit": "update tokens/s", "rollout_ratio": ratios["raw"]}
-    result |= {"rollout_ratio_unread": ratios["unread"], "rollout_tokens_per_s": rates["ours"]}
-    print(json.dumps(result | {"raw_vllm_tokens_per_s": rates["raw"]}))
+    result = {"name": "real_model", "ratio": ratio, "unit": f"update tokens/s, {args.dtype}"}
+    result |= {"ours": num_row_tokens / update_s, "baseline": num_row_tokens / plain_s}
+    result |= {"rollout_ratio": ratios["raw"], "rollout_ratio_unread": ratios["unread"]}
+    print(json.dumps(result | {"rollout_tokens_per_s": rates["ours"], "raw_vllm_tokens_per_s": rates["raw"]}))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ EXTRAS = {
         "longest_first_1024",
         "baseline_1024",
     ),
+    "real_model": ("rollout_ratio", "rollout_ratio_unread"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
     "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core", "waiting_s"),
