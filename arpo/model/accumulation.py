@@ -32,5 +32,6 @@ def accumulating(model: nn.Module, micros: Sequence[Micro]) -> Iterator[Micro]:
 
 def prepare_accumulation(model: FSDPModule, cfg: ModelConfig, num_shards: int) -> None:
     """Note at a sharded model what `accumulating` may leave out. `num_shards`: ranks that share a copy of it."""
-    model.is_whole = num_shards == 1 and not cfg.cpu_offload  # whose gradients are in CPU memory, with each layer's
+    # cpu_offload takes each layer's gradients off the GPU at its exchange; until then they would all stay there
+    model.is_whole = num_shards == 1 and not cfg.cpu_offload
     model.reshards = cfg.reshard_after_forward

@@ -109,7 +109,7 @@ def keep_freed_memory() -> None:
     """Have malloc keep what this process frees, for its next tensors.
 
     glibc gives large blocks back to the kernel at once, and a new one then costs a page fault for every 4 KiB that is
-    written: a fifth of the time of an update on a CPU. Another C library is left as it is.
+    written. Another C library is left as it is.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from arpo.errors import UserError
@@ -197,9 +197,8 @@ def mcp_tools(server: McpServer) -> dict[str, McpTool]:
     uses_cache = server.cache and server.mode != "live"
     cache = open_cache(server.cache, read_only=server.replays, setting=setting) if uses_cache else None
     service = Service(server, cache)
-    own = (" ".join(schemas),) if server.max_sessions else ()
-    make = McpSessionTool if own else McpTool
-    return {tag: make(schema, tag.removeprefix(server.prefix), service, *own) for tag, schema in schemas.items()}
+    make = partial(McpSessionTool, session_name=" ".join(schemas)) if server.max_sessions else McpTool
+    return {tag: make(schema, tag.removeprefix(server.prefix), service) for tag, schema in schemas.items()}
 
 
 @cache
