@@ -20,6 +20,9 @@ def accumulating(model: nn.Module, micros: Sequence[Micro]) -> Iterator[Micro]:
     have it whole do too, and with model.reshard_after_forward=False layers stay gathered until then. None of it takes
     memory that a single micro-batch would not take.
     """
+    if not isinstance(model, FSDPModule):  # nothing is exchanged or gathered
+        yield from micros
+        return
     for number, micro in enumerate(micros, 1):
         is_last = number == len(micros)
         model.set_requires_all_reduce(is_last)  # among copies of which each is spread over ranks
