@@ -88,7 +88,7 @@ def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
             _, micro.old_entropies = policy(micro)
         moments += token_moments(micro.at_loss_tokens(micro.old_entropies))
     statistics = statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
-    metrics, num_exchanges = Metrics(), 0
+    metrics, num_exchanges, num_gathered = Metrics(), 0, 0
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro)
         loss, loss_metrics = loss_of(
@@ -107,6 +107,7 @@ def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
         )
         (loss * ranks.world_size).backward()
         num_exchanges += any(isinstance(parameter.grad, DTensor) for parameter in policy.parameters())
+        num_gathered += not isinstance(policy.hf.model.layers[0].mlp.up_proj.weight, DTensor)
         metrics.sum("loss", loss.item())
         metrics.merge(loss_metrics)
     metrics.mean("grad_norm", clip_grad_norm(policy, 1e9))
@@ -116,6 +117,7 @@ def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
     return {
         "num_micros": len(micros),
         "num_exchanges": num_exchanges,
+        "num_gathered": num_gathered,
         "num_empty": sum(not micro.row_ids for micro in micros),
         "metrics": ranks.reduce_metrics(metrics).values(),
         "gradients": gradients,
@@ -170,6 +172,7 @@ def test_two_copies_of_two_ranks_learn_what_one_rank_learns(outcomes, tiny_model
     [alone], stored = outcomes[1], load_file(tiny_model_dir / "model.safetensors")
     for names, by_case, weights in run_ranks(4, hybrid_steps, str(tiny_model_dir)):
         assert names == ["replicate of 2", "shard of 2"]
+        assert all(by_case[case]["num_exchanges"] == 1 for case in CASES)
         assert weights.keys() == stored.keys() and all(np.array_equal(weights[n], stored[n]) for n in stored)
         for case in CASES:
             assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
@@ -192,6 +195,8 @@ def test_ranks_with_the_whole_model_exchange_gradients_once_a_step_and_learn_the
     for by_case in run_ranks(2, whole_steps, str(tiny_model_dir), reshards):
         assert all(by_case[case]["num_exchanges"] == 1 for case in CASES)
         assert any(by_case[case]["num_micros"] > 1 for case in CASES)
+        for case in CASES:  # between two micro-batches
+            assert by_case[case]["num_gathered"] == (0 if reshards else by_case[case]["num_micros"] - 1)
         for case in CASES:
             assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
             for name, gradient in alone[case]["gradients"].items():
