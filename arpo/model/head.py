@@ -38,11 +38,21 @@ def token_logprobs(
     return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens), fused)
 
 
-def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b as float32. CUDA's half-precision matmul can return its float32 accumulator; others are upcast."""
+CACHED_LOGITS = 1 << 20
+"""Logits that a CPU's caches hold as float32 while one pass after the other goes over them."""
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b; on CUDA as float32, the accumulator of its half-precision matmul, and else in their dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
+    return torch.mm(a, b)
+
+
+def blocks(logits: Tensor) -> list[slice]:
+    """Cut the rows of (N, V) logits for what passes over them a dozen times: on a CPU each block stays in the cache."""
+    size = max(1, len(logits) if logits.is_cuda else CACHED_LOGITS // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -53,8 +63,9 @@ class _ChunkedHead(torch.autograd.Function):
         statistics = compiled(chunk_statistics) if fused else chunk_statistics
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = matmul_float32(hidden[part], weight.t())  # (chunk, V)
-            logprobs[part], entropy[part], log_normalizer[part] = statistics(logits, targets[part], temperature)
+            logits = matmul(hidden[part], weight.t())  # (chunk, V)
+            found = [statistics(logits[rows], targets[part][rows], temperature) for rows in blocks(logits)]
+            logprobs[part], entropy[part], log_normalizer[part] = map(torch.cat, zip(*found, strict=True))
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
         ctx.temperature, ctx.chunk_tokens, ctx.fused = temperature, chunk_tokens, fused
         ctx.set_materialize_grads(False)  # most losses use only one of the two outputs
@@ -70,19 +81,22 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if learns else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
-            logits = matmul_float32(hidden[part], weight.t())
-            grads = (g if g is None else g[part] for g in (grad_logprobs, grad_entropy))
-            grad_logits = gradient(
-                logits, targets[part], log_normalizer[part], entropy[part], *grads, ctx.temperature, weight.dtype
-            )
+            logits = matmul(hidden[part], weight.t())
+            of_tokens = targets, log_normalizer, entropy, grad_logprobs, grad_entropy
+            grads = []
+            for rows in blocks(logits):
+                of_rows = (values if values is None else values[part][rows] for values in of_tokens)
+                grads.append(gradient(logits[rows], *of_rows, ctx.temperature, weight.dtype))
+            grad_logits = grads[0] if len(grads) == 1 else torch.cat(grads)
             grad_hidden[part] = grad_logits @ weight
             if learns:
-                grad_weight += matmul_float32(grad_logits.t(), hidden[part])
+                grad_weight += matmul(grad_logits.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None, None
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of the targets, entropies, log normalizers, (N,) each, of (N, V) logits, which it overwrites."""
+    """Return logprobs of the targets, entropies, log normalizers, (N,) each, of (N, V) logits, which it may overwrite."""
+    logits = logits.float()
     if temperature != 1.0:
         logits.div_(temperature)
     log_normalizer = logits.logsumexp(-1)
@@ -101,10 +115,11 @@ def chunk_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the (N, V) gradient of the logits, which it overwrites. With z = logits / temperature, p = softmax(z):
+    """Return the (N, V) gradient of the logits, which it may overwrite. With z = logits / temperature, p = softmax(z):
 
     d log p(y) / dz = onehot(y) - p;    dH / dz = -p * (log p + H), H the entropy of p
     """
+    logits = logits.float()
     if temperature != 1.0:
         logits.div_(temperature)
     log_p = logits.sub_(log_normalizer[:, None])
