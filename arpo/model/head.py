@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from arpo.errors import UserError
 
+CACHED_LOGITS = 1 << 20
+"""Logits, in float32, that stay in a CPU's caches while one pass after the other goes over them."""
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -38,19 +41,15 @@ def token_logprobs(
     return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens), fused)
 
 
-CACHED_LOGITS = 1 << 20
-"""Logits that a CPU's caches hold as float32 while one pass after the other goes over them."""
-
-
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b; on CUDA as float32, the accumulator of its half-precision matmul, and else in their dtype."""
+    """Return a @ b in their dtype, or as CUDA's half-precision matmul can: as float32, which is its accumulator."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
 
 
 def blocks(logits: Tensor) -> list[slice]:
-    """Cut the rows of (N, V) logits for what passes over them a dozen times: on a CPU each block stays in the cache."""
+    """Cut the rows of (N, V) logits for the dozen passes over them: on a CPU into blocks that its caches hold."""
     size = max(1, len(logits) if logits.is_cuda else CACHED_LOGITS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]
 
@@ -95,7 +94,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of the targets, entropies, log normalizers, (N,) each, of (N, V) logits, which it may overwrite."""
+    """Return logprobs of the targets, entropies, log normalizers, (N,) each. The (N, V) logits may be overwritten."""
     logits = logits.float()
     if temperature != 1.0:
         logits.div_(temperature)

@@ -42,8 +42,9 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def several_chunks(monkeypatch):
+def several_chunks_of_several_blocks(monkeypatch):
     monkeypatch.setattr("arpo.model.policy.HEAD_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(head, "CACHED_LOGITS", 800)  # two rows of 384 tokens, 16 of 50
 
 
 def gradients(policy) -> dict[str, torch.Tensor]:
