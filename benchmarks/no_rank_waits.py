@@ -95,7 +95,9 @@ MODES = {
     "pull, resample": Mode({"dispatch": "pull"}, "resample"),
 }
 OURS = "pull, carry_over 2"
-OF_MOST_RANKS = ("fixed", "pull", "longest first")  # carried groups need four steps
+OF_MOST_RANKS = ("fixed", "pull", "longest first", "longest first, carry_over 1")
+LEAST_STEPS_CARRIED = 2
+"""Measured steps where groups are carried: a step in which many of them end is followed by one in which few do."""
 
 
 # ---- steps on all ranks
@@ -265,7 +267,8 @@ def table(workloads: list[str], ranks: list[int], quick: bool, codec: Codec) -> 
             for name, mode in MODES.items():
                 if num_ranks > MOST_RANKS_OF_ALL_MODES and name not in OF_MOST_RANKS:
                     continue
-                num_steps = 1 if quick else NUM_STEPS[num_ranks]
+                least = LEAST_STEPS_CARRIED if mode.rollout.get("carry_over") else 1
+                num_steps = 1 if quick else max(NUM_STEPS[num_ranks], least)
                 m = found[workload, num_ranks, name] = measure(work, mode, num_ranks, num_steps, codec)
                 numbers = f"{m.step_s:.0f} | {m.over_ideal:.2f} | {m.critical_over_ideal:.2f} | {m.idle:.0%}"
                 stale = f"{m.stale_share:.0%} | {m.staleness:.2f} | {m.staleness_max:.0f}"
@@ -297,7 +300,8 @@ def summary(found: dict[tuple[str, int, str], Measured], size: int) -> dict[str,
     result |= {"longest_first": of["longest first"].over_ideal, "critical": of["fixed"].critical_over_ideal}
     result |= {"staleness": of[OURS].staleness, "idle": of[OURS].idle, "idle_fixed": of["fixed"].idle}
     result["refill_ratio"] = of["fixed, resample"].step_s / of["pull, resample"].step_s
-    for word, name in {"longest_first": "longest first", "baseline": "fixed"}.items():
+    names = {"longest_first": "longest first", "carried": "longest first, carry_over 1", "baseline": "fixed"}
+    for word, name in names.items():
         result |= {f"{word}_{largest}": found["long", largest, name].over_ideal} if largest > size else {}
     return result
 
