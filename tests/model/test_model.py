@@ -192,6 +192,11 @@ def naive_head(hidden, weight, targets, temperature):
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+def test_a_cpu_passes_over_as_many_rows_of_logits_as_its_caches_hold_and_at_least_one():
+    assert head.blocks(torch.zeros(5, 384)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert head.blocks(torch.zeros(2, 1000)) == [slice(0, 1), slice(1, 2)]
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
 @pytest.mark.parametrize("uses", ["logprobs", "entropy", "both"])
