@@ -106,7 +106,6 @@ from arpo.dispatch import ExpectedLengths
 from arpo.drafts import Drafts
 from arpo.engine import Engine
 from arpo.engine.team import form_team
-from arpo.evals.scores import summarize
 from arpo.hub import local_file, source_of
 from arpo.log import RunLog
 from arpo.memory import Job, check_memory, read_job
@@ -134,6 +133,7 @@ from arpo.update import (
     make_minibatches,
     update_policy,
 )
+from arpo.validation import Guests, Validation
 
 
 def main(cfg: RLConfig) -> None:
@@ -193,11 +193,8 @@ def main(cfg: RLConfig) -> None:
     drafts = Drafts(run_dir / "drafts", cfg.rollout, saver.progress.get("drafts", {}))
     sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score, cfg.engine.max_num_seqs, lengths, drafts)
     carried = go_on_from(CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts), saver.rank_files, train_prompts)
-
-    if valid_prompts and cfg.run.validate_every and done_steps == 0:
-        values = validate(sampler, log, valid_prompts, cfg, step=0) | score.end_step()
-        log.scalars(0, values)
-        log.line(f"step 0  valid accuracy {values['valid/accuracy']:.3f}")
+    validation = Validation(sampler, log, valid_prompts, cfg.run, cfg.rollout, cfg.branching, num_steps)
+    validation.before_training(done_steps)
 
     health, sources = ToolHealth(), source_names(train_prompts)
     signal = BranchingSignal(cfg.branching, saver.progress.get("signal", ()))
@@ -212,8 +209,11 @@ def main(cfg: RLConfig) -> None:
         while count := num_to_sample(sampled, num_prompts, cfg.advantage, cfg.rollout):
             drawn = order.queue(num_drawn, carried.num_to_draw(count, num_steps - step + 1))
             name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            more, num_cut_off = sample(carried, [train_prompts[i] for i, _ in drawn], cfg, timers, name, signal)
+            prompts = [train_prompts[i] for i, _ in drawn]
+            more, num_cut_off = sample(carried, prompts, cfg, timers, name, signal, validation.begin())
             sampled, num_drawn = sampled + more, carried.num_drawn_after(drawn, more, num_drawn)
+        with timers("validate"):
+            validation.end()
         groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
         metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
         with timers("sync"):
@@ -272,10 +272,8 @@ def main(cfg: RLConfig) -> None:
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         is_last = step == num_steps
-        values = {}
-        if valid_prompts and cfg.run.validate_every and (is_last or step % cfg.run.validate_every == 0):
-            with timers("validate"):
-                values = validate(sampler, log, valid_prompts, cfg, step=step)
+        with timers("validate"):
+            values = validation.after(step)
         metrics.merge(memory_metrics(dist.device))
         values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values() | score.end_step()
         log.scalars(step, values | speeds(values, dist.world_size), distributions(sampled))
@@ -319,31 +317,27 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict | 
 
 
 def sample(
-    source: CarryOver, prompts: list[Prompt], cfg: RLConfig, timers: ranks.Timers, name: str, signal: BranchingSignal
+    source: CarryOver,
+    prompts: list[Prompt],
+    cfg: RLConfig,
+    timers: ranks.Timers,
+    name: str,
+    signal: BranchingSignal,
+    guests: Guests | None,
 ) -> tuple[list[Group], int]:
     """Return the scored groups of the prompts on every rank, in order, and the number of groups that were cut off.
 
     Each team of ranks samples and scores its part. `name` is the rollout's: the step, and what tells it from others.
+    `guests`: the validation beside it, if any.
     """
     with timers("rollout"):
         names = {"step": name, "description": f"step {name} rollout", "on_group": source.sampler.score.on_group}
         names["num_wanted"] = cfg.data.num_prompts_per_step if refills_from_queue(cfg.advantage, cfg.rollout) else 0
-        share = source(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, **names)
+        share = source(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, guests=guests, **names)
     with timers("reward"):
         source.sampler.score(share.groups if source.team.is_first else [])
     with timers("exchange"):
         return source.exchange(share)
-
-
-def validate(sampler: Sampler, log: RunLog, prompts: list[Prompt], cfg: RLConfig, *, step: int) -> dict[str, float]:
-    """Scores on the validation prompts: greedy, one trajectory each, no branching. Also dumps the trajectories."""
-    greedy = replace(cfg.rollout, temperature=0.0, top_p=1.0, group_size=1, reuse_last_epoch=False)
-    none = replace(cfg.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
-    share = sampler(prompts, greedy, none, step=step, description="validation", on_group=sampler.score.on_group)
-    sampler.score(share.groups if sampler.team.is_first else [])
-    groups, _ = sampler.exchange(share)
-    log.trajectories(step, groups, kind="valid")
-    return {f"valid/{name}": value for name, value in summarize(groups, seed=cfg.run.seed).items()}
 
 
 if __name__ == "__main__":

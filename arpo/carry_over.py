@@ -135,15 +135,17 @@ class CarryOver:
         statistics: SignalStatistics | None = None,
         on_group: Callable[[Group, list[float]], None] | None = None,
         num_wanted: int = 0,
+        guests: Loop | None = None,
     ) -> Share:
         """Sample until the step's mini-batches are full. Return this rank's groups that have become whole in it.
 
         `prompts` are those that the step has drawn; see Sampler. `exchange` must follow.
         """
         if not self.is_on:
-            names = {"statistics": statistics, "on_group": on_group, "num_wanted": num_wanted}
+            names = {"statistics": statistics, "on_group": on_group, "num_wanted": num_wanted, "guests": guests}
             return self.sampler(prompts, cfg, branching, description=description, step=step, **names)
         self._begin_step(prompts, int(step), statistics)
+        self.loop.guests = guests
         num_trajectories = self.num_prompts // self.team.num_teams * cfg.group_size
         try:
             with self.sampler.log.progress(num_trajectories, description, is_part=True) as progress:
@@ -186,7 +188,7 @@ class CarryOver:
         engine, tools = self.sampler.engine, self.sampler.tools
         is_alone, whole, at_work_s = self._store is None, [], self.clock()
         by_state = {id(carried.state): carried for carried in self.groups}
-        while not self.is_full():
+        while not self.is_full() or self.loop.num_guests:
             while carried := self._begin_next():
                 by_state[id(carried.state)] = carried
             if engine.num_running or tools.num_pending:

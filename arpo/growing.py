@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from arpo.branching import RULES, BranchBudget, Evidence, Path, initial_rollouts
-from arpo.options import BranchingConfig
-from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
+from arpo.tools.interface import ToolResult
+from arpo.trajectory import BranchDecision, Group, Prompt, ToolCall, Trajectory
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,23 @@ class GroupState:
         for trajectory in trajectories:
             trajectory.check()
         return Group(self.prompt, trajectories)
+
+
+def refused(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
+    """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
+    calls, limit = [call.tag for call in trajectory.tool_calls], cfg.call_limits.get(tag)
+    if len(calls) >= cfg.max_tool_calls:
+        return LIMIT_REACHED.format(limit=cfg.max_tool_calls)
+    return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
+
+
+def answered(call: ToolCall, result: ToolResult) -> ToolCall:
+    """Return the call with its result, as the tool wrote it."""
+    return replace(
+        call, result=result.text, ok=result.ok, error_kind=result.error_kind,
+        cached=result.cached, seconds=result.seconds, cost=result.cost, info=dict(result.info),
+        replayed=result.replayed, replay_mismatches=result.replay_mismatches,
+    )  # fmt: skip
 
 
 def number_of(text: str) -> int:

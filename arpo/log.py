@@ -177,8 +177,11 @@ def print_line(text: str) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return all lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Return what a run's metrics.jsonl has of each step, in order."""
+    rows: dict[int, dict[str, float]] = {}
+    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        rows.setdefault(row["step"], {}).update(row)
+    return list(rows.values())
 
 
 def script_json(tree: object) -> str:

@@ -1,4 +1,7 @@
-"""metrics.jsonl: a line of JSON per step. It has whole lines only, also where the disk is full for a while."""
+"""metrics.jsonl: a line of JSON per step, and a second one with what came later of it (run.overlap_validation).
+
+It has whole lines only, also where the disk is full for a while.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ class MetricsFile:
     """Appends rows to a run's metrics.jsonl. Rows for which there is no room wait in memory."""
 
     def __init__(self, path: Path, resume_step: int):
-        """Drop the lines of an interrupted run after `resume_step`, for which no room is needed. Raises OSError.
+        """Drop the lines that an interrupted run wrote after those of `resume_step`, for which no room is needed, and
+        a second one of that step, which is written again. Raises OSError.
 
         From step 0 a run begins anew, and writes what it did before step 1 again.
         """
@@ -59,10 +63,11 @@ class MetricsFile:
 
 
 def _num_bytes_until(path: Path, step: int) -> int:
-    """Return the length of the lines up to a step's; a killed run may leave half a line."""
-    num_bytes = 0
+    """Return the length of the lines up to a step's first one; a killed run may leave half a line."""
+    num_bytes, newest = 0, -1
     for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+        if not line.endswith(b"\n") or newest == step or json.loads(line)["step"] > step:
             break
+        newest = json.loads(line)["step"]
         num_bytes += len(line)
     return num_bytes

@@ -22,10 +22,9 @@ from arpo import retrospective
 from arpo.dispatch import Dealt, PromptSource
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
-from arpo.growing import Decision, GroupState, Live, StopWatch, number_of
+from arpo.growing import Decision, GroupState, Live, StopWatch, answered, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
 from arpo.retrospective import EXPANSIONS, NEED_REWARDS
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
@@ -47,6 +46,7 @@ def rollout(
     on_group: Callable[[Group, list[float]], None] | None = None,
     max_at_once: int = 0,
     make_loop: Callable[..., Loop] | None = None,
+    guests: Loop | None = None,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of the prompts, trajectories by path.
 
@@ -54,17 +54,20 @@ def rollout(
     that compare with them; `score` fills the reward of all trajectories of groups that have none, for the selectors of
     NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group that is whole and
     its trajectories' seconds. Prompts of a list are begun at once (`max_at_once`: see Dealt); another source may end
-    the rollout, and then only whole groups are returned. `make_loop` makes the Loop. Raises what a tool or engine does.
+    the rollout, and then only whole groups are returned. `make_loop` makes the Loop; `guests` is a begun one that is to
+    end too. Raises what a tool or engine does.
     """
     assert score or branching.selector not in NEED_REWARDS, branching.selector
     loop = (make_loop or Loop)(engine, tools, codec, cfg, branching, statistics, score)
+    loop.guests = guests
     source = Dealt(prompts, max_at_once) if isinstance(prompts, list) else prompts
     groups = []
     try:
         while True:
-            while prompt := source.take(loop.num_unfinished, engine.num_running):
+            # a source may wait for other ranks where nothing is unfinished, and the guests with it
+            while prompt := source.take(loop.num_unfinished or loop.num_guests, engine.num_running):
                 groups.append(loop.start_group(prompt, f"{seed}|{step}"))
-            if source.is_full or not loop.num_unfinished:
+            if (source.is_full or not loop.num_unfinished) and not loop.num_guests:
                 break
             assert engine.num_running or tools.num_pending, "trajectories are left, but nothing is at work"
             for group in loop.advance(block=True):
@@ -99,6 +102,7 @@ class Loop:
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
         self.num_unfinished = 0
+        self.guests: Loop | None = None  # another one, of other prompts, that `advance` plays along
         self.whole: list[GroupState] = []  # groups that became so in this round
 
     def advance(self, *, block: bool) -> list[GroupState]:
@@ -106,10 +110,17 @@ class Loop:
         no request runs, wait for a result."""
         self.whole = []
         for call_id, result in self.tools.collect(block=block and not self.engine.num_running):
-            self.on_tool_result(call_id, result)
+            self.loop_of(call_id).on_tool_result(call_id, result)
         for chunk in self.engine.step() if self.engine.num_running else ():
-            self.on_chunk(chunk)
+            self.loop_of(chunk.request_id).on_chunk(chunk)
         return self.whole
+
+    @property
+    def num_guests(self) -> int:
+        return self.guests.num_unfinished if self.guests else 0
+
+    def loop_of(self, name: str) -> Loop:  # of a request or a call
+        return self.guests if self.guests and (name in self.guests.decoding or name in self.guests.calling) else self
 
     # -- new trajectories --------------------------------------------------------------------------------------------
 
@@ -262,7 +273,7 @@ class Loop:
             self.end(live, StopReason.TOOL_LIMIT)
             return
         for number, call in enumerate(calls):
-            refusal = self.refusal(trajectory, call.tag)
+            refusal = refused(trajectory, call.tag, self.cfg)
             error, kind = (refusal, "limit") if refusal else (call.error, call.error_kind)
             turn.tool_calls.append(ToolCall(call.tag, call.argument, error, False, kind, executed=not kind))
             if not kind:
@@ -278,21 +289,10 @@ class Loop:
         at = ToolContext(*live.owner, live.turn_index, number_of(f"{live.group.seed}|{prompt.prompt_id}"), prompt.meta)
         self.tools.start(call_id, call.tag, call.argument, at)
 
-    def refusal(self, trajectory: Trajectory, tag: str) -> str:
-        """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
-        calls, limit = [call.tag for call in trajectory.tool_calls], self.cfg.call_limits.get(tag)
-        if len(calls) >= self.cfg.max_tool_calls:
-            return LIMIT_REACHED.format(limit=self.cfg.max_tool_calls)
-        return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
-
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
         live, number = self.calling.pop(call_id)
         calls = live.trajectory.turns[-1].tool_calls
-        calls[number] = replace(
-            calls[number], result=result.text, ok=result.ok, error_kind=result.error_kind,
-            cached=result.cached, seconds=result.seconds, cost=result.cost, info=dict(result.info),
-            replayed=result.replayed, replay_mismatches=result.replay_mismatches,
-        )  # fmt: skip
+        calls[number] = answered(calls[number], result)
         live.num_calling -= 1
         live.has_failed |= result.infra_error
         if not live.num_calling:

@@ -37,7 +37,7 @@ MAY_CHANGE = (
 )
 """Starts of the keys that decide how long, how often or how fast, but not what is learnt. (Of tools, their section's
 `what_decides` says it.)"""
-DECIDES = ("run.seed", "engine.dtype", "engine.quantization", "judge.model", "judge.fallback")
+DECIDES = ("run.seed", "run.overlap_validation", "engine.dtype", "engine.quantization", "judge.model", "judge.fallback")
 """Keys that do decide, though their section is named above."""
 
 

@@ -13,7 +13,7 @@ from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.retrospective import NEED_REWARDS
-from arpo.rollout import rollout
+from arpo.rollout import Loop, rollout
 from arpo.selection import until_full
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics
@@ -71,6 +71,7 @@ class Sampler:
         on_group: Callable[[Group, list[float]], None] | None = None,
         max_at_once: int = 0,
         num_wanted: int = 0,
+        guests: Loop | None = None,
     ) -> Share:
         """Return the groups that this team has sampled of `prompts`, in their order and not all scored; see `rollout`.
 
@@ -92,6 +93,7 @@ class Sampler:
                 seed=self.seed, step=step, statistics=statistics,
                 score=self.score_alike if branching.selector in NEED_REWARDS else None, on_progress=progress.at,
                 on_group=on_group, make_loop=self.drafts.loop if self.drafts and cfg.reuse_last_epoch else None,
+                guests=guests,
             )  # fmt: skip
         for group in groups:
             group.sampled_by = team.index * team.size

@@ -32,7 +32,7 @@ READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 # What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
 ALWAYS = {
     "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
-    "trackers resume_changed peer_timeout_minutes silence_timeout_s",
+    "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s",
     "model": "path compute_dtype attention activation_checkpointing compile_layers compile_head reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "

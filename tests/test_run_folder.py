@@ -46,6 +46,7 @@ def check(cfg) -> None:
     "flags, words",
     [
         (["--branching.selector", "none"], r"branching\.selector=arpo, and now it is none"),
+        (["--run.overlap_validation", "True"], r"run\.overlap_validation=False, and now it is True"),
         (["--optim.lr", "1e-5"], r"optim\.lr=1e-06, and now it is 1e-05"),
         (["--model.path", "other"], r"model\.path=Qwen/Qwen2\.5-7B-Instruct, and now it is other"),
         (["--run.seed", "1"], r"run\.seed=0, and now it is 1"),

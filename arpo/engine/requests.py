@@ -12,7 +12,7 @@ class SamplingSpec:
 
     max_tokens: int
     temperature: float = 1.0
-    """Sampling temperature; 0 = greedy. All requests in flight share one value."""
+    """Sampling temperature; 0 = greedy. All requests in flight that are not greedy share one value."""
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     """Texts that end the request. Their tokens are part of the output, with whatever else the last token holds."""
@@ -35,8 +35,8 @@ class Chunk:
     token_ids: list[int] = field(default_factory=list)
     """The new tokens; none if the request has only got its turn."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each of those tokens under the policy at the request's temperature (at 1 where that is 0),
-    before top_p."""
+    """Log-probability of each of those tokens under the policy at the request's temperature, before top_p; of a greedy
+    one at that of the others in flight, or at 1."""
     entropies: list[float] = field(default_factory=list)
     """Next-token entropies (nats) over the full vocabulary at temperature 1, before top_p, of the first
     len(entropies) of these tokens."""

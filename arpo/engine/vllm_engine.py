@@ -122,10 +122,9 @@ class Engine:
         assert len(token_ids) < self.max_model_len, f"{request_id}: {len(token_ids)} prompt tokens leave no room"
         assert spec.num_top_logprobs <= MAX_TOP_LOGPROBS, spec
         assert spec.temperature == 0 or spec.temperature >= 0.01, "vLLM rounds lower temperatures up to 0.01"
-        assert not self.running or spec.temperature == self.temperature, (
-            f"{request_id} has temperature {spec.temperature}, those in flight {self.temperature}"
-        )
-        self.temperature = spec.temperature
+        in_flight = self.temperature if self.running else 0.0  # above 0, or all are greedy
+        assert spec.temperature in (0, in_flight) or not in_flight, f"temperatures {spec.temperature} and {in_flight}"
+        self.temperature = spec.temperature or in_flight
         engine = self.llm.llm_engine
         engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, self.sampling_params(spec))
         # Stop strings need a tokenizer, and then vLLM would also decode every logprob candidate: half of a step's time.
@@ -246,8 +245,8 @@ class Engine:
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor):
         """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from the full log-softmax (N, V).
 
-        Called within `step`, so that self.temperature is that of the rows: with asynchronous scheduling too, where the
-        numbers come out one step later.
+        Called within `step`, so that self.temperature is that of the rows that are sampled: with asynchronous scheduling
+        too, where the numbers come out one step later.
         """
         from vllm.v1.outputs import LogprobsTensors
 

@@ -174,6 +174,22 @@ def test_greedy_tokens_carry_the_logprobs_of_temperature_one(engine, hf):
     assert_matches(chunk, hf_logprobs(hf, prompt_of(10), chunk.token_ids))
 
 
+def test_greedy_requests_go_beside_sampled_ones(engine, hf):
+    """Each gets the tokens that it gets alone, whichever came first; the sampled ones' logprobs are of their policy."""
+    greedy = {
+        f"greedy{i}": (prompt_of(9 + i, i), SamplingSpec(max_tokens=6 + 9 * i, temperature=0.0)) for i in range(3)
+    }
+    warm = SamplingSpec(max_tokens=12, temperature=0.6, num_entropy_tokens=-1)
+    sampled = {f"sampled{i}": (prompt_of(5 + 7 * i, i), replace(warm, seed=i)) for i in range(4)}
+    alone = run(engine, greedy) | run(engine, sampled)
+    for requests in (greedy | sampled, sampled | greedy):
+        for name, chunk in run(engine, requests).items():
+            assert chunk.token_ids == alone[name].token_ids, name
+            if name in sampled:
+                assert_matches(chunk, hf_logprobs(hf, sampled[name][0], chunk.token_ids, 0.6))
+                assert chunk.entropies == pytest.approx(alone[name].entropies, abs=1e-4)
+
+
 def test_entropies_and_top_logprobs_cover_only_the_tokens_asked_for(engine, hf):
     prompt = prompt_of(12)
     asked = SamplingSpec(max_tokens=7, num_entropy_tokens=3, num_top_logprobs=5, seed=0)

@@ -79,6 +79,7 @@ def rollouts(model_dir: str, noise: str) -> dict:
         engine.step()
     engine.abort([f"aborted{i}" for i in range(3)] + [f"greedy{i}" for i in range(3)])
     engine.sleep()  # does nothing on a CPU, but must be allowed
+    submit(engine, "greedy", 3, temperature=0.0)
     submit(engine, "cooler", 5, temperature=0.7, num_top_logprobs=2)
     finish(engine, done)
     hf = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
