@@ -16,6 +16,7 @@ rollout_streaming.py). Where dead groups are resampled, half of the prompts have
 
 ideal     all tokens of all ranks at the price they have in a full engine / ranks: no tail, no tool, no wait. Where
           groups are carried: what is sampled in the measured steps, which begin after NUM_STEPS_BEFORE others
+validates NUM_VALID questions per step, alone after it or beside the next rollout (not in the ideal)
 critical  the longest trajectory with its tool calls, alone on an engine, over the ideal. No step that finishes all its
           trajectories takes less; and one that does not know beforehand which it is may begin it last
 idle      share of the ranks' time in which their engines do nothing
@@ -44,13 +45,15 @@ from transformers import AutoTokenizer
 from arpo.carry_over import CarryOver
 from arpo.dispatch import ExpectedLengths, PromptQueue, RefilledQueue
 from arpo.engine.team import Team
-from arpo.log import Console
+from arpo.log import Console, RunLog
 from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
+from arpo.run_options import RunConfig
 from arpo.sampler import Sampler
 from arpo.selection import num_to_sample, refills_from_queue
 from arpo.trajectory import Group, Prompt
+from arpo.validation import Validation
 from benchmarks.shared.cost_model import MODELS
 from benchmarks.shared.drawn_work import GPU, MAX_CALLS, RESULT_TOKENS, SEED, Script, Workload, call_s, is_dead
 from benchmarks.shared.tiny_model import write_model
@@ -70,6 +73,7 @@ WORKLOADS = {
     "uneven": Workload("Qwen3-14B", 8, 8, 4000, 32_768, max_num_seqs=16, unit=128, slow_speed=0.7, ranks=(16,)),
 }
 NUM_STEPS = {8: 8, 16: 4, 64: 4, 1024: 1}
+NUM_VALID = 512
 NUM_STEPS_BEFORE = 3
 """Steps before those that are measured, where groups are carried: the first ones carry less than later ones."""
 MOST_RANKS_OF_ALL_MODES = 64
@@ -80,6 +84,8 @@ class Mode(NamedTuple):
 
     rollout: dict
     dead_groups: str = "keep"
+    validates: str = ""
+    """alone, beside (run.overlap_validation); "" = not at all."""
 
 
 LONGEST_FIRST = {"dispatch": "pull", "pull_order": "longest_first"}
@@ -91,6 +97,8 @@ MODES = {
     "pull, carry_over 1": Mode({"dispatch": "pull", "carry_over": 1}),
     "pull, carry_over 2": Mode({"dispatch": "pull", "carry_over": 2}),
     "longest first, carry_over 1": Mode(LONGEST_FIRST | {"carry_over": 1}),
+    **{f"fixed, validates {how}": Mode({}, validates=how) for how in ("alone", "beside")},
+    **{f"pull, validates {how}": Mode({"dispatch": "pull"}, validates=how) for how in ("alone", "beside")},
     "fixed, resample": Mode({}, "resample"),
     "pull, resample": Mode({"dispatch": "pull"}, "resample"),
 }
@@ -114,10 +122,15 @@ class VirtualSampler(Sampler):
         return queue
 
 
-def score(groups: list[Group]) -> None:
-    for group in groups:
-        for number, t in enumerate(group.trajectories):
-            t.reward = float(number % 2 and not is_dead(group.prompt.prompt_id))
+class Score:
+    """Rewards that do not depend on what was sampled."""
+
+    on_group = None
+
+    def __call__(self, groups: list[Group]) -> None:
+        for group in groups:
+            for number, t in enumerate(group.trajectories):
+                t.reward = float(number % 2 and not is_dead(group.prompt.prompt_id))
 
 
 @dataclass
@@ -176,7 +189,7 @@ class Run:
             max_step_s, sends_parts=self.cfg.carry_over > 0, speed=work.slow_speed if rank % 8 == 7 else 1.0,
         )  # fmt: skip
         team, console = Team(VirtualRanks.make(rank, time, self.store)), Console(is_main=False)
-        about = (console, SEED, score, work.max_num_seqs, self.lengths)
+        about = (console, SEED, Score(), work.max_num_seqs, self.lengths)
         sampler = VirtualSampler(engine, tools, self.codec, team, *about)
 
         def sleep(seconds: float) -> None:  # a rank without requests looks as rarely as one that has some
@@ -184,6 +197,15 @@ class Run:
 
         clock = functools.partial(time.now.__getitem__, rank)
         return CarryOver(sampler, self.cfg, BranchingConfig("none"), self.num_prompts, clock=clock, sleep=sleep)
+
+    def make_validation(self, sampler: Sampler, branching: BranchingConfig) -> Validation:
+        run = RunConfig(validate_every=1, overlap_validation=self.mode.validates == "beside")
+        prompts = self.work.prompts(NUM_VALID if self.mode.validates else 0, self.codec)
+        log = RunLog(Path(), run, is_main=False)
+        validation = Validation(sampler, log, prompts, run, self.cfg, branching, num_steps=self.num_steps + 1)
+        if run.overlap_validation:
+            validation.before_training(0)
+        return validation
 
     def draw(self, num_drawn: int, count: int) -> tuple[list[Prompt], list[tuple[int, int]]]:
         """Return the next prompts, and what PromptOrder.queue says of them; the same lists on all ranks."""
@@ -196,6 +218,7 @@ class Run:
         """Run the steps of one rank as train_rl.py does, each up to the groups that it would train on."""
         source, num_drawn = self.make_source(rank), 0
         sampler, none = source.sampler, BranchingConfig("none")
+        validation = self.make_validation(sampler, none)
         num_wanted = self.num_prompts if refills_from_queue(self.advantage, self.cfg) else 0
         for number, record in enumerate(self.steps, start=1):
             sampled: list[Group] = []
@@ -203,10 +226,15 @@ class Run:
                 count = source.num_to_draw(count, steps_left=2)  # the training goes on behind what is simulated
                 prompts, drawn = self.draw(num_drawn, count)
                 name = f"{number}.{len(sampled)}" if sampled else f"{number}"
-                share = source(prompts, self.cfg, none, description="rollout", step=name, num_wanted=num_wanted)
+                names = {"description": "rollout", "step": name, "guests": validation.begin()}
+                share = source(prompts, self.cfg, none, **names, num_wanted=num_wanted)
                 sampler.score(share.groups)
                 more, num_cut_off = source.exchange(share)
                 sampled, num_drawn = sampled + more, source.num_drawn_after(drawn, more, num_drawn)
+            validation.end()
+            if self.mode.validates == "alone":
+                sampler.engine.sync()
+            validation.after(number)
             record.busy_s += sampler.engine.busy_s
             held = (t for carried in source.groups for t in carried.state.trajectories.values())
             record.held_s += sum(map(self.work.fair_s, held))
@@ -300,6 +328,8 @@ def summary(found: dict[tuple[str, int, str], Measured], size: int) -> dict[str,
     result |= {"longest_first": of["longest first"].over_ideal, "critical": of["fixed"].critical_over_ideal}
     result |= {"staleness": of[OURS].staleness, "idle": of[OURS].idle, "idle_fixed": of["fixed"].idle}
     result["refill_ratio"] = of["fixed, resample"].step_s / of["pull, resample"].step_s
+    for how in ("alone", "beside"):  # what a validation adds to a step, over a step without
+        result[f"validation_{how}"] = of[f"fixed, validates {how}"].step_s / of["fixed"].step_s - 1
     names = {"longest_first": "longest first", "carried": "longest first, carry_over 1", "baseline": "fixed"}
     for word, name in names.items():
         result |= {f"{word}_{largest}": found["long", largest, name].over_ideal} if largest > size else {}

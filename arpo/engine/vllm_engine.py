@@ -245,8 +245,8 @@ class Engine:
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor):
         """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from the full log-softmax (N, V).
 
-        Called within `step`, so that self.temperature is that of the rows that are sampled: with asynchronous scheduling
-        too, where the numbers come out one step later.
+        Called within `step`, so that self.temperature is that of the sampled rows: with asynchronous scheduling too,
+        where the numbers come out one step later.
         """
         from vllm.v1.outputs import LogprobsTensors
 

@@ -226,6 +226,15 @@ def test_refilled_steps_hold_enough_mixed_groups(mode):
         assert sum(any(t.reward for t in group.trajectories) for group in groups) >= 16
 
 
+def test_a_validation_beside_the_rollout_takes_less_than_one_alone(monkeypatch):
+    monkeypatch.setattr(no_rank_waits, "NUM_VALID", 12)
+    modes = "fixed", "fixed, validates beside", "fixed, validates alone"
+    without, beside, alone = (
+        no_rank_waits.measure(SMALL, no_rank_waits.MODES[mode], RANKS, 2, CODEC).step_s for mode in modes
+    )
+    assert without < beside < alone and alone - without > 2 * (beside - without)
+
+
 def test_the_last_line_is_of_the_long_contexts():
     measured = no_rank_waits.Measured(*[1.0] * 8)._replace
     found = {("long", size, name): measured(over_ideal=size / 10 + i)
