@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from arpo.branching import RULES, BranchBudget, Evidence, Path, initial_rollouts
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
-from arpo.tools.interface import ToolResult
-from arpo.trajectory import BranchDecision, Group, Prompt, ToolCall, Trajectory
+from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -177,15 +176,6 @@ def refused(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
     if len(calls) >= cfg.max_tool_calls:
         return LIMIT_REACHED.format(limit=cfg.max_tool_calls)
     return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
-
-
-def answered(call: ToolCall, result: ToolResult) -> ToolCall:
-    """Return the call with its result, as the tool wrote it."""
-    return replace(
-        call, result=result.text, ok=result.ok, error_kind=result.error_kind,
-        cached=result.cached, seconds=result.seconds, cost=result.cost, info=dict(result.info),
-        replayed=result.replayed, replay_mismatches=result.replay_mismatches,
-    )  # fmt: skip
 
 
 def number_of(text: str) -> int:

@@ -22,7 +22,7 @@ from arpo import retrospective
 from arpo.dispatch import Dealt, PromptSource
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
-from arpo.growing import Decision, GroupState, Live, StopWatch, answered, number_of, refused
+from arpo.growing import Decision, GroupState, Live, StopWatch, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.retrospective import EXPANSIONS, NEED_REWARDS
@@ -292,7 +292,7 @@ class Loop:
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
         live, number = self.calling.pop(call_id)
         calls = live.trajectory.turns[-1].tool_calls
-        calls[number] = answered(calls[number], result)
+        calls[number] = result.of(calls[number])
         live.num_calling -= 1
         live.has_failed |= result.infra_error
         if not live.num_calling:

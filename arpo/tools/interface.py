@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+from arpo.trajectory import ToolCall
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class ToolResult:
     """Calls of the trajectory that it branched from, run again to give this call its session."""
     replay_mismatches: int = 0
     """Those of them that answered otherwise than the first time."""
+
+    def of(self, call: ToolCall) -> ToolCall:
+        """Return the call with this outcome."""
+        return replace(
+            call, result=self.text, ok=self.ok, error_kind=self.error_kind, cached=self.cached, seconds=self.seconds,
+            cost=self.cost, info=dict(self.info), replayed=self.replayed, replay_mismatches=self.replay_mismatches,
+        )  # fmt: skip
 
 
 class Tool(Protocol):
