@@ -34,7 +34,7 @@ import json
 import math
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -201,6 +201,7 @@ class Run:
     def make_validation(self, sampler: Sampler, branching: BranchingConfig) -> Validation:
         run = RunConfig(validate_every=1, overlap_validation=self.mode.validates == "beside")
         prompts = self.work.prompts(NUM_VALID if self.mode.validates else 0, self.codec)
+        prompts = [replace(prompt, prompt_id=f"validation {prompt.prompt_id}") for prompt in prompts]
         log = RunLog(Path(), run, is_main=False)
         validation = Validation(sampler, log, prompts, run, self.cfg, branching, num_steps=self.num_steps + 1)
         if run.overlap_validation:

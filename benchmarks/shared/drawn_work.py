@@ -101,7 +101,7 @@ class Script:
 
     def __call__(self, request_id: str) -> tuple[list[int], str]:
         prompt_id, path, turn = request_id.split("|")
-        prompt_id = prompt_id.rsplit(" ")[-1]  # of a validation beside a rollout: its number
+        prompt_id = prompt_id.rsplit(" ")[-1]  # of a validation: its number
         units, calls = self.work.tokens_of(prompt_id, path)
         count = units * (int(turn) + 1) // (calls + 1) - units * int(turn) // (calls + 1)
         if int(turn) == calls:
