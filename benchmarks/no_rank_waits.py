@@ -233,15 +233,13 @@ class Run:
                 more, num_cut_off = source.exchange(share)
                 sampled, num_drawn = sampled + more, source.num_drawn_after(drawn, more, num_drawn)
             validation.end()
-            if self.mode.validates == "alone":
-                sampler.engine.sync()
+            sampler.engine.sync()
             validation.after(number)
             record.busy_s += sampler.engine.busy_s
             held = (t for carried in source.groups for t in carried.state.trajectories.values())
             record.held_s += sum(map(self.work.fair_s, held))
             if rank == 0:
                 self.note(record, number, sampled, num_cut_off)
-            sampler.engine.sync()
 
     def note(self, record: Step, number: int, groups: list[Group], num_cut_off: int) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
