@@ -61,7 +61,7 @@ demo: setup
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf --eval.num_muted 100
 	@$(PY) -m arpo.demo report --runs $(RUNS)
 
-# A real language model on GSM8K, an evening on two cores. GSM8K=FOLDER where the Hub cannot be reached.
+# A real language model on GSM8K, two hours on two cores. GSM8K=FOLDER where the Hub cannot be reached.
 LLM      := $(if $(filter 0,$(SEED)),data/llm,data/llm_seed$(SEED))
 LLM_RUNS := $(if $(filter 0,$(SEED)),runs,runs/llm_seed$(SEED))
 LLM_EVAL := evaluate.py configs/llm_eval.yaml --run.dir $(LLM_RUNS)
