@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arpo.config import SCRIPTS, load_or_exit, run_or_exit
+from arpo.config.load import SCRIPTS, load_or_exit, run_or_exit
 from arpo.errors import UserError, require
 
 # Name -> the flags of train_rl.py that distinguish the algorithm.

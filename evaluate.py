@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arpo.checks import check_result_room
-from arpo.config import load_or_exit, run_or_exit, save_config
+from arpo.config.checks import check_result_room
+from arpo.config.evals import EvalSection, JudgeConfig
+from arpo.config.load import load_or_exit, run_or_exit, save_config
+from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError, require
-from arpo.evals.options import EvalSection, JudgeConfig
-from arpo.inputs import check_inputs
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.run_options import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
-from arpo.tools.options import ToolsConfig
+from arpo.start.inputs import check_inputs
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ from functools import partial
 from pathlib import Path
 
 from arpo import ranks
+from arpo.config.model_folder import check_model_folder
 from arpo.data import load_prompts, tokenize_prompts
+from arpo.data.hub import local_file, source_of
 from arpo.engine import Engine
 from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
@@ -85,15 +87,13 @@ from arpo.evals.records import Record, append_records, group_records, read_recor
 from arpo.evals.report import RunMeta, summary, write_report
 from arpo.evals.resume import claim_run, read_settings, unfinished, what_decides
 from arpo.evals.scores import MUTED
-from arpo.hub import local_file, source_of
 from arpo.log import Console
-from arpo.memory import check_memory, read_job
 from arpo.model import load_tokenizer
-from arpo.model_folder import check_model_folder
 from arpo.protocol import Codec
 from arpo.protocol.schema import ToolSchema
 from arpo.rewards import load_custom
-from arpo.sampler import Sampler
+from arpo.sampling.sampler import Sampler
+from arpo.start.memory import check_memory, read_job
 from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import MutedTool
 from arpo.trajectory import Group, Prompt

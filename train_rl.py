@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arpo import checks, reward_checks
-from arpo.config import load_or_exit, run_or_exit
+from arpo.config import checks, reward_checks
+from arpo.config.evals import TrainingJudgeConfig
+from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.evals.options import TrainingJudgeConfig
-from arpo.inputs import check_inputs
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -27,8 +28,7 @@ from arpo.options import (
     TrainingRewardConfig,
     UpdateConfig,
 )
-from arpo.run_options import DataConfig, EngineConfig, ModelConfig, ProtocolConfig, RunConfig
-from arpo.tools.options import ToolsConfig
+from arpo.start.inputs import check_inputs
 
 
 @dataclass(frozen=True)
@@ -97,32 +97,33 @@ from pathlib import Path
 
 from arpo import ranks
 from arpo.branching_signal import BranchingSignal
-from arpo.carried_state import go_on_from, state_of
-from arpo.carry_over import CarryOver
-from arpo.charts import rl_charts
 from arpo.checkpoint import Saver
+from arpo.config.model_folder import check_model_folder
+from arpo.config.run_folder import check_run_folder
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
+from arpo.data.hub import local_file, source_of
 from arpo.dispatch import ExpectedLengths
-from arpo.drafts import Drafts
 from arpo.engine import Engine
 from arpo.engine.team import form_team
-from arpo.hub import local_file, source_of
 from arpo.log import RunLog
-from arpo.memory import Job, check_memory, read_job
+from arpo.log.charts import rl_charts
+from arpo.log.nonfinite import report
 from arpo.metrics import ToolHealth, console_text, distributions, memory_metrics, rollout_metrics, source_names, speeds
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion
-from arpo.model_folder import check_model_folder
-from arpo.nonfinite import report
 from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
-from arpo.run_folder import check_run_folder
-from arpo.sampler import Sampler
-from arpo.scoring import Scoring
+from arpo.sampling.carried_state import go_on_from, state_of
+from arpo.sampling.carry_over import CarryOver
+from arpo.sampling.drafts import Drafts
+from arpo.sampling.sampler import Sampler
+from arpo.sampling.scoring import Scoring
+from arpo.sampling.validation import Guests, Validation
 from arpo.selection import groups_to_train_on, num_to_sample, refills_from_queue
+from arpo.start.memory import Job, check_memory, read_job
 from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, take_restarts, tool_schemas
 from arpo.trajectory import Group, Metrics, Prompt
 from arpo.update import (
@@ -133,7 +134,6 @@ from arpo.update import (
     make_minibatches,
     update_policy,
 )
-from arpo.validation import Guests, Validation
 
 
 def main(cfg: RLConfig) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arpo.config import load_or_exit, run_or_exit
+from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.sections import ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.sft import SFTDataConfig
 from arpo.errors import require
-from arpo.inputs import check_inputs
 from arpo.options import OptimConfig
-from arpo.run_options import ModelConfig, ProtocolConfig, RunConfig
-from arpo.sft.options import SFTDataConfig
+from arpo.start.inputs import check_inputs
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,23 @@ import torch
 
 from arpo import ranks
 from arpo.batch import MicroBatch, Row, microbatches
-from arpo.charts import SFT_CHARTS
 from arpo.checkpoint import Saver
+from arpo.config.model_folder import check_model_folder
+from arpo.config.run_folder import check_run_folder
 from arpo.data import PromptOrder
-from arpo.hub import local_file
+from arpo.data.hub import local_file
 from arpo.log import RunLog
-from arpo.memory import check_memory, read_job
+from arpo.log.charts import SFT_CHARTS
+from arpo.log.nonfinite import NonFinite, report
 from arpo.metrics import memory_metrics, speeds
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.accumulation import accumulating
 from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
-from arpo.model_folder import check_model_folder
-from arpo.nonfinite import NonFinite, report
 from arpo.ranks import Ranks
-from arpo.run_folder import check_run_folder
 from arpo.sft.token_store import tokenise
+from arpo.start.memory import check_memory, read_job
 from arpo.tools import make_codec
 from arpo.trajectory import Metrics
 

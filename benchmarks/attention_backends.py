@@ -29,9 +29,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.batch import MicroBatch, Row
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model.attention import attention_backend, register
-from arpo.run_options import ModelConfig
 from arpo.tree import collate_tree
 
 SIZES = {  # query heads, key-value heads, head size, rows, tokens of a row; cuda: Qwen2.5-7B

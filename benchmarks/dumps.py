@@ -3,7 +3,7 @@
     python benchmarks/dumps.py [--quick]
 
 Writes a step of random trajectories as plain JSON lines, as a run before it would have to wait for, and with
-arpo.dumps, while a loop of Python (an engine's own work between two kernels) runs beside it; prints the ratios.
+arpo.log.dumps, while a loop of Python (an engine's own work between two kernels) runs beside it; prints the ratios.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.dumps import SUFFIX, DumpWriter
+from arpo.log.dumps import SUFFIX, DumpWriter
 from arpo.trajectory import Group, Prompt, Trajectory, Turn
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "result", "search", "python", "answer", "number", "year", "city")
@@ -84,7 +84,7 @@ def main() -> None:
             assert sum(1 for _ in file) == sum(len(group.trajectories) for group in groups)
         plain_bytes, dump_bytes = plain.stat().st_size, dump.stat().st_size
     print(f"{num_tokens:,} tokens in {sum(len(group.trajectories) for group in groups):,} trajectories")
-    for name, size, waits_s in (("plain", plain_bytes, plain_s), ("arpo.dumps", dump_bytes, handed_over_s)):
+    for name, size, waits_s in (("plain", plain_bytes, plain_s), ("arpo.log.dumps", dump_bytes, handed_over_s)):
         print(f"{name}: {size / num_tokens:.1f} bytes per token, the run waits {waits_s:.4f} s")
     print(f"written in {written_s:.2f} s; Python beside it takes {beside_s:.2f} s, alone {alone_s:.2f} s")
     result = {

@@ -18,9 +18,9 @@ import time
 import torch
 from weight_sync import write_config
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.noise import install_noise_hook
-from arpo.run_options import EngineConfig
 
 ON_GPU = torch.cuda.is_available()
 VARIANTS: dict[str, dict[str, str]] = {

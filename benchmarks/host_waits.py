@@ -36,11 +36,11 @@ from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one
 from helpers.updates import CASES
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
-from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from benchmarks.shared.tiny_model import LETTERS, write_model

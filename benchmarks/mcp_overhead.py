@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arpo.config.tools import ToolsConfig
 from arpo.tools import make_tools
 from arpo.tools.base import Tool, ToolRunner
 from arpo.tools.function import FunctionTool
-from arpo.tools.options import ToolsConfig
 
 ARGUMENT = "the quick brown fox " * 10
 CONCURRENCY = 32

@@ -42,18 +42,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import AutoTokenizer
 
-from arpo.carry_over import CarryOver
+from arpo.config.sections import RunConfig
 from arpo.dispatch import ExpectedLengths, PromptQueue, RefilledQueue
 from arpo.engine.team import Team
 from arpo.log import Console, RunLog
 from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.run_options import RunConfig
-from arpo.sampler import Sampler
+from arpo.sampling.carry_over import CarryOver
+from arpo.sampling.sampler import Sampler
+from arpo.sampling.validation import Validation
 from arpo.selection import num_to_sample, refills_from_queue
 from arpo.trajectory import Group, Prompt
-from arpo.validation import Validation
 from benchmarks.shared.cost_model import MODELS
 from benchmarks.shared.drawn_work import GPU, MAX_CALLS, RESULT_TOKENS, SEED, Script, Workload, call_s, is_dead
 from benchmarks.shared.tiny_model import write_model

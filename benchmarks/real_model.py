@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn.functional import log_softmax
 
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.engine import Engine
 from arpo.errors import UserError, exit_with

@@ -36,12 +36,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.tags import stop_strings
 from arpo.rollout import rollout
-from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.tools.options import PythonConfig
+from arpo.config.tools import PythonConfig
 from arpo.tools.python import PythonTool
 
 SNIPPETS = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.tools.options import PythonConfig
+from arpo.config.tools import PythonConfig
 from arpo.tools.python import PythonTool
 
 GOOD = {"print(1 + 1)": "2", "import numpy\nprint(numpy.arange(9).sum())": "36"}

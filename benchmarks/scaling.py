@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.memory import FP32, GIB, Shape, activation_bytes, shape_from_json, states_bytes
+from arpo.start.memory import FP32, GIB, Shape, activation_bytes, shape_from_json, states_bytes
 from benchmarks.shared.cost_model import HARDWARE, MODELS, Hardware, Workload, memory, misfits, seconds
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -59,7 +59,7 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
 
 def from_config(paths: list[str]) -> tuple[str, Workload]:
     """(model path, what the files say of the step). Raises UserError like train_rl.py."""
-    from arpo.config import load_config
+    from arpo.config.load import load_config
     from arpo.update import first_update_fills
     from train_rl import RLConfig
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arpo.config.tools import NotebookConfig, PythonConfig
 from arpo.tools.base import CannotFork, ToolContext
 from arpo.tools.notebook import Notebook, NotebookTool
-from arpo.tools.options import NotebookConfig, PythonConfig
 from arpo.tools.python import PythonTool
 
 NUM_SESSIONS = 256

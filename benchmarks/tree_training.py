@@ -23,11 +23,11 @@ from transformers.utils import is_flash_attn_2_available
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.batch import MicroBatch, Row, collate, microbatches, row_of
+from arpo.config.sections import ModelConfig
 from arpo.model import Policy
 from arpo.model.head import token_logprobs
 from arpo.model.policy import attention_implementation
 from arpo.options import AdvantageConfig
-from arpo.run_options import ModelConfig
 from arpo.selection import training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.tree import tree_microbatches

@@ -27,13 +27,13 @@ import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
 from arpo import ranks
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.run_options import EngineConfig
-from arpo.sampler import Sampler
+from arpo.sampling.sampler import Sampler
 from arpo.trajectory import Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import write_model

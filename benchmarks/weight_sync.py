@@ -88,9 +88,9 @@ def timed_packing() -> Iterator[list[float]]:
 def measure(folder: str, *, quick: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from arpo.config.sections import EngineConfig
     from arpo.engine import Engine
     from arpo.engine.weight_sync import full_tensors
-    from arpo.run_options import EngineConfig
 
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")

@@ -14,7 +14,7 @@ from helpers.ranks import run_script, try_script
 
 import ablate
 from ablate import AblationConfig
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.evals.ablation import algorithms_table, compare_algorithms, estimate, read_run
 

@@ -8,6 +8,7 @@ from helpers.scripted_rollout import prompt
 
 from arpo.advantages import gae_advantages, group_advantages, token_advantages
 from arpo.branching import branch_probability, initial_rollouts
+from arpo.config.tools import PythonConfig
 from arpo.data import load_prompts
 from arpo.engine import Engine
 from arpo.evals import pass_at_k
@@ -15,7 +16,6 @@ from arpo.losses import LossInputs, policy_loss
 from arpo.model import Policy
 from arpo.options import LossConfig
 from arpo.rewards import RewardResult, score
-from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 from arpo.trajectory import Group, Trajectory
 from arpo.tree import TreeBatch, pack_trees

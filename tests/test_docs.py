@@ -7,7 +7,7 @@ import pytest
 from helpers.sample_groups import group
 
 from ablate import AblationConfig
-from arpo.config import field_names
+from arpo.config.load import field_names
 from arpo.metrics import rollout_metrics
 from evaluate import EvalConfig
 from train_rl import RLConfig

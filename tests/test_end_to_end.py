@@ -19,8 +19,8 @@ from helpers.torchrun import torchrun
 from helpers.toy_run import build_toy_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from arpo.charts import rl_charts
 from arpo.log import read_metrics
+from arpo.log.charts import rl_charts
 
 EVALUATION = {
     "run.dir": "@DIR@/runs", "eval.files": "@DIR@/valid.jsonl", "eval.max_prompt_tokens": "64", "tools.names": "python",

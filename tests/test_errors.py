@@ -8,7 +8,7 @@ import pytest
 
 from arpo import losses, rollout_correction
 from arpo.advantages import FROM_REWARDS, TREE_CREDITS
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError, check_name, names_of
 from train_rl import RLConfig
 

@@ -27,7 +27,7 @@ from helpers.scripted_server import ScriptedServer
 from helpers.web_service import WebService, says
 
 import evaluate
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.records import read_records

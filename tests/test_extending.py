@@ -10,7 +10,7 @@ from helpers.edits import edited_copy, edits_of, run_in
 
 USE_RLOO = """
 from arpo.advantages import TREE_CREDITS, assign_advantages
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.trajectory import Group, Prompt, Trajectory
 from train_rl import RLConfig
@@ -43,7 +43,7 @@ def test_an_advantage_estimator_is_one_function_one_line_and_one_field(tmp_path)
 USE_SAPO = """
 import math
 import torch
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.losses import LossInputs, policy_loss
 from train_rl import RLConfig
@@ -86,7 +86,7 @@ from arpo.protocol import Codec
 from arpo.rollout import rollout
 from arpo.tools import make_tools, system_prompt_for
 from arpo.tools.base import ToolRunner
-from arpo.tools.options import ToolsConfig
+from arpo.config.tools import ToolsConfig
 from arpo.trajectory import Prompt
 
 tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=("ledger",)))
@@ -121,7 +121,7 @@ USE_SPIKES = '''
 import json
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 import arpo.rollout
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.protocol import Codec
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
@@ -200,7 +200,7 @@ def test_a_rule_on_the_means_decides_otherwise(decisions):
 
 USE_MIDDLE = """
 from helpers.scripted_rollout import ANSWER, CALL, play
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
 from train_rl import RLConfig
 
@@ -231,9 +231,9 @@ USE_AGE = """
 import asyncio
 from dataclasses import dataclass, field
 
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.tools import make_tools, system_prompt_for, tool_schemas
-from arpo.tools.options import ToolsConfig
+from arpo.config.tools import ToolsConfig
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ from dataclasses import dataclass, field, replace
 
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.evals.grading import well_formed
 from arpo.evals.records import group_records
 from arpo.metrics import rollout_metrics
@@ -280,7 +280,7 @@ from arpo.rewards import score_groups
 from arpo.rollout import rollout
 from arpo.tools import make_tools, system_prompt_for
 from arpo.tools.base import ToolRunner
-from arpo.tools.options import ToolsConfig
+from arpo.config.tools import ToolsConfig
 from arpo.trajectory import Prompt
 
 

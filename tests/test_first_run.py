@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config import load_config
-from arpo.hub.catalog import CATALOG
-from arpo.memory import GIB, Job, Memory, Shape, memory, misfits
+from arpo.config.load import load_config
+from arpo.data.hub_catalog import CATALOG
+from arpo.start.memory import GIB, Job, Memory, Shape, memory, misfits
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
@@ -52,7 +52,7 @@ def test_the_first_runs_follow_each_other_and_end_with_the_line_that_is_promised
 
 
 def need(shape: Shape, cfg: SFTConfig | RLConfig, ranks: int, gib: float) -> Memory:
-    """What arpo/memory.py says of a run, which must fit."""
+    """What arpo/start/memory.py says of a run, which must fit."""
     if isinstance(cfg, SFTConfig):
         job = Job(shape, cfg.model, ranks, cfg.data.max_tokens_per_microbatch)
     else:

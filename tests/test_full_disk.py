@@ -13,15 +13,15 @@ from helpers.files import read_jsonl
 from helpers.mounts import under_mount
 
 from arpo.log import read_metrics
-from arpo.metrics_file import MetricsFile
+from arpo.log.metrics_file import MetricsFile
 
 RUN = """
 import sys
 from pathlib import Path
 from helpers.sample_groups import group
-from arpo.charts import rl_charts
+from arpo.log.charts import rl_charts
 from arpo.log import RunLog
-from arpo.run_options import RunConfig
+from arpo.config.sections import RunConfig
 
 folder, disk = Path(sys.argv[1]) / "run", Path(sys.argv[1])
 log = RunLog(folder, RunConfig(), is_main=True, charts=rl_charts(1.0), trackers=("tensorboard",))

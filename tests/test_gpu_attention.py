@@ -8,9 +8,9 @@ import torch
 from helpers.gpu import MARKS, ON_GPU, assert_close, missing, skip_unless_here, some_rows
 
 from arpo.batch import Row, collate
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model.attention import attention_backend, register
-from arpo.run_options import ModelConfig
 from arpo.tree import tree_microbatches
 
 pytestmark = MARKS

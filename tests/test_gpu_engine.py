@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from arpo.config.sections import EngineConfig
 from arpo.engine.noise import compile_draw, draw, row_keys, token_offsets
-from arpo.run_options import EngineConfig
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [

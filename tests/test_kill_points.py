@@ -11,7 +11,7 @@ from helpers.toy_run import build_toy_world, train, train_and_kill
 PLACES = [  # what is called when the rank dies, at which call since the start of the process, and which rank
     ("loading of the model", "arpo.model:load_policy", 1, 1),
     ("start of the engine", "arpo.engine:Engine.__init__", 1, 0),
-    ("validation before step 1", "arpo.sampler:Sampler.__call__", 1, 1),
+    ("validation before step 1", "arpo.sampling.sampler:Sampler.__call__", 1, 1),
     ("step 1, which nothing was saved before", "arpo.update:fill_advantages", 1, 0),
     ("rollout", "arpo.engine:Engine.step", 100, 0),
     ("tool call", "arpo.tools.base:ToolRunner.start", 3, 1),
@@ -21,8 +21,8 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("advantages", "arpo.update:fill_advantages", 2, 1),
     ("backward pass done", "arpo.update:clip_grad_norm", 3, 0),
     ("weight sync", "arpo.engine:Engine.sync_weights", 3, 1),
-    ("log of the step", "arpo.log:RunLog.scalars", 2, 0),
-    ("trajectory dump", "arpo.dumps:DumpWriter._write", 2, 0),
+    ("log of the step", "arpo.log.run_log:RunLog.scalars", 2, 0),
+    ("trajectory dump", "arpo.log.dumps:DumpWriter._write", 2, 0),
     ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.save", 2, 1),
     ("checksums of a save", "arpo.checkpoint.manifest:measure", 2, 1),
     ("manifest", "arpo.checkpoint.manifest:write", 2, 0),
@@ -31,16 +31,16 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("begin of an export", "arpo.checkpoint.export:write_hf", 2, 0),
     ("weights of an export", "safetensors.torch:save_file", 2, 0),
     ("link to an export", "arpo.checkpoint.export:point_to", 2, 0),
-    ("end of the run", "arpo.log:RunLog.finish", 1, 0),
+    ("end of the run", "arpo.log.run_log:RunLog.finish", 1, 0),
 ]
 
 
 OF_DRAFTS = [  # each start goes on behind the step before the kill: steps 2, 4, 6, 7 and 8
-    ("writing of drafts", "arpo.drafts:Drafts._write", 3, 1),
+    ("writing of drafts", "arpo.sampling.drafts:Drafts._write", 3, 1),
     ("drafts written, nothing saved", "arpo.update:fill_advantages", 2, 0),
-    ("reading of a draft", "arpo.drafts:Drafts._load", 3, 1),
-    ("taking over of a draft", "arpo.drafts:DraftLoop.play", 12, 0),
-    ("removal of old drafts", "arpo.drafts:Drafts.prune", 2, 0),
+    ("reading of a draft", "arpo.sampling.drafts:Drafts._load", 3, 1),
+    ("taking over of a draft", "arpo.sampling.drafts:DraftLoop.play", 12, 0),
+    ("removal of old drafts", "arpo.sampling.drafts:Drafts.prune", 2, 0),
 ]
 
 

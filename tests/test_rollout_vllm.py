@@ -10,12 +10,12 @@ from helpers.fakes import EchoTool
 from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
 from transformers import AutoTokenizer
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Loop, rollout
-from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from arpo.checkpoint.checkpoints import NotWritten, errors_of_all_ranks, verify
 from arpo.checkpoint.safe_reader import SafeReader
+from arpo.config.sections import ModelConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import Policy, lora
 from arpo.model.loading import build_on_meta, materialize, read_weights
-from arpo.run_options import ModelConfig
 
 MAX_FILE_BYTES = 4 << 30
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from arpo.checkpoint.card import find_source, write_card
+from arpo.data.hub_remote import said
 from arpo.errors import UserError
-from arpo.hub.remote import said
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "README.md")
 """Patterns of the files of a model folder that are uploaded."""

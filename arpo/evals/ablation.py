@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.charts import running_mean
 from arpo.evals import mean
 from arpo.evals.tables import markdown_table, with_interval
 from arpo.log import read_metrics
+from arpo.log.charts import running_mean
 
 REFERENCES = ("random", "grpo", "fixed")
 """Algorithms that the others are compared with, seed by seed."""

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from arpo.config.evals import JudgeConfig
 from arpo.errors import UserError
-from arpo.evals.options import JudgeConfig
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.cache.store import CacheFile
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url

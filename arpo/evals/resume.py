@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from arpo.checks import leaves
+from arpo.config.checks import leaves
+from arpo.config.evals import EvalSection
+from arpo.config.sections import ModelConfig
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.evals.options import EvalSection
 from arpo.evals.records import Record
 from arpo.options import RolloutConfig
-from arpo.run_options import ModelConfig
-from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
 
 SETTINGS_FILE = "settings.json"

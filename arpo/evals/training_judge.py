@@ -15,10 +15,10 @@ import time
 from concurrent.futures import Future, wait
 from pathlib import Path
 
+from arpo.config.evals import TrainingJudgeConfig
 from arpo.errors import UserError
 from arpo.evals.grading import predicted
 from arpo.evals.judge import Judge, JudgeTask, Verdict
-from arpo.evals.options import TrainingJudgeConfig
 from arpo.rewards.terms import OVER_LIMIT, Judgement
 from arpo.tools.http.client import HttpClient
 from arpo.trajectory import Group, Metrics, StopReason, Trajectory

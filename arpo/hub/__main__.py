@@ -12,8 +12,8 @@ import logging
 from fnmatch import fnmatch
 from pathlib import Path
 
+from arpo.data.hub_catalog import CATALOG, find
 from arpo.errors import UserError, exit_with
-from arpo.hub.catalog import CATALOG, find
 from arpo.hub.check import describe_data, describe_model
 from arpo.hub.fetch import fetch
 

@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from arpo.data.hub_remote import Kind, RemoteFile, digest_of, remote_files, said
 from arpo.errors import UserError
-from arpo.hub.remote import Kind, RemoteFile, digest_of, remote_files, said
 
 WANTED: dict[Kind, tuple[str, ...]] = {
     "dataset": ("*.parquet", "*.jsonl", "*.json"),

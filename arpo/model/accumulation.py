@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from arpo.run_options import ModelConfig
+from arpo.config.sections import ModelConfig
 
 Micro = TypeVar("Micro")
 

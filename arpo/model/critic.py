@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
+from arpo.config.model_folder import check_model_folder
+from arpo.config.sections import ModelConfig
 from arpo.losses import aggregate
 from arpo.model.accumulation import accumulating
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import clip_grad_norm
 from arpo.model.policy import attention_implementation, hidden_states, residence, shard
-from arpo.model_folder import check_model_folder
 from arpo.ranks import Ranks
-from arpo.run_options import ModelConfig
 from arpo.trajectory import Metrics
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model.loading import copy_rows
-from arpo.run_options import ModelConfig
 
 A, B = "lora_A", "lora_B"
 

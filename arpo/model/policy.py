@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from arpo.batch import MicroBatch
+from arpo.config.model_folder import check_model_folder
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import lora
 from arpo.model.accumulation import prepare_accumulation
@@ -21,8 +23,6 @@ from arpo.model.attention import attention_backend, register
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import check_compiled, token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
-from arpo.model_folder import check_model_folder
-from arpo.run_options import ModelConfig
 
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""

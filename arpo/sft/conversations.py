@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from arpo.data import BOX, DAMAGED_BOX, BadRow, parse_message, read_rows
+from arpo.data import BadRow, parse_message, read_rows
+from arpo.data.prompts import BOX, DAMAGED_BOX
 from arpo.errors import UserError
 
 

@@ -27,6 +27,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from arpo.batch import Row
+from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import Codec
 from arpo.protocol.codec import Rendered
@@ -35,7 +36,6 @@ from arpo.ranks import Ranks
 from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
 from arpo.sft.json_calls import Conversation
-from arpo.sft.options import SFTDataConfig
 from arpo.tools import system_prompt_for
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Tools that the policy calls from inside a rollout. A new tool is one file, and one line here.
 
-A tool's settings are the field of `ToolsConfig` (arpo/tools/options.py) that has its name: `tools.search` goes to the
+A tool's settings are the field of `ToolsConfig` (arpo/config/tools.py) that has its name: `tools.search` goes to the
 search tool. A tool without such a field is made without arguments. The tools of MCP servers (`tools.mcp`) come beside.
 """
 
@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 
+from arpo.config.sections import ProtocolConfig
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.protocol import JSON_CODECS, Codec
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
-from arpo.run_options import ProtocolConfig
 from arpo.tools.base import PricedTool, Tool
 from arpo.tools.function import FunctionTool
 from arpo.tools.mcp.tool import McpTool, mcp_schemas, mcp_tools
-from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+from arpo.config.tools import NotebookConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.cache.cache import PYTHON
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.interface import CannotFork, SessionLost, ToolContext, ToolResult
-from arpo.tools.options import NotebookConfig
 from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, shorten, strip_fences
 from arpo.tools.sandbox.client import GRACE_S
 from arpo.tools.sandbox.host_process import Tier

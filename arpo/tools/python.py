@@ -14,6 +14,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
@@ -21,7 +22,6 @@ from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import PYTHON, open_cache
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.node_slots import NodeSlots
-from arpo.tools.options import PythonConfig
 from arpo.tools.sandbox.cgroup import find_parent
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier

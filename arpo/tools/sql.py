@@ -10,10 +10,10 @@ import asyncio
 import os
 import sqlite3
 
+from arpo.config.tools import SqlConfig
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.interface import CannotFork, ToolContext, ToolResult
-from arpo.tools.options import SqlConfig
 
 STEPS_PER_LOOK = 10_000
 """Instructions of SQLite's machine between two looks at their number."""

@@ -10,8 +10,8 @@ import zlib
 from dataclasses import asdict
 from pathlib import Path
 
-from arpo.dumps import open_dump
 from arpo.errors import UserError
+from arpo.log.dumps import open_dump
 from arpo.metrics import tokens_by_step
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from arpo.config import run_or_exit
+from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.log import script_json
 from arpo.viewer.groups import read_groups

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from arpo.dumps import open_dump
 from arpo.errors import UserError, exit_with
+from arpo.log.dumps import open_dump
 from arpo.trajectory import Group, Prompt, Trajectory
 from arpo.viewer.groups import parse_trajectory
 

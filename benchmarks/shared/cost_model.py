@@ -1,7 +1,7 @@
 """The cost of a training step in memory and time, by formula: the model behind benchmarks/scaling.py.
 
-Memory is arpo/memory.py's, with which a run checks itself at its start. Decoding is bound by memory traffic, all else
-by arithmetic; collectives hide behind compute as far as `Hardware.overlap` says.
+Memory is arpo/start/memory.py's, with which a run checks itself at its start. Decoding is bound by memory traffic, all
+else by arithmetic; collectives hide behind compute as far as `Hardware.overlap` says.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import arpo.memory
-from arpo.memory import BF16, FP32, GIB, Job, Memory, Shape
-from arpo.run_options import EngineConfig, ModelConfig
+import arpo.start.memory
+from arpo.config.sections import EngineConfig, ModelConfig
+from arpo.start.memory import BF16, FP32, GIB, Job, Memory, Shape
 
 MODELS = {
     "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 128, 151_936, tied=True, qkv_bias=True),
@@ -120,7 +120,7 @@ def job(shape: Shape, work: Workload, hw: Hardware) -> Job:
 
 
 def memory(shape: Shape, work: Workload, hw: Hardware) -> Memory:
-    return arpo.memory.memory(job(shape, work, hw), hw.memory_gib * GIB, hw.reserved_gib * GIB)
+    return arpo.start.memory.memory(job(shape, work, hw), hw.memory_gib * GIB, hw.reserved_gib * GIB)
 
 
 def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[str]:
@@ -129,7 +129,7 @@ def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[s
     reasons = []
     if m.training > total:
         reasons.append(f"training needs {m.training / GIB:.0f} of {hw.memory_gib:.0f} GiB per GPU")
-    reasons += arpo.memory.misfits(job(shape, work, hw), m, total)
+    reasons += arpo.start.memory.misfits(job(shape, work, hw), m, total)
     if work.num_prompts % num_gpus:
         reasons.append(f"data.num_prompts_per_step={work.num_prompts} is not a multiple of {num_gpus} ranks")
     return reasons

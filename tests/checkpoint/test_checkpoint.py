@@ -25,11 +25,11 @@ from arpo.checkpoint.__main__ import main as checkpoint_command
 from arpo.checkpoint.checkpoints import verify
 from arpo.checkpoint.export import export_checkpoint, export_hf
 from arpo.checkpoint.manifest import MANIFEST
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import OptimConfig
-from arpo.run_options import ModelConfig
 
 OPTIM = OptimConfig(lr=1e-2)
 
@@ -470,8 +470,8 @@ def test_the_export_has_the_dtype_of_the_source(tiny_model_dir, saved, tmp_path,
 
 @pytest.mark.slow
 def test_vllm_samples_from_the_export(exported):
+    from arpo.config.sections import EngineConfig
     from arpo.engine import Engine, SamplingSpec
-    from arpo.run_options import EngineConfig
 
     cfg = EngineConfig(
         dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128, gpu_memory_utilization=0.2

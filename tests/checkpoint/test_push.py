@@ -15,7 +15,7 @@ from helpers.models import build_tiny_model
 
 from arpo.checkpoint.card import base_of, card_of, find_source, licence_of
 from arpo.checkpoint.export import point_to
-from arpo.config import load_config, save_config
+from arpo.config.load import load_config, save_config
 from arpo.errors import UserError
 from train_rl import RLConfig
 from train_sft import SFTConfig

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from arpo.config.tools import PythonConfig, SearchConfig
 from arpo.demo import build as demo
 from arpo.demo import report as demo_report
 from arpo.demo.world import Demonstrator, World, evaluate, python_result
 from arpo.errors import UserError
 from arpo.rewards import score
-from arpo.tools.options import PythonConfig, SearchConfig
 from arpo.tools.python import PythonTool
 from arpo.tools.search import SearchTool
 

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from arpo.config.tools import PythonConfig
 from arpo.demo import gsm8k
 from arpo.errors import UserError
 from arpo.rewards import score
-from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 
 WENG = {

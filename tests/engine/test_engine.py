@@ -14,10 +14,10 @@ import torch
 from helpers.models import build_tiny_model
 from safetensors.torch import load_file, save_file
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.engine.noise import install_noise_hook
 from arpo.errors import UserError
-from arpo.run_options import EngineConfig
 
 CFG = EngineConfig(
     dtype="float32", kv_cache_gib=0.03, max_num_seqs=16, max_num_batched_tokens=512, gpu_memory_utilization=0.2

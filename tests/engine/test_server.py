@@ -17,15 +17,15 @@ from helpers.scripted_server import ScriptedServer
 from helpers.vllm_serve import serving
 from helpers.web_service import WebService, half_an_answer, never, resets, says
 
+from arpo.config.evals import JudgeConfig
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.server_engine import ServerEngine, left_open
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask
-from arpo.evals.options import JudgeConfig
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
-from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

@@ -6,10 +6,10 @@ import subprocess
 import pytest
 import torch
 
+from arpo.config.sections import EngineConfig
 from arpo.engine.arguments import llm_arguments
 from arpo.engine.containment import explain, prepare_for_vllm
 from arpo.errors import UserError
-from arpo.run_options import EngineConfig
 
 # (what is raised on a GPU, what the user must read). Texts of vLLM 0.22 - 0.33, torch 2.13, Triton and FlashInfer.
 FAILURES = [

@@ -14,6 +14,7 @@ from helpers.stateful import ForkedNotes, Notes
 from transformers import AutoTokenizer
 
 from arpo.batch import Row, microbatches
+from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.engine import Engine
 from arpo.engine.team import Team, TeamToolRunner, check_split, form_team
 from arpo.errors import UserError
@@ -23,8 +24,7 @@ from arpo.options import BranchingConfig, OptimConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.ranks import Ranks
 from arpo.rollout import rollout
-from arpo.run_options import EngineConfig, ModelConfig
-from arpo.sampler import Sampler
+from arpo.sampling.sampler import Sampler
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 

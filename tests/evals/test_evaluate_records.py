@@ -10,13 +10,13 @@ import pytest
 from helpers.forked import fork
 from helpers.scripted_rollout import ANSWER, CALL, call_then_answer, play, prompt
 
+from arpo.config.evals import EvalSection
+from arpo.config.sections import ModelConfig
+from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
-from arpo.evals.options import EvalSection
 from arpo.evals.records import Record, append_records, group_records, read_records
 from arpo.evals.resume import claim_run, model_identity, read_settings, unfinished, what_decides
 from arpo.options import RolloutConfig
-from arpo.run_options import ModelConfig
-from arpo.tools.options import SearchConfig, ToolsConfig
 
 [GROUP] = play(call_then_answer)
 RECORDS = group_records(GROUP, "gaia", "qa", [1.0, 2.0, 3.0, 4.00049])

@@ -8,10 +8,10 @@ from helpers.eval_records import CALL, boxed, record, reply
 from helpers.sample_groups import sample_groups
 from helpers.web_service import WebService, says
 
+from arpo.config.evals import JudgeConfig
 from arpo.errors import UserError
 from arpo.evals.grading import Grade, exact_match, extract_prediction, grade_records, read_grades, write_grades
 from arpo.evals.judge import Judge
-from arpo.evals.options import JudgeConfig
 from arpo.evals.records import group_records
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.options import RewardConfig

@@ -9,18 +9,18 @@ from helpers.eval_records import record
 from helpers.eval_sets import write_sets
 from helpers.families import SCHEMAS, hermes_codec
 
+from arpo.config.evals import EvalSection
+from arpo.config.sections import ModelConfig, ProtocolConfig
+from arpo.config.tools import ToolsConfig
 from arpo.evals.benchmarks import BENCHMARKS, questions
 from arpo.evals.grading import grade_records, well_formed
-from arpo.evals.options import EvalSection
 from arpo.evals.records import append_records, read_records
 from arpo.evals.resume import what_decides
 from arpo.options import RolloutConfig
 from arpo.protocol import JSON_CODECS
 from arpo.rewards import FORMATS
-from arpo.run_options import ModelConfig, ProtocolConfig
 from arpo.sft import PARSERS
 from arpo.tools import make_codec, system_prompt_for
-from arpo.tools.options import ToolsConfig
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
 LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ['ipython\n\n"\\boxed{5}"assistant\n\n', False]

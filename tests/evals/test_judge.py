@@ -15,9 +15,9 @@ from helpers.eval_records import reply
 from helpers.judge_server import RIGHT, judges_by_prediction
 from helpers.web_service import FakeTime, fast_time, half_an_answer, never, resets, says
 
+from arpo.config.evals import JudgeConfig
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask, parse_verdict
-from arpo.evals.options import JudgeConfig
 
 PARIS = JudgeTask("Capital of France?", ("Paris",), "paris")
 
@@ -290,7 +290,7 @@ import sys
 sys.path[:0] = [sys.argv[3], sys.argv[3] + '/tests']
 from evals.test_judge import tasks
 from arpo.evals.judge import Judge
-from arpo.evals.options import JudgeConfig
+from arpo.config.evals import JudgeConfig
 judge = Judge(JudgeConfig(url=sys.argv[1], model="tester", max_concurrent=2), sys.argv[2])
 judge.judge(tasks(400), lambda done: print(done, flush=True))
 """

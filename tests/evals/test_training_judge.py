@@ -13,16 +13,16 @@ from helpers.judge_server import RIGHT, judges_by_prediction
 from helpers.models import build_tiny_tokenizer
 from helpers.web_service import half_an_answer, never, says
 
+from arpo.config.evals import TrainingJudgeConfig
 from arpo.engine.team import Team
 from arpo.errors import UserError
-from arpo.evals.options import TrainingJudgeConfig
 from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
 from arpo.metrics import MAX_BAD_BATCHES, ToolHealth, rollout_metrics
 from arpo.options import TrainingRewardConfig
 from arpo.protocol import Codec
 from arpo.rewards.terms import Judgement
-from arpo.scoring import Scoring
+from arpo.sampling.scoring import Scoring
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
 PATIENT_S = 120.0  # longer than any of these tests may take

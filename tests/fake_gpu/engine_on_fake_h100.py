@@ -23,10 +23,10 @@ import torch
 import vllm
 from fake_gpu.fake_cuda import CUDA, fake_cuda, real_of
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.engine.arguments import llm_arguments
 from arpo.engine.noise import draw, install_noise_hook, row_keys, token_offsets
-from arpo.run_options import EngineConfig
 
 V, N = 151936, 6  # Qwen's vocabulary; rows
 

@@ -11,10 +11,10 @@ import sys
 
 import torch
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.containment import prepare_for_vllm
 from arpo.engine.noise import install_noise_hook
-from arpo.run_options import EngineConfig
 
 
 class Stream:

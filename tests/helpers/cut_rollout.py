@@ -10,15 +10,15 @@ from pathlib import Path
 from helpers.fakes import ScriptedEngine
 from helpers.scripted_rollout import CODEC, TOKENIZER
 
-from arpo.carried_state import go_on_from, state_of
-from arpo.carry_over import CarryOver
 from arpo.checkpoint.checkpoints import RANK_FILE
 from arpo.engine import Chunk, SamplingSpec
 from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.ranks import Ranks
 from arpo.rollout import Loop
-from arpo.sampler import Sampler
+from arpo.sampling.carried_state import go_on_from, state_of
+from arpo.sampling.carry_over import CarryOver
+from arpo.sampling.sampler import Sampler
 from arpo.tools.base import ToolRunner
 
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.weight_sync import BUCKET_BYTES, full_tensors
-from arpo.run_options import EngineConfig
 
 
 def main(folder: str) -> None:

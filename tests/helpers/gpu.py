@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from arpo.batch import Row
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model.attention import attention_backend
-from arpo.run_options import ModelConfig
 
 ON_GPU = torch.cuda.is_available()
 MARKS = [

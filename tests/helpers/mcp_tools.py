@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from arpo.config.tools import ToolsConfig
 from arpo.tools import make_tools, take_restarts
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.tools.options import ToolsConfig
 
 SERVER = Path(__file__).resolve().with_name("mcp_server.py")
 WAIT_S = 120

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from arpo.batch import Row
-from arpo.run_options import ModelConfig
+from arpo.config.sections import ModelConfig
 
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "python", "search", "result", "answer") for slash in ("", "/")]
 CHAT_TEMPLATE = (

@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import pytest
 
+from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
 from arpo.tools.base import ToolResult
-from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 from arpo.tools.sandbox.host import NUM_SPARES
 

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from arpo.config.sections import RunConfig
 from arpo.log import RunLog
-from arpo.run_options import RunConfig
 from arpo.trajectory import Group
 from arpo.viewer import viewer
 

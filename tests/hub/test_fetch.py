@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.hub_server import COMMIT, HubServer
 
+from arpo.data.hub_catalog import CATALOG, find
+from arpo.data.hub_remote import said
 from arpo.errors import UserError
-from arpo.hub.catalog import CATALOG, find
-from arpo.hub.remote import said
 
 ROOT = Path(__file__).resolve().parents[2]
 REASONING = "datasets/dongguanting/ARPO-RL-Reasoning-10K"

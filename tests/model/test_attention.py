@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.batch import RowPaths, collate
+from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.attention import (
@@ -25,7 +26,6 @@ from arpo.model.attention import (
     register,
     varlen_groups_heads,
 )
-from arpo.run_options import ModelConfig
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")

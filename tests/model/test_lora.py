@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_checkpoint, export_hf
-from arpo.config import save_config
+from arpo.config.load import save_config
+from arpo.config.sections import ModelConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.lora import adapted
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.options import OptimConfig
-from arpo.run_options import ModelConfig
 
 CPU = torch.device("cpu")
 
@@ -217,8 +217,8 @@ def test_the_adapter_export_is_what_peft_reads(tiny_model_dir, run, tmp_path):
 @pytest.mark.slow
 def test_vllm_samples_from_the_merged_policy(tiny_model_dir):
     from arpo.batch import Row
+    from arpo.config.sections import EngineConfig
     from arpo.engine import Engine, SamplingSpec
-    from arpo.run_options import EngineConfig
 
     options = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128)
     with mesh_of_one() as mesh:

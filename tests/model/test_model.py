@@ -21,10 +21,10 @@ from helpers.models import (
 from helpers.ranks import mesh_of_one
 
 from arpo.batch import collate
+from arpo.config.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
 from arpo.model.head import token_logprobs
-from arpo.model_folder import check_model_folder
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")

@@ -331,7 +331,7 @@ def test_an_async_function_works_in_any_thread(tmp_path):
 # ---- a term of one's own, as the docs show it
 
 USE_BRIEF = """
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.rewards import score_groups
 from arpo.rewards.terms import load_terms

@@ -8,11 +8,11 @@ from helpers.families import dialogue, hermes_codec, llama_codec, pieces
 from helpers.files import write_jsonl, write_parquet
 from helpers.ranks import run_ranks
 
+from arpo.config.sft import SFTDataConfig
 from arpo.data import BadRow
 from arpo.errors import UserError
 from arpo.sft.conversations import read_conversations
 from arpo.sft.json_calls import Conversation, parse_conversation, parse_for_llama
-from arpo.sft.options import SFTDataConfig
 from arpo.sft.token_store import ConversationRows, render, tokenise
 
 SFT = SFTDataConfig(train="x")

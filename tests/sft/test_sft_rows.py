@@ -14,9 +14,9 @@ from helpers.files import write_jsonl, write_parquet
 from helpers.models import build_tiny_tokenizer
 from helpers.ranks import run_ranks
 
+from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import Codec
-from arpo.sft.options import SFTDataConfig
 from arpo.sft.token_store import OVERLONG, ConversationRows, tokenise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
         "sys.path.insert(0, 'tests')\n"
         "from helpers.models import build_tiny_tokenizer\n"
         "from arpo import ranks\n"
-        "from arpo.sft.options import SFTDataConfig\n"
+        "from arpo.config.sft import SFTDataConfig\n"
         "from arpo.protocol import Codec\n"
         "from arpo.sft.token_store import tokenise\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

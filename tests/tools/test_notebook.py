@@ -11,11 +11,11 @@ from helpers.notebooks import CFG, CONTEXT, cells, talk, texts
 from helpers.python_tools import TIERS, processes_of, start, wait_until
 from helpers.scripted_rollout import ANSWER, play, prompt
 
+from arpo.config.tools import NotebookConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolRunner
 from arpo.tools.notebook import ENDED, Notebook, NotebookTool
-from arpo.tools.options import NotebookConfig
 from arpo.tools.sandbox.client import Sandbox
 from arpo.tools.sandbox.host import NUM_SPARES
 

@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from arpo.config.sections import EngineConfig
+from arpo.config.tools import NotebookConfig, SqlConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
-from arpo.run_options import EngineConfig
 from arpo.tools.base import ToolContext, ToolRunner
 from arpo.tools.notebook import NotebookTool
-from arpo.tools.options import NotebookConfig, SqlConfig
 from arpo.tools.sql import SqlTool
 from arpo.trajectory import Prompt
 from benchmarks.rollout_streaming import PrescribedTokens

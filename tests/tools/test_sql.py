@@ -10,9 +10,9 @@ import pytest
 from helpers.mounts import under_mount
 from helpers.scripted_rollout import ANSWER, play, prompt
 
+from arpo.config.tools import SqlConfig
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import CannotFork, ToolContext, ToolResult
-from arpo.tools.options import SqlConfig
 from arpo.tools.sql import SqlTool, statements
 
 SETUP = "CREATE TABLE films (name TEXT, year INTEGER); INSERT INTO films VALUES ('Alien', 1979), ('Heat', 1995);"
@@ -89,7 +89,7 @@ def test_a_query_that_never_ends_and_a_database_that_grows_hit_their_limits():
 SORT = """
 import asyncio
 from arpo.tools.base import ToolContext
-from arpo.tools.options import SqlConfig
+from arpo.config.tools import SqlConfig
 from arpo.tools.sql import SqlTool
 async def ask():
     tool = SqlTool(SqlConfig())

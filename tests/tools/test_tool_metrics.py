@@ -9,13 +9,13 @@ import pytest
 from helpers.fakes import ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CODEC, TOKENIZER, prompt
 
+from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.rollout import rollout
 from arpo.tools import make_tools, prices
 from arpo.tools.base import PricedTool, ToolResult, ToolRunner
-from arpo.tools.options import SearchConfig, ToolsConfig
 from arpo.tools.search import SearchTool
 from arpo.trajectory import Group, Metrics, ToolCall, Trajectory, Turn
 

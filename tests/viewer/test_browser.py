@@ -11,8 +11,8 @@ from helpers.browser import needs_browser
 from helpers.sample_groups import HOSTILE
 from helpers.viewer_pages import READY, ROWS, write_page
 
+from arpo.config.sections import RunConfig
 from arpo.log import RunLog
-from arpo.run_options import RunConfig
 
 pytestmark = needs_browser
 

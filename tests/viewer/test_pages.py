@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from helpers.viewer_pages import data_of, make_run, read_dump, run_data_of, write_dump, write_page
 
+from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
-from arpo.run_options import RunConfig
 from arpo.viewer import groups as reading
 from arpo.viewer import viewer
 from arpo.viewer.trend import CHARTS, MAX_POINTS, read_trend, thinned

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arpo.config.mcp import McpServer
 from arpo.errors import UserError
-from arpo.tools.mcp.servers import McpServer
 
 if TYPE_CHECKING:
     from mcp import Client

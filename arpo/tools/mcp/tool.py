@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from arpo.config.mcp import McpServer
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
 from arpo.tools.cache.cache import MCP, Cache, open_cache
@@ -19,7 +20,6 @@ from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.interface import SessionLost, ToolContext, ToolResult
 from arpo.tools.mcp.connection import Connection, ConnectionLost, program_of
-from arpo.tools.mcp.servers import McpServer
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult

@@ -21,12 +21,12 @@ from typing import Any
 
 import aiohttp
 
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
 from arpo.tools.cache.rows import cache_key, clean_text
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe_from_rank_0
 from arpo.tools.http.policy import HttpPolicy
-from arpo.tools.options import SearchConfig
 from arpo.tools.search.page_fetch import PageFetcher, is_public
 from arpo.tools.search.page_text import Extractor, best_passage
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages, shorten

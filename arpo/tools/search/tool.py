@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
@@ -16,7 +17,6 @@ from arpo.tools.base import ToolResult
 from arpo.tools.cache.cache import Cache, open_cache
 from arpo.tools.cache.rows import cache_key, clean_query
 from arpo.tools.http.policy import BreakerOpen
-from arpo.tools.options import SearchConfig
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.browse import ReadingBackend
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
 from arpo.tools.cache.rows import clean_text
 from arpo.tools.http.client import HttpClient, bearer, check_url, probe_from_rank_0, read_key
 from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
-from arpo.tools.options import SearchConfig
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 
 

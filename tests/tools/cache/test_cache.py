@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from helpers.forked import fork, in_processes
 
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache import sqlite_files
 from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.cache import merge, open_cache, read_released
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, clean_query, make_row, unpack
 from arpo.tools.cache.store import CacheFile
-from arpo.tools.options import SearchConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,6 +9,7 @@ import pytest
 from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.python_tools import SMALL, run, start
 
+from arpo.config.tools import PythonConfig, SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
@@ -16,7 +17,6 @@ from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.cache.__main__ import main
-from arpo.tools.options import PythonConfig, SearchConfig, ToolsConfig
 from arpo.tools.python import NOT_RECORDED, PythonTool
 from arpo.trajectory import Group, Prompt
 

@@ -14,6 +14,7 @@ from helpers.forked import fork, in_processes
 from helpers.processes import free_port
 from helpers.redis_server import redis_server
 
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.cache import merge, open_cache
@@ -21,7 +22,6 @@ from arpo.tools.cache.redis_client import PASSWORD_VARIABLE
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
 from arpo.tools.cache.store import CacheFile
 from arpo.tools.http.policy import LocalRateLimit, RedisRateLimit
-from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -243,7 +243,7 @@ def test_a_server_that_nobody_runs_is_one_line_before_training():
 def test_a_missing_redis_package_is_one_line_that_names_the_extra():
     script = (
         "import sys; sys.modules['redis'] = None\n"
-        "from arpo.tools.options import SearchConfig\nfrom arpo.config import UserError\n"
+        "from arpo.config.tools import SearchConfig\nfrom arpo.config.load import UserError\n"
         "from arpo.tools.search import SearchTool\n"
         "try: SearchTool(SearchConfig(backend='replay', cache='redis://127.0.0.1:1/0'))\n"
         "except UserError as error: print(error)"

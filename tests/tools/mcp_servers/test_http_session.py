@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 from helpers.old_mcp_server import OldServer
 
+from arpo.config.tools import ToolsConfig
 from arpo.tools import make_tools
 from arpo.tools.base import ToolRunner
-from arpo.tools.options import ToolsConfig
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 

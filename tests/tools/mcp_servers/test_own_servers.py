@@ -16,12 +16,12 @@ from helpers.old_mcp_server import OldServer
 from helpers.processes import is_running
 from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
 
-from arpo.config import load_config
+from arpo.config.load import load_config
 from arpo.errors import UserError
-from arpo.inputs import check_inputs
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
+from arpo.start.inputs import check_inputs
 from arpo.tools import make_tools, take_restarts
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from train_rl import RLConfig

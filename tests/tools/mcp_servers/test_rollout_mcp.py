@@ -14,17 +14,17 @@ from helpers.processes import is_running
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
-from arpo.config import load_config
+from arpo.config.load import load_config
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.inputs import check_inputs
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rewards import score_groups
 from arpo.rollout import rollout
+from arpo.start.inputs import check_inputs
 from arpo.tools import make_tools, system_prompt_for, take_restarts, tool_schemas
 from arpo.tools.base import ToolRunner
-from arpo.tools.options import ToolsConfig
 from arpo.trajectory import Prompt
 from train_rl import RLConfig
 

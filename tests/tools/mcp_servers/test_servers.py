@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config import load_config, save_config
+from arpo.config.load import load_config, save_config
+from arpo.config.mcp import McpServer, entry_of, parse_server
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.tools.mcp.servers import McpServer, entry_of, parse_server
 from arpo.tools.mcp.tool import without_titles
-from arpo.tools.options import ToolsConfig
 
 YAML = """
 tools:

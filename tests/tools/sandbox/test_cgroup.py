@@ -12,8 +12,8 @@ import pytest
 from helpers.python_tools import HANG_S, burning_children, processes_of, wait_until
 from sandbox_attacks.excess import MEMORY_OF_MANY_PROCESSES
 
+from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
-from arpo.tools.options import PythonConfig
 from arpo.tools.python import PythonTool
 from arpo.tools.sandbox import cgroup
 from arpo.tools.sandbox.client import Sandbox

@@ -165,7 +165,7 @@ def test_deeply_nested_folders_of_a_call_stop_neither_the_replacement_of_a_host_
 
 TRAINER = """
 import asyncio, sys
-from arpo.tools.options import PythonConfig
+from arpo.config.tools import PythonConfig
 from arpo.tools.python import PythonTool
 
 FORKS = "import os, time\\nwhile True:\\n    try: os.fork()\\n    except OSError: time.sleep(0.01)"

@@ -22,7 +22,7 @@ FORBIDDEN = numbers(ADMINISTRATION, os.uname().machine)
 LANDLOCK_CREATE_RULESET = 444
 CONTAINED = """
 import errno, json, logging, struct, sys
-from arpo.tools.options import PythonConfig
+from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
 from arpo.tools.sandbox import seccomp
 from arpo.tools.python import PythonTool

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.python_tools import HANG_S, TIERS, jail_of, processes_of, run, start, wait_until
 
-from arpo.tools.options import PythonConfig
+from arpo.config.tools import PythonConfig
 
 NUM_CALLS = int(os.environ.get("ARPO_LEAK_CALLS", "1000"))
 BATCH = 50

@@ -25,7 +25,8 @@ from helpers.web_service import (
     ten_megabytes,
 )
 
-from arpo.config import load_config, save_config
+from arpo.config.load import load_config, save_config
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
 from arpo.tools.cache.__main__ import main as cache_main
@@ -33,7 +34,6 @@ from arpo.tools.cache.rows import NO_RESULTS
 from arpo.tools.http import client
 from arpo.tools.http.client import proxy_of
 from arpo.tools.http.policy import HttpPolicy, RedisRateLimit
-from arpo.tools.options import SearchConfig
 from arpo.tools.search import SearchTool
 from arpo.tools.search.tool import BACKENDS, UNAVAILABLE
 from arpo.tools.search.web import HttpBackend, rate_limit_of

@@ -1,0 +1,267 @@
+"""Reads YAML files and flags into a frozen config; bad input becomes one line and exit code 2.
+
+Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flags, which tyro parses and checks alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+
+from arpo.config.checks import ignored, out_of_range
+from arpo.data.hub import pin_config
+from arpo.errors import UserError, exit_with
+
+C, T = TypeVar("C"), TypeVar("T")
+COMMAND_LINE = "command line"
+SCRIPTS = ("train_sft", "train_rl", "evaluate")
+"""A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
+
+RENAMED = {"engine.enforce_eager": "engine.cuda_graphs; True is never, False is always"}
+"""Keys of earlier versions."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value that one file, or the command line, gives to one key."""
+
+    values: list[str]
+    where: str
+    """The file, or COMMAND_LINE."""
+    level: int
+    """0 for the first file; the higher one wins."""
+
+
+def load_config(root: type[C], argv: list[str] | None = None) -> C:
+    """Return a checked `root` of `[a.yaml b.yaml ...] [--section.field value ...]`. Raises UserError.
+
+    Without run.name, the run is called after the files: configs/qwen3_8b.yaml configs/aepo.yaml -> qwen3_8b-aepo.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    paths: list[Path] = []
+    while argv and not argv[0].startswith("-"):
+        paths.append(Path(argv.pop(0)))
+        if paths[-1].resolve() in [path.resolve() for path in paths[:-1]]:
+            raise UserError(f"{paths[-1]}: this config file is given twice; drop one")
+    if any(token in ("-h", "--help") for token in argv):
+        return parse(root, argv)  # which prints the help and exits
+    known = field_names(root)
+    settings: dict[str, Setting] = {}
+    if paths and "run.name" in known:
+        settings["run.name"] = Setting(["-".join(path.stem for path in paths)], str(paths[0]), -1)
+    for level, path in enumerate(paths):
+        found = yaml_settings(path, known, getattr(root, "SCRIPT", ""))
+        settings |= {key: Setting(values, str(path), level) for key, values in found.items()}
+    settings |= {key: Setting(values, COMMAND_LINE, len(paths)) for key, values in flag_settings(argv, known).items()}
+    where = " and ".join([*map(str, paths), *([COMMAND_LINE] if argv or not paths else [])])
+    return resolve(root, settings, where)
+
+
+def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
+    """Return the config of the settings, without those whose effect a later file or flag has switched off.
+
+    selector=none in an algorithm's file after num_initial_rollouts=6 in a model's file drops the 6. Raises UserError
+    where both stand at the same level, or in the other order.
+    """
+    settings, levels = dict(settings), {key: setting.level for key, setting in settings.items()}
+    while True:
+        try:
+            cfg = parse(root, [token for key, s in settings.items() for token in (f"--{key}", *s.values)])
+        except ValueError as error:  # of tyro or a __post_init__
+            raise UserError(f"{where}: {error}") from None
+        if wrong := out_of_range(cfg):
+            raise UserError(f"{where}: {wrong}")
+        useless = ignored(cfg)
+        if not useless:
+            return cfg
+        overruled = [one for one in useless if levels.get(one.owner, -1) > levels[one.knob]]
+        if not overruled:
+            raise UserError(f"{settings[useless[0].knob].where}: {useless[0].message}")
+        for one in overruled:
+            settings.pop(one.knob, None)
+            levels[one.knob] = levels[one.owner]
+
+
+def parse(root: type[C], flags: list[str]) -> C:
+    """Return the config of flags. Raises ValueError with one line; for --help it prints and exits."""
+    import tyro
+
+    captured = io.StringIO()
+    wants_help = any(token in ("-h", "--help") for token in flags)
+    try:
+        with until_closed() if wants_help else contextlib.redirect_stderr(captured):
+            return tyro.cli(root, args=flags, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
+    except SystemExit as stop:
+        if wants_help or not stop.code:
+            raise
+        raise ValueError(one_line(captured.getvalue())) from None
+
+
+@contextlib.contextmanager
+def until_closed() -> Iterator[None]:
+    """Print until nobody reads on: `--help | head` ends without a traceback."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        sys.exit(0)
+
+
+def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
+    """Return the command line's config after `check`; scripts call it before they import torch, so that mistakes show
+    at once. Data sets of the Hub are fetched here, and the config has their names with the commit."""
+    cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
+    run_or_exit(check, cfg)
+    return cfg
+
+
+def run_or_exit(function: Callable[[T], C], argument: T) -> C:
+    """Call a script's main, for one; bad input ends it with the one line and code 2."""
+    try:
+        return function(argument)
+    except UserError as error:
+        exit_with(error)
+
+
+def one_line(tyro_box: str) -> str:
+    """Return the words of tyro's message, which is a drawn box of several lines."""
+    text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]|-{9,}", " ", tyro_box))
+    text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
+    return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
+
+
+Kind = Literal["section", "list", "value"]
+
+
+def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
+    """Return all keys as dotted paths -> what stands there. {"tools": "section", "tools.names": "list", ...}"""
+    names: dict[str, Kind] = {}
+    hints = get_type_hints(root)
+    for f in fields(root):
+        hint = hints[f.name]
+        names[prefix + f.name] = "list" if get_origin(hint) is tuple else "value"
+        if is_dataclass(hint):
+            names |= {prefix + f.name: "section"} | field_names(hint, f"{prefix}{f.name}.")
+    return names
+
+
+def check_known(key: str, known: dict[str, Kind], where: str) -> None:
+    """Raise UserError for an unknown key, with the known one that it resembles."""
+    if key in known:
+        return
+    if key in RENAMED:
+        raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
+    leaf = key.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
+        k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
+    ]
+    hint = f"did you mean {close[0]!r}?" if close else "see --help for all keys"
+    raise UserError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str]]:
+    """Parse flags. ["--run.seed", "3", "--tools.names", "a", "b"] -> {"run.seed": ["3"], "tools.names": ["a", "b"]}"""
+    found: dict[str, list[str]] = {}
+    key = None
+    for token in argv:
+        if match := re.fullmatch(r"--([^=]+)(?:=(.*))?", token, re.DOTALL):
+            key = match[1].replace("-", "_")
+            check_known(key, known, where=COMMAND_LINE)
+            if known[key] == "section":
+                raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
+            found[key] = [] if match[2] is None else [match[2]]
+        elif key is None:
+            raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")
+        else:
+            found[key].append(token)
+    return found
+
+
+def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, list[str]]:
+    """Read nested YAML as {"section.field": [value, ...]}, every key checked.
+
+    Keys under the script's own name override the rest of the file; those under another script's are skipped.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_no_key_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        tree = yaml.safe_load(text) or {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the config file ({error.strerror}); check the path") from None
+    except RecursionError:
+        raise UserError(f"{path}: a YAML alias (*name) stands inside what it names; write it out") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the config file is not UTF-8; save it as that") from None
+    except yaml.YAMLError as error:
+        place = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        fix = "; indent with spaces, not tabs" if "\\t" in reason else ""
+        raise UserError(f"{path}{place}: not valid YAML ({reason}){fix}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
+    own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
+    if not isinstance(own, dict):
+        raise UserError(f"{path}: {script} must be a mapping of sections, not a {type(own).__name__}")
+    found: dict[str, list[str]] = {}
+
+    def walk(node: dict, prefix: str) -> None:
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            check_known(key, known, where=str(path))
+            if (known[key] == "section") != isinstance(value, dict):
+                need = "a mapping (it is a section)" if known[key] == "section" else "a value, not a mapping"
+                raise UserError(f"{path}: {key} must be {need}")
+            if isinstance(value, list) and known[key] != "list":
+                raise UserError(f"{path}: {key} must be one value, not the list {value}")
+            if value is None:
+                raise UserError(f'{path}: {key} has no value; give it one ("" for an empty text), or drop the line')
+            if isinstance(value, dict):
+                walk(value, f"{key}.")
+            else:
+                found[key] = [_flag_of(entry) for entry in value] if isinstance(value, list) else [str(value)]
+
+    walk(tree, "")
+    walk(own, "")
+    return found
+
+
+def _flag_of(entry: Any) -> str:
+    """Return a list's entry as it stands on the command line: a mapping as JSON."""
+    return json.dumps(entry) if isinstance(entry, dict) else str(entry)
+
+
+def check_no_key_twice(node: Any, path: Path) -> None:
+    """Raise UserError for a key that a mapping of the YAML tree has twice: the last one would win without a word."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise UserError(f"{path}: {key.value!r} stands in lines {seen[key.value]} and {line}; drop one")
+        seen[key.value] = line
+        check_no_key_twice(value, path)
+
+
+def save_config(config: object, path: Path) -> None:
+    """Write the resolved config as YAML that `load_config` reads back."""
+    import yaml
+
+    plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))

@@ -1,0 +1,157 @@
+"""The config sections of the run, the model, the data and the engine, which scripts share. See options.py.
+
+Imports nothing of torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arpo.errors import check_name, require
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run's folder, and how often it validates and saves."""
+
+    name: str = "run"
+    """The run writes to DIR/NAME: config.yaml, metrics.jsonl, tb/, trajectories/, checkpoints/."""
+    dir: str = "runs"
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of data order, sampling and branch decisions."""
+    num_steps: int = 0
+    """Training steps; 0 = as many as num_epochs over the data gives."""
+    num_epochs: int = 2
+    """Passes over the training data; used when num_steps is 0."""
+    validate_every: int = 5
+    """Steps between validations, the first of them before step 1; 0 = never."""
+    overlap_validation: bool = False
+    """train_rl.py: validate beside the next step's rollout, which has the same weights, so that no step waits for the
+    validation's longest trajectory. Its scores come a rollout later, in a second line of their step. The last
+    validation stays alone."""
+    save_every: int = 5
+    """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
+    save_hf: bool = True
+    """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
+    dump_every: int = 10
+    """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb and trackio (extras of the same names; a
+    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own (TRACKERS in arpo/log/trackers.py).
+    One that fails is a warning, and is then off. Empty = none."""
+    keep_dumps: int = 50
+    """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
+    resume: bool = True
+    """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
+    resume_changed: bool = False
+    """Continue though settings that decide what is learnt have changed; RUN/changes.jsonl says at which step."""
+    peer_timeout_minutes: float = 60.0
+    """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
+    silence_timeout_s: float = 300.0
+    """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
+
+    def __post_init__(self) -> None:
+        parts = self.name.split("/")
+        is_inside = all(part.strip(" .") for part in parts)
+        require(is_inside, f"run.name={self.name!r} must name a folder inside run.dir; choose a name like grpo_7b")
+        for tracker in self.trackers:
+            check_name("run.trackers", tracker, "log/trackers", "TRACKERS")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy."""
+
+    path: str = "Qwen/Qwen2.5-7B-Instruct"
+    """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of forward and backward. Master weights and gradient reduction are always float32."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"] = "auto"
+    """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flash_attention_2 takes the
+    flash-attn package; flex_attention is compiled."""
+    activation_checkpointing: bool = True
+    """Recompute layers in the backward pass instead of keeping their activations."""
+    checkpoint_every_n_layers: int = 1
+    """Recompute every n-th layer only: n > 1 takes more memory, but computes less twice."""
+    compile_layers: bool = False
+    """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
+    compile_head: bool = False
+    """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
+    reshard_after_forward: bool = True
+    """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
+    shard_size: int = 0
+    """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
+    context_parallel: int = 1
+    """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
+    cpu_offload: bool = False
+    """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
+    lora_rank: int = 0
+    """Train only low-rank adapters of this rank; 0 = train all weights. (A critic always trains all of its own.)"""
+    lora_alpha: float = 32.0
+    """The product of an adapter's matrices is multiplied by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter."""
+    enable_thinking: bool = False
+    """Thinking switch that is passed to the chat template (Qwen3); templates without the switch ignore it."""
+
+
+@dataclass(frozen=True)
+class ProtocolConfig:
+    """The form in which the model calls tools: the same in SFT, RL and evaluation."""
+
+    format: Literal["tags", "hermes", "llama"] = "tags"
+    """tags = <python> code </python>, all within one assistant turn, as the papers' models; hermes = JSON in
+    <tool_call> blocks, with the chat template's own list of tools and its turns for results, as Qwen2.5, Qwen3 and
+    Hermes models were trained to; llama = likewise, but a call is JSON that is a whole turn, as of Llama 3.1 and later.
+    (With JSON set system_prompt=default too: prompts of files speak of tags.)"""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts for RL and validation."""
+
+    train: str = ""
+    """Training prompts: a parquet or jsonl file, or OWNER/NAME[@REVISION][:FILE] of a data set on the Hub."""
+    valid: str = ""
+    """Validation prompts, a file or a name too; empty = no validation."""
+    num_valid_prompts: int = 0
+    """Use only the first N validation prompts; 0 = all."""
+    num_prompts_per_step: int = 128
+    """Prompts per rollout, over all ranks."""
+    max_prompt_tokens: int = 1536
+    """Longest prompt; data.overlong says what happens to longer ones."""
+    overlong: Literal["drop", "error"] = "drop"
+    """drop = leave overlong prompts out, and say how many; error = stop."""
+    system_prompt: str = "keep"
+    """keep = as the file has it; none = without; default = the protocol's own; anything else = that text. Where there
+    is none, some chat templates (Qwen2.5's, SmolLM2's) write one of their own."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The vLLM engine that each rank runs in its own process."""
+
+    tensor_parallel: int = 1
+    """Neighbouring ranks that share one engine (for large models); must divide a node's ranks and the model's heads."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of sampling."""
+    gpu_memory_utilization: float = 0.6
+    """Share of GPU memory that vLLM may use while it is awake (GPU only)."""
+    kv_cache_gib: float = 0.25
+    """KV cache of each rank in GiB (CPU only; on GPU it follows from gpu_memory_utilization)."""
+    max_num_seqs: int = 256
+    """Sequences decoded at the same time, per rank."""
+    max_num_batched_tokens: int = 8192
+    """Tokens per engine step, prefill included."""
+    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    """Compile the model and replay decoding as captured CUDA graphs: faster steps, and a start that is minutes longer.
+    auto = always on a GPU, never on the CPU."""
+    async_scheduling: Literal["auto", "always", "never"] = "auto"
+    """Prepare a step while the GPU computes the one before. auto = on a GPU, where vLLM allows it; never on the CPU."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8 = the sampler's linear layers are quantised to 8 bits at each weight sync (GPU only). That is not quite the
+    policy which is trained, so train_rl asks for a loss.rollout_correction."""

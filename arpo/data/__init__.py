@@ -1,0 +1,15 @@
+"""Prompts of files, and an order over them that survives a restart."""
+
+from arpo.data.order import PromptOrder
+from arpo.data.prompts import load_prompts, parse_message, parse_prompt, tokenize_prompts
+from arpo.data.rows import BadRow, read_rows
+
+__all__ = [
+    "BadRow",
+    "PromptOrder",
+    "load_prompts",
+    "parse_message",
+    "parse_prompt",
+    "read_rows",
+    "tokenize_prompts",
+]

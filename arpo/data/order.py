@@ -1,0 +1,61 @@
+"""An order over the prompts of a run, as a pure function of the step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from arpo.errors import UserError
+
+
+class PromptOrder:
+    """The prompts of each step, as a pure function of the step, so that a resumed run needs no saved cursor.
+
+    Every epoch has its own permutation (from seed and epoch); prompts at its end that do not fill a step are left out.
+
+    >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
+    >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
+    (2, [2, 4], [3, 0], [1, 4])
+    """
+
+    def __init__(self, num_prompts: int, num_per_step: int, seed: int, *, option: str):
+        """`option` names the setting that `num_per_step` comes from. Raises UserError where no step can be filled."""
+        if num_per_step < 1:
+            raise UserError(f"{option}={num_per_step} must be at least 1")
+        if num_prompts < num_per_step:
+            raise UserError(f"{num_prompts} usable rows of data.train are fewer than {option}={num_per_step}; lower it")
+        self.num_prompts = num_prompts
+        self.num_per_step = num_per_step
+        self.seed = seed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_prompts // self.num_per_step
+
+    def indices(self, step: int) -> list[int]:
+        """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
+        return self.draw(step * self.num_per_step, self.num_per_step)[0]
+
+    def draw(self, num_drawn: int, count: int) -> tuple[list[int], int]:
+        """Return the next `count` <= num_per_step prompt indices after `num_drawn`, and num_drawn for the next draw.
+
+        For steps that draw more than once. All are of one epoch, so that none comes twice: where the rest of an epoch
+        is too short, it is skipped.
+        """
+        per_epoch = self.steps_per_epoch * self.num_per_step
+        epoch, start = divmod(num_drawn, per_epoch)
+        if start + count > per_epoch:
+            epoch, start = epoch + 1, 0
+        permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
+        return permutation[start : start + count].tolist(), epoch * per_epoch + start + count
+
+    def queue(self, num_drawn: int, count: int) -> list[tuple[int, int]]:
+        """Return (prompt index, num_drawn behind it) of the next `count` prompts: one `draw`, and what follows it.
+
+        Those beyond num_per_step may be of the next epoch; none comes twice, so there may be fewer than `count`.
+        """
+        indices, end = self.draw(num_drawn, min(count, self.num_per_step))
+        found = {index: end - len(indices) + number for number, index in enumerate(indices, start=1)}
+        for _ in range(count - len(found)):
+            [index], end = self.draw(end, 1)
+            found.setdefault(index, end)
+        return list(found.items())

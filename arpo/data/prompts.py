@@ -1,0 +1,196 @@
+"""Prompts made of the rows of a file.
+
+Knows every schema that is around: the published RL files, the simple schema `prompt, answer, data_source, tools`, and
+the evaluation files, whose field names differ. Bad input is a UserError that names file, row and field; a few bad rows
+are skipped with a warning, many stop the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from arpo.data.rows import BadRow, read_rows
+from arpo.errors import UserError
+from arpo.trajectory import Prompt
+
+logger = logging.getLogger(__name__)
+
+QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
+ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth")
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+# The published RL files were written with "\boxed" in a Python string without r"": \b became a backspace character.
+DAMAGED_BOX, BOX = "\x08oxed", "\\boxed"
+MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
+
+
+def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
+    r"""Read all usable rows of a question file, in file order; `prompt_id` is file stem and row number.
+
+    `source` is the data source of rows that name none; "" = the name of the file, or of the folder of a test.jsonl.
+    The backspace defect of the published files (0x08 + "oxed") is repaired to "\boxed", counted and logged once.
+    Raises UserError for unreadable files, and where more than 1 % of the rows (and more than 3) are bad.
+
+    >>> load_prompts("questions.jsonl")[0]                       # {"question": "1 + 1?", "answer": 2}
+    Prompt(prompt_id='questions-000000', messages=[{'role': 'user', 'content': '1 + 1?'}], answers=['2'], ...)
+    """
+    path = Path(path)
+    is_generic = path.stem in ("test", "train", "valid", "dev")
+    source = source or (
+        path.absolute().parent.name if is_generic else path.stem
+    )  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
+    prompts: list[Prompt] = []
+    bad: list[str] = []
+    num_repaired = num_rows = 0
+    for index, (place, row) in enumerate(read_rows(path)):
+        num_rows += 1
+        try:
+            prompt, repaired = parse_prompt(row, f"{path.stem}-{index:06d}", default_source=source)
+        except BadRow as error:
+            bad.append(f"{place}: {error}")
+            continue
+        num_repaired += repaired
+        prompts.append(prompt)
+    if not num_rows:
+        raise UserError(f"{path}: the file has no rows; was the export interrupted?")
+    if not prompts or len(bad) > max(MAX_BAD_ROWS, MAX_BAD_SHARE * num_rows):
+        raise UserError(f"{bad[0]} ({len(bad)} of {num_rows} rows are bad); repair or remove them")
+    for message in bad:
+        logger.warning("%s; the row is left out", message)
+    if num_repaired:
+        logger.warning(r"%s: repaired 0x08 + 'oxed' to '\boxed' in %d of %d rows", path, num_repaired, num_rows)
+    return prompts
+
+
+def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Prompt, bool]:
+    """Return the prompt of a row of any schema, and whether it was repaired. Raises BadRow."""
+    rest = dict(row)
+    messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
+    reward_model = rest.pop("reward_model", None)
+    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
+        answers = _answers(reward_model["ground_truth"], "reward_model.ground_truth")
+    else:
+        answers = _answers(_take(rest, ANSWER_FIELDS, "answer"), "answer")
+    data_source = rest.pop("data_source", None) or default_source
+    tools = rest.pop("tools", None)
+    if isinstance(tools, str):
+        tools = [name.strip() for name in tools.split(",") if name.strip()]
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(name, str) for name in tools)):
+        raise BadRow(f"tools must be a list of tool names, not {tools!r}")
+    repaired = any(DAMAGED_BOX in m["content"] for m in messages)
+    if repaired:
+        messages = [{**m, "content": m["content"].replace(DAMAGED_BOX, BOX)} for m in messages]
+    meta = {name: _plain(value) for name, value in rest.items() if value is not None}
+    prompt = Prompt(prompt_id, messages, answers, data_source=str(data_source), meta=meta)
+    return (prompt if tools is None else replace(prompt, tools=tuple(tools))), repaired
+
+
+def _take(row: dict, names: tuple[str, ...], meaning: str) -> object:
+    """Remove and return the first of `names` that the row has; aliases of it stay in the row."""
+    for name in names:
+        if name in row:
+            return row.pop(name)
+    raise BadRow(f"has no {meaning}: needs one of {', '.join(names)}, has {', '.join(map(str, row)) or 'nothing'}")
+
+
+def _messages(value: object) -> list[dict[str, str]]:
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"the question must be text or a list of messages, not {type(value).__name__}")
+    messages = [parse_message(m, "role", "content") for m in value]
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise BadRow("the question's last message must be a user message with text")
+    return messages
+
+
+def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]:
+    """Return a message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
+    if not isinstance(value, dict) or role_key not in value:
+        raise BadRow(f"a message must be an object with {role_key!r} and {text_key!r}, not {str(value)[:80]!r}")
+    role = ROLES.get(value[role_key])
+    if role is None:
+        raise BadRow(f"{role_key} {value[role_key]!r} is unknown; use one of {', '.join(ROLES)}")
+    text = value.get(text_key)
+    if isinstance(text, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in text):
+        text = "".join(part["text"] for part in text)  # OpenAI's content parts
+    if not isinstance(text, str):
+        raise BadRow(f"{text_key} of the {role} message must be text, not {type(text).__name__}")
+    return {"role": role, "content": text}
+
+
+def _answers(value: object, field: str) -> list[str]:
+    """Return the accepted answers. A worked solution in GSM8K's style stands for the number after its last "####".
+
+    >>> _answers(["NYC", "New York"], "answer"), _answers(70, "answer"), _answers("so 2+2=4\\n#### 4", "answer")
+    (['NYC', 'New York'], ['70'], ['4'])
+    """
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    answers = []
+    for v in values:
+        if isinstance(v, float) and not math.isfinite(v):
+            v = None
+        if isinstance(v, float) and v.is_integer():
+            v = int(v)  # an integer column with gaps comes out of pandas as floats
+        if not isinstance(v, str | int | float):
+            raise BadRow(f"{field} must be text, a number or a list of them, not {type(v).__name__}")
+        answers.append(str(v).rpartition("\n####")[2].strip())
+    if not answers or any(not a for a in answers):
+        raise BadRow(f"{field} is blank")
+    return answers
+
+
+def _plain(value: object) -> object:
+    """Return the value in JSON types only, for dumps and for messages between ranks."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | bool | int | float) else str(value)
+
+
+def tokenize_prompts(
+    prompts: list[Prompt],
+    render: Callable[..., list[int]],
+    max_prompt_tokens: int,
+    overlong: Literal["drop", "error"],
+    path: str | Path,
+) -> list[Prompt]:
+    """Fill `token_ids`; prompts over `max_prompt_tokens` are dropped with their number logged.
+
+    `render` gets the messages, and the tools of a prompt that names some.
+    Raises UserError where `overlong` is "error" and one is too long, and where nothing remains.
+    """
+    prompts = [
+        replace(p, token_ids=tuple(render(p.messages) if p.tools is None else render(p.messages, p.tools)))
+        for p in prompts
+    ]
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
+    num_dropped = len(prompts) - len(kept)
+    median = sorted(len(prompt.token_ids) for prompt in prompts)[len(prompts) // 2] if prompts else 0
+    if num_dropped and (overlong == "error" or not kept):
+        raise UserError(
+            f"{path}: {num_dropped} of {len(prompts)} prompts exceed max_prompt_tokens={max_prompt_tokens} "
+            f"({longest.prompt_id} has {len(longest.token_ids)}, half of all at least {median}); raise it, or shorten "
+            "the prompts: data.system_prompt may be what is long"
+        )
+    if num_dropped:
+        logger.warning(
+            "%s: left out %d of %d prompts with more than %d tokens (the longest has %d)",
+            path, num_dropped, len(prompts), max_prompt_tokens, len(longest.token_ids),
+        )  # fmt: skip
+    return kept

@@ -1,0 +1,102 @@
+"""Rows of parquet, jsonl and json-array files. Bad files are a UserError that names file and row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from arpo.errors import UserError
+
+
+class BadRow(ValueError):
+    """One row that cannot be used; the message names the field and what is wrong with it."""
+
+
+def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
+
+    Only a json array is read as a whole. `part` (from 0) of `num_parts` about equal, consecutive parts is read, so that
+    ranks can share a file. Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
+    """
+    path = Path(path)
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise UserError(f"{path}: unknown file type {path.suffix!r}; use .parquet, .jsonl or .json")
+    try:
+        if path.stat().st_size == 0:
+            raise UserError(f"{path}: the file is empty; was the download or the export interrupted?")
+        yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, part, num_parts)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file ({error.strerror or error}); check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+
+
+def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        begin, end = _bounds(file.metadata.num_rows, part, num_parts)
+        number = 0
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            if number + num_rows <= begin or end <= number:
+                number += num_rows
+                continue
+            for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+                for row in batch.to_pylist():
+                    if begin <= number < end:
+                        yield f"{path}: row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:  # a corrupt page is an OSError without errno
+        if isinstance(error, OSError) and error.errno:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a readable parquet file ({reason}); download or export it again") from None
+
+
+def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
+    with path.open("rb") as file:
+        is_array = path.suffix == ".json" and file.read(1) == b"["
+        file.seek(0)
+        for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+            yield place, row
+
+
+def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
+    try:
+        items = json.loads(file.read().decode())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); is the file truncated?") from None
+    for i in range(*_bounds(len(items), part, num_parts)):
+        yield f"{path}: item {i}", items[i]
+
+
+def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
+    """Yield the lines whose first byte lies in the part."""
+    begin, end = _bounds(path.stat().st_size, part, num_parts)
+    position, number = 0, 1
+    if begin:
+        for start in range(0, begin - 1, 1 << 20):
+            number += file.read(min(begin - 1 - start, 1 << 20)).count(b"\n")
+        position = begin - 1 + len(rest := file.readline())  # of the line that began in the part before
+        number += rest.endswith(b"\n")
+    while position < end and (line := file.readline()):
+        position += len(line)
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line.decode())
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno}); is the line truncated?"
+                ) from None
+        number += 1
+
+
+def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:
+    return num * part // num_parts, num * (part + 1) // num_parts

@@ -1,0 +1,210 @@
+"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
+
+A tracker is one function and one line in TRACKERS. One that cannot be imported is an error before a model is loaded;
+whatever goes wrong later is one warning, and the tracker is off: a run never ends for its sake. A continued run goes on
+in the same run of the tracker, whose name RUN/trackers.json keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from arpo.config.checks import leaves
+from arpo.errors import UserError
+from arpo.log.charts import Charts
+
+IDS = "trackers.json"
+PROJECT = "arpo-torch"
+LOGIN_TIMEOUT_S = 30.0
+
+
+class Tracker(Protocol):
+    """A receiver of the numbers of rank 0. It may raise anything."""
+
+    where: str
+    """Line that says where the run can be looked at."""
+
+    def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, as a tracker is told of it when it begins."""
+
+    folder: Path
+    config: object
+    charts: Charts
+    resume_step: int
+    """Number of steps that are done; 0 = a new run."""
+
+    def id_of(self, tracker: str) -> str:
+        """Return the id of the run there, which the run's folder keeps; a new run gets a new one."""
+        path = self.folder / IDS
+        ids = json.loads(path.read_text()) if path.exists() else {}
+        if not self.resume_step or tracker not in ids:
+            ids[tracker] = uuid.uuid4().hex[:12]
+            path.write_text(json.dumps(ids))
+        return ids[tracker]
+
+
+# ---- the trackers
+
+
+class _TensorBoard:
+    def __init__(self, run: TrackedRun):
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = run.resume_step + 1 if run.resume_step else 0  # also what it did before step 1
+        self.where = f"tensorboard --logdir {run.folder / 'tb'}"
+        self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
+        rows = [f"| {key} | {value} |" for key, value in leaves(run.config).items()]
+        self._board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
+        if run.charts.first:
+            self._board.add_custom_scalars(run.charts.layout())
+
+    def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        import numpy as np
+
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        for name, numbers in histograms.items():
+            if finite := [number for number in numbers if math.isfinite(number)]:
+                self._board.add_histogram(name, np.array(finite), step)
+        self._board.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._board.add_text(name, text, step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class _Logged:
+    """A run of wandb or of trackio, whose interface is wandb's. Texts are left to TensorBoard and the viewer."""
+
+    def __init__(self, run: Any, log: Callable[[dict[str, Any], int], None], histogram: Callable, where: str):
+        self._run, self._log, self._histogram, self.where = run, log, histogram, where
+
+    def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        drawn = {}
+        for name, numbers in histograms.items():
+            if finite := [number for number in numbers if math.isfinite(number)]:
+                drawn[name] = self._histogram(finite)
+        self._log({**values, **drawn}, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def tensorboard(run: TrackedRun) -> Tracker:
+    """RUN/tb. What a killed run wrote after its checkpoint is dropped."""
+    return _TensorBoard(run)
+
+
+def wandb(run: TrackedRun) -> Tracker:
+    """Weights & Biases. WANDB_MODE=offline writes to RUN/wandb alone. The key is wandb's business: it is in none of our
+    files."""
+    import wandb as client
+
+    # its console capture would tear progress bars; and no prompt for a key may hold a run up
+    settings = client.Settings(console="off", login_timeout=LOGIN_TIMEOUT_S)
+    its = client.init(
+        project=os.environ.get("WANDB_PROJECT") or PROJECT, name=run.folder.name, id=run.id_of("wandb"), resume="allow",
+        dir=str(run.folder), config=leaves(run.config), settings=settings,
+    )  # fmt: skip
+    # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
+    its.define_metric("step")
+    its.define_metric("*", step_metric="step")
+    where = f"wandb: {its.url}" if its.url else f"wandb sync {Path(its.dir).parent}"
+    return _Logged(its, lambda values, step: its.log(values | {"step": step}), client.Histogram, where)
+
+
+def trackio(run: TrackedRun) -> Tracker:
+    """Trackio: local, in its own folder (TRACKIO_DIR), or on the Space or server that its environment names."""
+    import trackio as client
+
+    project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+    its = client.init(
+        project=project, name=f"{run.folder.name}-{run.id_of('trackio')}", resume="allow", embed=False,
+        config={key: str(value) for key, value in leaves(run.config).items()}, auto_log_gpu=False, auto_log_cpu=False,
+    )  # fmt: skip
+    where = f"trackio show --project {project}"
+    return _Logged(its, lambda values, step: its.log(values, step=step), client.Histogram, where)
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "trackio": trackio,
+}
+"""Values of `run.trackers`. A function imports its package itself; the package has the name of the tracker."""
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raise UserError for a tracker whose package is not there. Imports none of them."""
+    for name in names:
+        if name in ("wandb", "trackio") and not _is_installed(name):
+            raise UserError(f"run.trackers has {name}, which is not installed; pip install '.[{name}]', or drop it")
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
+
+
+# ---- all of a run's trackers
+
+
+class Trackers:
+    """The trackers of a run. One that raises is told of in a warning, and gets no more; the run goes on."""
+
+    def __init__(self, names: Sequence[str], run: TrackedRun, *, say: Callable[[str], None]):
+        self._say = say
+        self._running: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                self._running[name] = TRACKERS[name](run)
+            except Exception as error:
+                self._tell(name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self._say(f"warning: run.trackers: {name} failed ({reason}); it is off, and the run goes on")
+
+    def _each(self, action: Callable[[Tracker], object]) -> None:
+        for name, tracker in list(self._running.items()):
+            try:
+                action(tracker)
+            except Exception as error:
+                del self._running[name]
+                self._tell(name, error)
+
+    def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        """Hand on the numbers of a step, and the values of its histograms."""
+        self._each(lambda tracker: tracker.scalars(step, values, histograms))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Hand on a Markdown text."""
+        self._each(lambda tracker: tracker.text(step, name, text))
+
+    def places(self) -> list[str]:
+        """Return a line for each tracker that still works, which says where the run can be looked at."""
+        return [tracker.where for tracker in self._running.values()]
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())

@@ -1,0 +1,1 @@
+"""Who samples what, and when is a step full."""

@@ -1,0 +1,142 @@
+"""What a checkpoint keeps of carried groups, and how they go on from it, on the same ranks or on others.
+
+    carried_00003.json.gz    rank 3's groups: trees, tokens, logprobs and decisions so far, requests and calls under way
+
+Plain JSON, without code. Prompts are found again by their ids. Sessions come back by a replay of the calls that they
+have answered; calls that were under way run again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from arpo.branching import Evidence
+from arpo.errors import UserError
+from arpo.growing import GroupState, Live
+from arpo.sampling.carry_over import Begun, Carried, CarryOver
+from arpo.sampling.plain import from_plain, to_plain
+from arpo.tools.session_records import RecordedCall
+from arpo.tools.sessions import Owner
+from arpo.trajectory import Prompt
+
+COMPRESSION = 1
+
+
+def state_of(carry: CarryOver) -> bytes | None:
+    """Return the file of this rank, of a CarryOver that is paused; None with rollout.carry_over=0."""
+    if not carry.is_on:
+        return None
+    loop = carry.loop
+    calling = {live.key: [] for live, _ in loop.calling.values()}
+    for live, number in loop.calling.values():
+        calling[live.key].append(number)
+    by_group: dict[int, list[dict]] = {}
+    lives = {live.key: live for live in loop.decoding.values()} | {v.key: v for v, _ in loop.calling.values()}
+    for place, live in enumerate(lives.values()):  # decoding ones first, in the order in which they were submitted
+        fields = ("path", "evidence", "entropies", "top_logprobs", "has_failed")
+        entry = {name: to_plain(getattr(live, name)) for name in fields}
+        by_group.setdefault(id(live.group), []).append(entry | {"place": place, "calls": calling.get(live.key)})
+    kept = carry.sampler.tools.sessions
+    records = answered(kept.records(), lives.values(), calling, kept.name_of)
+    groups = []
+    for carried in carry.groups:
+        prompt_id = carried.state.prompt.prompt_id
+        plain = {name: to_plain(value) for name, value in vars(carried.state).items() if name != "prompt"}
+        sessions = [[*owner, name, to_plain(calls)] for owner, name, calls in records if owner[0] == prompt_id]
+        growing = {"lives": by_group.get(id(carried.state), []), "sessions": [] if carried.is_whole else sessions}
+        groups.append({"number": carried.number, "begun": carried.begun, "prompt": prompt_id, "state": plain} | growing)
+    waiting = [[number, prompt.prompt_id] for number, prompt in carry.waiting.items()]
+    tree = {"num_drawn": carry.num_drawn, "waiting": waiting, "groups": groups}
+    return gzip.compress(json.dumps(tree).encode(), COMPRESSION)
+
+
+def answered(
+    records: Iterable[tuple[Owner, str, list[RecordedCall]]],
+    lives: Iterable[Live],
+    calling: dict[str, list[int]],
+    name_of: Callable[[str], str],
+) -> list[tuple[Owner, str, list[RecordedCall]]]:
+    """Return the records without the calls whose results the trajectory has not read yet: those run again.
+
+    `name_of` gives the name of the sessions that answer the calls of a tag.
+    """
+    under_way = {live.owner: live for live in lives if live.key in calling}
+    kept = []
+    for owner, name, calls in records:
+        if live := under_way.get(owner):
+            turn = live.trajectory.turns[-1]
+            numbers = [n for n, call in enumerate(turn.tool_calls) if name_of(call.tag) == name and call.executed]
+            # a session answers in the order of the calls, so those that have been read are the first ones
+            num_read = sum(n not in calling[live.key] for n in numbers)
+            before = [call for call in calls if call.turn < live.turn_index]
+            calls = before + [call for call in calls if call.turn == live.turn_index][:num_read]
+        kept.append((owner, name, calls))
+    return kept
+
+
+def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> CarryOver:
+    """Return a fresh CarryOver with this rank's part of what `state_of` has saved on all ranks. Collective.
+
+    On as many ranks as before each has its own groups again; else they are dealt out. Raises UserError for a file that
+    cannot be read, or that holds groups of other prompts, and where carry_over is off now.
+    """
+    if not files:
+        return carry
+    if not carry.is_on:
+        if not any(tree["groups"] or tree["waiting"] for tree in map(_read, files)):
+            return carry
+        raise UserError(f"{files[0]}: unfinished groups, which rollout.carry_over=0 would drop; set it to 1")
+    ranks, by_id = carry.team.ranks, {prompt.prompt_id: prompt for prompt in prompts}
+    if len(files) == ranks.world_size:
+        tree = _read(files[ranks.rank])
+        mine = tree["groups"]
+    else:
+        trees = [_read(file) for file in files]
+        tree, everything = trees[0], [plain for tree in trees for plain in tree["groups"]]
+        mine = sorted(everything, key=lambda plain: plain["number"])[ranks.rank :: ranks.world_size]
+    try:
+        carry.num_drawn = tree["num_drawn"]
+        carry.waiting = {number: by_id[prompt_id] for number, prompt_id in tree["waiting"]}
+        lives = [pair for plain in mine for pair in _add_group(carry, plain, by_id)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"does not fit data.train or this version ({type(error).__name__}: {error})"
+        raise UserError(f"{files[0]}: {reason}; give the run the prompts that it had") from None
+    for entry, live in sorted(lives, key=lambda pair: pair[0]["place"]):
+        if entry["calls"] is None:
+            carry.loop.decoding[live.key] = live
+        for number in entry["calls"] or ():
+            carry.loop.call(live, number)
+    carry.sampler.tools.park()
+    own = [Begun(c.number, c.begun, c.is_whole) for c in carry.groups]
+    carry.begun = sorted(entry for part in ranks.all_gather_objects(own) for entry in part)
+    return carry
+
+
+def _read(file: Path) -> dict:
+    try:
+        return json.loads(gzip.decompress(file.read_bytes()))
+    except (OSError, EOFError, ValueError) as error:  # its checksum fits: it was not written by `state_of`
+        raise UserError(f"{file}: cannot be read ({error}); take an older checkpoint") from None
+
+
+def _add_group(carry: CarryOver, plain: dict, by_id: dict[str, Prompt]) -> list[tuple[dict, Live]]:
+    """Add a group. Return its trajectories that decode or call, with what was saved of each."""
+    prompt = by_id[plain["prompt"]]
+    stub = {"prompt_id": prompt.prompt_id, "messages": [], "answers": []}
+    state = from_plain(GroupState, {"prompt": stub} | plain["state"])
+    state.prompt = prompt
+    carry.groups.append(Carried(plain["number"], plain["begun"], state))
+    carry.loop.num_unfinished += state.size - len(state.wall_s)
+    for prompt_id, trajectory_id, name, calls in plain["sessions"]:
+        carry.sampler.tools.sessions.restore((prompt_id, trajectory_id), name, from_plain(list[RecordedCall], calls))
+    lives = []
+    for entry in plain["lives"]:
+        path = tuple(entry["path"])
+        known = from_plain(Evidence | None, entry["evidence"])
+        live = Live(state.trajectories[path], state, path, known, entry["entropies"], entry["top_logprobs"])
+        live.has_failed = entry["has_failed"]
+        lives.append((entry, live))
+    return lives

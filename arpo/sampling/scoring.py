@@ -1,0 +1,90 @@
+"""The scores of a training run: the reward that the options say, and a judge that works beside the rollout.
+
+What a reward is stands in `rewards`, which is pure; here it meets files, ranks and a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from arpo import rewards
+from arpo.config.evals import TrainingJudgeConfig
+from arpo.engine.team import Team
+from arpo.evals.training_judge import TrainingJudge
+from arpo.options import TrainingRewardConfig
+from arpo.protocol import Codec
+from arpo.retrospective import NEED_REWARDS
+from arpo.rewards import load_custom
+from arpo.rewards.terms import load_terms
+from arpo.trajectory import Group, Metrics, Prompt
+
+
+class Scoring:
+    """Scores the trajectories of a run; each team's first rank does so for its share."""
+
+    def __init__(
+        self,
+        cfg: TrainingRewardConfig,
+        judge: TrainingJudgeConfig,
+        team: Team,
+        codec: Codec,
+        max_response_tokens: int,
+        *,
+        folder: Path,
+    ):
+        """`folder` is the run's. Collective with a judge. Raises UserError for files and functions that cannot be used,
+        and, on all ranks, where the judge cannot be reached."""
+        self.cfg, self.team, self.codec = cfg, team, codec
+        self.custom = load_custom(cfg.file, cfg.function) if cfg.file else None
+        self.terms = load_terms(cfg, max_response_tokens)
+        self.num_judge_calls = 0
+        """Judgements that the run has asked for in the steps before this one, on all ranks."""
+        self.judge = self._begin_judge(judge, folder / "judge.sqlite") if "judge" in cfg.weights else None
+
+    def _begin_judge(self, cfg: TrainingJudgeConfig, cache: Path) -> TrainingJudge | None:
+        """Return the judge of this team, on its first rank. Rank 0 alone asks it something; all hear what is wrong."""
+        if not self.team.is_first:
+            return self.team.ranks.together(lambda: None)
+        part = {"index": self.team.index, "num_parts": self.team.num_teams}
+        return self.team.ranks.together(lambda: TrainingJudge(cfg, cache, form=self.codec.format, **part))
+
+    def try_on(self, prompt: Prompt, *, selector: str) -> None:
+        """Try the user's functions on an invented response to a real prompt. Raises UserError; also for a function of
+        whole batches where the selector needs rewards while the groups still grow."""
+        for custom in [self.custom] if self.custom else self.terms.custom.values() if self.terms else ():
+            custom.try_on(prompt, self.codec)
+            if selector in NEED_REWARDS:
+                custom.require_single(f"branching.selector={selector}")
+
+    @property
+    def on_group(self) -> Callable[[Group, list[float]], None] | None:
+        """The function that the rollout calls with each group that is whole; None where nothing is to be done."""
+        return self.judge.begin if self.judge else None
+
+    def __call__(self, groups: list[Group]) -> None:
+        """Fill the reward of all trajectories of the groups that have none. Raises UserError."""
+        terms = self.terms
+        if self.judge:
+            terms = replace(terms, judgements=self.judge.collect(groups))
+        written = {"tools": self.codec.tools, "form": self.codec.format}
+        rewards.score_groups(groups, self.cfg, self.custom, terms=terms, only_new=True, **written)
+
+    def end_step(self) -> dict[str, float]:
+        """Return the judge's numbers of the step, over all ranks; none without a judge. Collective with one."""
+        if "judge" not in self.cfg.weights:
+            return {}
+        values = self.team.ranks.reduce_metrics(self.judge.end_step() if self.judge else Metrics()).values()
+        self.go_on_from(self.num_judge_calls + int(values["judge/calls"]))
+        return values
+
+    def go_on_from(self, num_judge_calls: int) -> None:
+        """Count as if the run had asked for so many judgements so far."""
+        self.num_judge_calls = num_judge_calls
+        if self.judge:
+            self.judge.num_calls_before = num_judge_calls
+
+    def close(self) -> None:
+        if self.judge:
+            self.judge.close()

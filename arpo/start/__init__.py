@@ -1,0 +1,1 @@
+"""What a script does before a model is loaded: its inputs are looked at, its memory estimated, its ranks launched."""

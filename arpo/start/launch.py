@@ -1,0 +1,86 @@
+"""The commands that `pip install -e .` makes: a script on every GPU of this machine, without typing torchrun.
+
+    arpo-rl configs/qwen2.5_7b.yaml configs/arpo.yaml       # torchrun --nproc_per_node GPUS train_rl.py configs/...
+    arpo-rl --nproc_per_node 2 configs/demo_arpo.yaml       # so many ranks, whatever is there
+
+On one GPU or none, and for --help, it is python that runs the script. Several machines need torchrun itself
+(docs/scale.md).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from arpo.errors import UserError, exit_with
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_RANKS = ("--nproc_per_node", "--nproc-per-node")
+
+
+def train_sft() -> None:
+    run("train_sft.py")
+
+
+def train_rl() -> None:
+    run("train_rl.py")
+
+
+def evaluate() -> None:
+    run("evaluate.py")
+
+
+def view() -> None:
+    runpy.run_module("arpo.viewer", run_name="__main__", alter_sys=True)
+
+
+def run(script: str) -> NoReturn:
+    """Run a script of the checkout with this command's arguments, on as many ranks as it should have."""
+    try:
+        path = ROOT / script
+        if not path.is_file():
+            raise UserError(f"{path} is not there; the commands need a checkout: clone it, and pip install -e . in it")
+        num_ranks, argv = split_ranks(sys.argv[1:])
+        if num_ranks == 0:
+            num_ranks = 1 if {"-h", "--help"} & {*argv} else num_gpus(os.environ)
+    except UserError as error:
+        exit_with(error)
+    place = []
+    if num_ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        place = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    sys.stdout.flush()
+    # This process becomes python or torchrun, so that signals and the exit code are theirs.
+    os.execv(sys.executable, [sys.executable, *place, str(path), *argv])
+
+
+def split_ranks(argv: list[str]) -> tuple[int, list[str]]:
+    """Take the number of ranks from the front of the arguments; 0 = none is given. ["--nproc_per_node", "2", "a.yaml"]
+    -> (2, ["a.yaml"])"""
+    name, _, value = argv[0].partition("=") if argv else ("", "", "")
+    if name not in NUM_RANKS:
+        return 0, argv
+    rest = argv[1:] if value else argv[2:]
+    value = value or "".join(argv[1:2])
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"{name}={value!r} must be a number of ranks, at least 1")
+    return int(value), rest
+
+
+def num_gpus(environment: Mapping[str, str]) -> int:
+    """Return the number of GPUs that a run may use, without importing torch; at least 1."""
+    if version("torch").endswith("+cpu"):
+        return 1
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return max(len([name for name in visible.split(",") if name.strip()]), 1)
+    if not shutil.which("nvidia-smi"):
+        return 1
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return max(sum(line.startswith("GPU ") for line in listed.splitlines()), 1)

@@ -1,0 +1,383 @@
+"""Settings without effect, and those that work against each other, are refused with the reason."""
+
+from dataclasses import asdict, fields, is_dataclass, replace
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from ablate import AblationConfig
+from arpo.config.checks import NEEDS, RANGES, half_chosen_aepo, ignored, leaves, needs_of
+from arpo.config.load import field_names, load_config
+from arpo.errors import UserError
+from arpo.options import BranchingConfig, LossConfig
+from evaluate import EvalConfig
+from train_rl import RLConfig
+from train_sft import SFTConfig
+
+ROOTS = (SFTConfig, RLConfig, EvalConfig, AblationConfig)
+MINIMUM = {
+    SFTConfig: {"data.train": "x"},
+    RLConfig: {"data.train": "x"},
+    EvalConfig: {"eval.files": ("x",)},
+    AblationConfig: {"ablation.train": ("x",), "ablation.eval": ("x",)},
+}
+GAE = ["--advantage.kind", "gae"]
+KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
+JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
+PULL = ["--rollout.dispatch", "pull"]
+CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
+REUSE = ["--rollout.reuse_last_epoch", "True"]
+READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
+
+# What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
+ALWAYS = {
+    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
+    "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s",
+    "model": "path compute_dtype attention activation_checkpointing compile_layers compile_head reshard_after_forward "
+    "shard_size context_parallel cpu_offload lora_rank enable_thinking",
+    "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
+    "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
+    "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
+    "answer_reserve_tokens carry_over dispatch reuse_last_epoch",
+    "engine": "max_num_seqs",
+    "branching": "selector entropy_mode",
+    "protocol": "format",
+    "tools": "names mcp price_per_call",
+    "reward": "terms",
+    "advantage": "kind",
+    "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
+    "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
+    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
+    "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
+    "replay regrade compare",
+    "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
+    "target_reward",
+    "": "report_only",
+}
+
+
+def defaults(root: type) -> dict[str, object]:
+    return leaves({f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(root)})
+
+
+KNOBS = {key for root in ROOTS for key, kind in field_names(root).items() if kind != "section"}
+SECTIONS = {key for root in ROOTS for key, kind in field_names(root).items() if kind == "section"}
+
+
+def test_every_knob_is_known_to_need_something_or_to_matter_always():
+    always = {f"{section}.{name}".strip(".") for section, names in ALWAYS.items() for name in names.split()}
+    dependent = {knob for knob in KNOBS if needs_of(knob)}
+    assert always | dependent == KNOBS
+    assert not always & dependent
+
+
+def test_all_that_the_tables_name_exists():
+    assert NEEDS.keys() <= KNOBS | SECTIONS
+    assert {need.owner for needs in NEEDS.values() for need in needs} <= KNOBS
+    assert {knob for knobs in RANGES.values() for knob in knobs.split()} <= KNOBS
+
+
+# ---- each knob of the table: changed while what it needs is off, and while it is on
+
+ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
+    "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
+    "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
+    "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
+    "reward.terms": ("judge=1",), "reward.compat": "paper", "rollout.reuse_last_epoch": True,
+    "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
+    "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
+    "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
+    "loss.old_logprobs": "recompute",
+    "loss.rollout_correction": "mis", "optim.schedule": "linear",
+    "tools.names": ("python", "search", "sql", "notebook"),
+    "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
+    "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+    "rollout.dispatch": "pull",
+}  # fmt: skip
+OFF = {
+    "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
+    "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
+    "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
+    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (), "rollout.reuse_last_epoch": False,
+    "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
+    "advantage.dead_groups": "drop", "loss.kind": "reinforce",
+    "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
+    "loss.kl_in": "reward",
+    "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
+    "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
+    "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+    "rollout.dispatch": "fixed",
+}  # fmt: skip
+SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
+    ("reward.compat", "reward.file"): "",
+    ("reward.bonus_tools", "reward.file"): "",
+    ("reward.file", "reward.terms"): (),
+    ("reward.compat", "reward.terms"): ("answer=1",),
+    ("reward.bonus_tools", "reward.terms"): ("answer=1",),
+    ("reward.overlong_buffer_tokens", "reward.terms"): ("overlong=1",),
+    ("eval.server_model", "eval.server"): "http://h",
+    ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
+    ("branching.expansion_rounds", "branching.selector"): "at2po",
+    ("advantage.max_resample", "advantage.kind"): "grpo",
+    ("advantage.tree", "advantage.kind"): "grpo",
+    ("advantage.normalize", "advantage.kind"): "grpo",
+    ("advantage.normalize_std", "advantage.kind"): "grpo",
+    ("advantage.dead_groups", "advantage.kind"): "grpo",
+    ("tools.search.corpus", "tools.search.backend"): "local",
+    ("loss.ratio_over", "loss.kind"): "gspo",
+    ("branching.weight_z", "branching.selector"): "standardized",
+    ("branching.branch_rate", "branching.selector"): "quantile",
+    ("branching.signal", "branching.selector"): "quantile",
+}
+SPECIAL_OFF = {
+    ("eval.server_model", "eval.server"): "",
+    ("reward.compat", "reward.file"): "x",
+    ("reward.bonus_tools", "reward.file"): "x",
+    ("reward.file", "reward.terms"): ("answer=1",),
+    ("reward.compat", "reward.terms"): ("judge=1",),
+    ("reward.bonus_tools", "reward.terms"): ("format=1",),
+    ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
+    ("advantage.max_resample", "advantage.kind"): "gae",
+    ("advantage.tree", "advantage.kind"): "gae",
+    ("advantage.normalize", "advantage.kind"): "gae",
+    ("advantage.normalize_std", "advantage.kind"): "gae",
+    ("advantage.dead_groups", "advantage.kind"): "gae",
+    ("tools.python.mode", "eval.replay"): True,
+    ("tools.notebook.mode", "eval.replay"): True,
+}
+CHANGED = {  # knobs of which another valid value cannot be made by rule
+    "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",
+    "loss.correction_low": 0.25,
+    "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
+    "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
+    "advantage.tree": "hard", "loss.kl_estimator": "k2", "loss.rollout_correction": "tis",
+}  # fmt: skip
+
+
+def changed(root: type, knob: str) -> object:
+    """Another value than the default, of the same type."""
+    value = defaults(root)[knob]
+    if knob in CHANGED:
+        return CHANGED[knob]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return next((choice for choice in choices_of(root, knob) if choice != value), "x")
+
+
+def choices_of(root: type, knob: str) -> tuple:
+    """The values of a Literal; () for other types."""
+    *sections, name = knob.split(".")
+    for section in sections:
+        root = get_type_hints(root)[section]
+    hint = get_type_hints(root)[name]
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def build(root: type, settings: dict[str, object]) -> object:
+    """The config with these settings, past the command line, which would take a second each."""
+
+    def filled(section: object, prefix: str) -> object:
+        inner = {f.name: getattr(section, f.name) for f in fields(section)}
+        for name, value in inner.items():
+            key = f"{prefix}{name}"
+            inner[name] = filled(value, f"{key}.") if is_dataclass(value) else settings.get(key, value)
+        return replace(section, **inner)
+
+    sections = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(root)}
+    return root(**{name: filled(s, f"{name}.") if is_dataclass(s) else s for name, s in sections.items()})
+
+
+REFUSED = [(RLConfig, "rollout.top_p"), (EvalConfig, "rollout.pull_order")]
+"""By the script itself: RL refuses temperature 0, and an evaluation any order."""
+CASES = sorted(
+    (root.__name__, knob, need.owner)
+    for root in ROOTS
+    for knob in defaults(root)
+    for need in needs_of(knob)
+    if need.owner in defaults(root) and (root, knob) not in REFUSED
+)
+
+
+def needed(root: type, knob: str) -> dict[str, object]:
+    """Settings under which the knob has its effect: what it needs, and what that needs."""
+    settings: dict[str, object] = {}
+    for need in needs_of(knob):
+        if need.owner in defaults(root):
+            settings |= needed(root, need.owner) | {need.owner: SPECIAL_ON.get((knob, need.owner), ON[need.owner])}
+    return settings
+
+
+@pytest.mark.parametrize("name, knob, owner", CASES)
+def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_on(name, knob, owner):
+    root = next(root for root in ROOTS if root.__name__ == name)
+    on = MINIMUM[root] | needed(root, knob) | {knob: changed(root, knob)}
+    cfg = build(root, on)
+    assert leaves(asdict(cfg))[knob] != defaults(root)[knob] and ignored(cfg) == []
+    cfg = build(root, on | {owner: SPECIAL_OFF.get((knob, owner), OFF[owner])})
+    assert any(one.knob == knob and f"is ignored unless {owner}=" in one.message for one in ignored(cfg))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([*GAE, "--advantage.gamma", "1.1"], ["gamma=1.1 must lie between 0 and 1"]),
+        ([*GAE, "--advantage.lam", "-0.1"], ["lam=-0.1 must lie between 0 and 1"]),
+        ([*GAE, "--critic.warmup_steps", "-1"], ["warmup_steps=-1"]),
+        # the eight that the review found to be accepted
+        (["--branching.threshold", "0.7"], ["branching.threshold=0.7 is ignored unless branching.rule=threshold"]),
+        (
+            ["--branching.selector", "random", "--branching.weight", "0.4"],
+            ["branching.weight=0.4 is ignored unless branching.selector=arpo or aepo (it is random)"],
+        ),
+        (["--branching.consecutive_penalty", "0.1"], ["consecutive_penalty=0.1", "branching.selector=aepo"]),
+        (["--branching.compat", "upstream"], ["compat=upstream", "branching.selector=aepo"]),
+        (["--branching.budget_weight", "1"], ["budget_weight=1.0", "branching.dynamic_budget=True"]),
+        (["--loss.entropy_advantage_weight", "0.3"], ["entropy_advantage_weight=0.3", "entropy_balanced_advantage"]),
+        (["--loss.kind", "reinforce", "--loss.clip_low", "0.1"], ["clip_low=0.1", "loss.kind=ppo, gspo or cispo"]),
+        (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis or mis (it is none)"]),
+        (["--loss.rollout_correction", "mis", "--loss.correction_low", "1.5"], ["correction_low=1.5", "enclose 1"]),
+        (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["it is cispo", "loss.kind=ppo"]),
+        (["--loss.ratio_over", "turn"], ["loss.ratio_over=turn is ignored unless loss.kind=gspo (it is ppo)"]),
+        (
+            ["--advantage.tree", "node", "--advantage.normalize", "batch"],
+            ["normalize=batch is ignored unless advantage.tree=soft or hard (it is node)"],
+        ),
+        ([*GAE, "--advantage.tree", "node"], ["advantage.tree=node is ignored unless advantage.kind=grpo (it is gae)"]),
+        (["--loss.rollout_correction", "mis", "--loss.correction_low", "-1"], ["correction_low=-1.0", "at least 0"]),
+        (
+            ["--model.context_parallel", "2", "--loss.rollout_correction", "geometric_mis"],
+            ["context_parallel=2 cannot go with loss.rollout_correction=geometric_mis"],
+        ),
+        (
+            ["--model.context_parallel", "2", "--loss.kind", "gspo", "--loss.ratio_over", "turn"],
+            ["context_parallel=2 cannot go with loss.kind=gspo"],
+        ),
+        (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy", "balanced_clipping=True"]),
+        (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
+        (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
+        # and those of the review after it
+        (["--loss.dual_clip", "0.5"], ["loss.dual_clip=0.5 must be above 1"]),
+        (["--loss.dual_clip", "1"], ["loss.dual_clip=1.0 must be above 1"]),
+        (
+            ["--branching.selector", "random", "--branching.rule", "threshold"],
+            ["branching.rule=threshold is ignored unless branching.selector=arpo or aepo (it is random)"],
+        ),
+        (["--loss.kl_coefficient", "1", "--loss.kl_estimator", "k1"], ["k1 does nothing in the loss", "kl_in=reward"]),
+        (
+            ["--advantage.dead_groups", "drop", "--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"],
+            ["dead_groups=drop is ignored unless loss.kl_in=loss (it is reward)"],
+        ),
+        (["--branching.entropy_tokens", "0"], ["entropy_tokens=0 must be at least 1"]),
+        (["--branching.max_branches_per_turn", "0"], ["max_branches_per_turn=0 must be at least 1"]),
+        (["--branching.base", "1.5"], ["branching.base=1.5 must lie between 0 and 1"]),
+        (["--rollout.max_tool_calls", "-1"], ["max_tool_calls=-1 must be at least 0"]),
+        (["--rollout.max_result_tokens", "0"], ["max_result_tokens=0 must be at least 1"]),
+        (["--loss.clip_low", "-0.1"], ["clip_low=-0.1 must be at least 0"]),
+        (["--optim.max_grad_norm", "-1"], ["max_grad_norm=-1.0 must be at least 0"]),
+        # a selector that looks back knows no P, no first come, and no rewards that change afterwards
+        (["--branching.selector", "mixed", "--branching.weight", "1"], ["weight=1.0", "selector=arpo or aepo"]),
+        (
+            ["--branching.selector", "at2po", "--branching.max_branches_per_turn", "2"],
+            ["branching.max_branches_per_turn=2 is ignored unless branching.selector=arpo or aepo (it is at2po)"],
+        ),
+        (["--branching.selector", "tail", "--branching.timing", "upstream"], ["timing=upstream", "(it is tail)"]),
+        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or tail or mixed"]),
+        (["--branching.selector", "at2po", "--branching.expansion_rounds", "0"], ["rounds=0 must be at least 1"]),
+        (["--branching.selector", "mixd"], ["did you mean 'mixed'", "none, tree_grpo, at2po, tail, mixed"]),
+        (["--branching.selector", "tail", *KL], ["branching.selector=tail needs the rewards", "set loss.kl_in=loss"]),
+        (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
+        (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
+        (["--engine.quantization", "fp8"], ["samples from another policy", "loss.rollout_correction=tis"]),
+        # a reward of several terms
+        (["--reward.terms", "answr=1"], ["did you mean 'answer'", "use one of answer, format", "FILE.py:FUNCTION"]),
+        (["--reward.terms", "answer"], ["'answer' is not of the form NAME=WEIGHT, like answer=1"]),
+        (["--reward.terms", "answer=much"], ["'answer=much' is not of the form NAME=WEIGHT"]),
+        (["--reward.terms", "answer=1", "answer=2"], ["answer stands there twice"]),
+        (["--reward.terms", "answer=1", "overlong=1"], ["has overlong, but reward.overlong_buffer_tokens=0; set it"]),
+        (["--reward.overlong_buffer_tokens", "9"], ["is ignored unless reward.terms=overlong=1 (it is empty)"]),
+        (["--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "4096"], ["4096 must be below rollout."]),
+        (["--reward.terms", "answer=1", "--reward.file", "r.py"], ["reward.file=r.py is ignored", "FILE.py:FUNCTION="]),
+        (["--judge.url", "http://h"], ["judge.url=http://h is ignored unless reward.terms=judge=1 (it is empty)"]),
+        ([*JUDGE, "--branching.selector", "tail"], ["branching.selector=tail needs rewards while", "drop judge"]),
+        ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
+        ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
+        ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
+        ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
+        # groups that go on under a newer policy
+        ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
+        ([*CARRY, "1", *TIS, *REUSE], ["rollout.reuse_last_epoch cannot go with rollout.carry_over=1; set it to 0"]),
+        ([*REUSE, "--rollout.reuse_lenience", "-1"], ["rollout.reuse_lenience=-1.0 must be at least 0"]),
+        ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),
+        ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
+        ([*CARRY, "1", *TIS, "--engine.tensor_parallel", "2"], ["engine.tensor_parallel=2; set it to 1"]),
+        ([*CARRY, "1", *TIS, "--loss.old_logprobs", "rollout"], ["rollout_correction=tis is ignored", "=recompute"]),
+        (["--rollout.pull_order", "longest_first"], ["is ignored unless rollout.dispatch=pull (it is fixed)"]),
+        ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_refused_with_its_reason(flags, words):
+    with pytest.raises(UserError) as caught:
+        load_config(RLConfig, ["--data.train", "x", *flags])
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [*GAE, "--critic.warmup_steps", "3", "--critic.path", "other", "--advantage.lam", "0.95"],
+        ["--loss.kind", "gspo", "--loss.clip_low", "3e-4", "--loss.clip_high", "4e-4"],
+        ["--loss.kl_coefficient", "0.01", "--loss.kl_in", "reward", "--loss.kl_estimator", "k1"],
+        ["--loss.kl_coefficient", "0.01", "--loss.reference", "runs/sft", "--loss.kl_estimator", "k2"],
+        ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1", "--loss.dual_clip", "None"],
+        ["--update.layout", "tree", "--model.attention", "flash_attention_2"],
+        ["--advantage.tree", "node_parent", "--loss.kind", "gspo", "--loss.ratio_over", "turn"],
+        ["--advantage.normalize", "batch", "--advantage.tree", "hard", "--loss.rollout_correction", "sequence_tis"],
+        ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
+        ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
+        ["--branching.selector", "mixed", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
+        [*READS, "3", "--rollout.max_result_tokens", "2048"],
+        [*JUDGE, "--judge.fallback", "drop", "--judge.max_calls", "1000", "--reward.compat", "upstream"],
+        ["--reward.terms", "answer=1", "overlong=0.5", "my/r.py:f=-0.2", "--reward.overlong_buffer_tokens", "512"],
+        [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
+    ],
+)
+def test_what_belongs_together_is_accepted(flags):
+    load_config(RLConfig, ["--data.train", "x", *flags])
+
+
+@pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
+def test_a_size_below_its_least_is_refused(option):
+    with pytest.raises(UserError, match=rf"model\.{option}=-1 must be at least [01]$"):
+        load_config(RLConfig, ["--data.train", "x", f"--model.{option}", "-1"])
+
+
+def test_an_evaluation_too_needs_room_for_the_pages_that_its_searches_read():
+    read_pages = [*READS, "3"]
+    with pytest.raises(UserError, match=r"read_pages=3 x page_chars=3000 .* rollout.max_result_tokens=1024 .*raise it"):
+        load_config(EvalConfig, ["--eval.files", "x", *read_pages])
+    load_config(EvalConfig, ["--eval.files", "x", *read_pages, "--rollout.max_result_tokens", "2048"])
+    load_config(EvalConfig, ["--eval.regrade", "runs/eval", *read_pages])  # searches nothing
+
+
+def test_critic_and_reference_default_to_the_policys_model_with_their_own_settings():
+    cfg = load_config(RLConfig, ["--data.train", "x", "--model.path", "m", *GAE, "--critic.lr", "2e-5"])
+    assert cfg.critic_model.path == cfg.reference_model.path == "m" and not cfg.reference_model.activation_checkpointing
+    assert (cfg.critic_optim.lr, cfg.optim.lr, cfg.critic_optim.betas) == (2e-5, 1e-6, cfg.optim.betas)
+
+
+def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
+    """A loss may read any knob; an estimator's knobs are those of the dict that names it (test_extending.py)."""
+    assert all(need.is_met("mine") for knob in ("loss.clip_low", "loss.dual_clip") for need in needs_of(knob))
+    for knob in ("advantage.normalize_std", "critic.lr"):
+        assert not needs_of(knob)[0].is_met("mine")
+
+
+def test_a_half_chosen_aepo_says_what_is_missing():
+    aepo, whole = BranchingConfig(selector="aepo", dynamic_budget=True), {"entropy_balanced_clipping": True}
+    assert half_chosen_aepo(aepo, LossConfig(entropy_balanced_advantage=True, **whole)) == ""
+    assert half_chosen_aepo(BranchingConfig(), LossConfig()) == ""
+    warning = half_chosen_aepo(BranchingConfig(selector="aepo"), LossConfig(**whole))
+    assert "without branching.dynamic_budget, loss.entropy_balanced_advantage; " in warning
+    assert "configs/aepo.yaml" in warning and "\n" not in warning

@@ -1,0 +1,244 @@
+"""YAML and flags into a frozen config; every mistake is one line that names the place and the fix."""
+
+import os
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from ablate import AblationConfig
+from arpo.config.load import load_config, save_config
+from arpo.errors import UserError
+from arpo.options import BranchingConfig
+from evaluate import EvalConfig
+from train_rl import RLConfig
+from train_sft import SFTConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_precedence_is_default_then_yaml_then_flag(tmp_path):
+    path = write(tmp_path / "c.yaml", "data: {train: a.parquet}\nbranching: {base: 0.3, weight: 0.4}\n")
+    cfg = load_config(RLConfig, [path, "--branching.weight", "0.9"])
+    assert (cfg.branching.base, cfg.branching.weight, cfg.branching.threshold) == (0.3, 0.9, 0.5)
+
+
+def test_later_files_win_and_flags_win_over_all(tmp_path):
+    model = write(tmp_path / "qwen3_8b.yaml", "data: {train: a.parquet}\nrun: {seed: 7, num_epochs: 4}\n")
+    algorithm = write(tmp_path / "aepo.yaml", "run: {num_epochs: 5, validate_every: 8}\n")
+    cfg = load_config(RLConfig, [model, algorithm, "--run.validate_every", "9"])
+    assert (cfg.run.seed, cfg.run.num_epochs, cfg.run.validate_every) == (7, 5, 9)
+
+
+def test_a_run_is_called_after_its_files_unless_it_has_a_name(tmp_path):
+    model = write(tmp_path / "qwen2.5_7b.yaml", "data: {train: a}\n")
+    algorithm, named = write(tmp_path / "aepo.yaml", ""), write(tmp_path / "named.yaml", "run: {name: mine}\n")
+    for argv, name in (
+        ([model], "qwen2.5_7b"),
+        ([model, algorithm], "qwen2.5_7b-aepo"),
+        ([named, model], "mine"),
+        ([model, named, "--run.name", "other"], "other"),
+        (["--data.train", "a"], "rl"),
+    ):
+        assert load_config(RLConfig, argv).run.name == name
+
+
+def test_what_stands_under_a_scripts_name_is_for_that_script_only(tmp_path):
+    path = write(
+        tmp_path / "c.yaml",
+        "train_rl: {model: {path: rl}, rollout: {group_size: 32}}\nmodel: {path: all, enable_thinking: true}\n"
+        "train_sft: {data: {max_tokens: 9}}\n",
+    )
+    rl = load_config(RLConfig, [path, "--data.train", "x"])
+    assert (rl.model.path, rl.model.enable_thinking, rl.rollout.group_size) == ("rl", True, 32)
+    sft = load_config(SFTConfig, [path, "--data.train", "x"])
+    assert (sft.model.path, sft.model.enable_thinking, sft.data.max_tokens) == ("all", True, 9)
+    assert load_config(EvalConfig, [path, "--eval.files", "x"]).model.path == "all"
+
+
+def test_a_later_switch_takes_what_earlier_files_said_of_its_knobs_with_it(tmp_path):
+    model = write(
+        tmp_path / "model.yaml",
+        "data: {train: x}\nrollout: {group_size: 12}\n"
+        "branching: {num_initial_rollouts: 6, rule: threshold, threshold: 0.6}\n",
+    )
+    grpo = write(tmp_path / "grpo.yaml", "branching: {selector: none}\n")
+    cfg = load_config(RLConfig, [model, grpo])
+    assert cfg.branching == BranchingConfig(selector="none") and cfg.rollout.group_size == 12
+    assert load_config(RLConfig, [model, "--branching.selector", "none"]).branching == cfg.branching
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
+    assert load_config(RLConfig, [model, "--branching.rule", "bernoulli"]).branching.threshold == 0.5  # two steps away
+    with pytest.raises(UserError, match=r"model\.yaml: branching\.num_initial_rollouts=6 is ignored unless"):
+        load_config(RLConfig, [grpo, model])
+
+
+def test_the_defaults_are_the_papers_7b_recipe():
+    cfg = load_config(RLConfig, ["--data.train", "train_10k.parquet"])
+    assert (cfg.rollout.group_size, cfg.branching.num_initial_rollouts, cfg.rollout.max_tool_calls) == (16, 8, 3)
+    assert (cfg.data.num_prompts_per_step, cfg.update.num_prompts_per_minibatch) == (128, 16)
+    assert (cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens, cfg.optim.lr) == (1536, 4096, 1e-6)
+
+
+def test_a_saved_config_loads_to_the_same_config(tmp_path):
+    cfg = load_config(RLConfig, ["--data.train", "x", "--tools.names", "search", "--optim.betas", "0.8", "0.9"])
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
+
+
+def test_a_config_is_frozen():
+    cfg = load_config(RLConfig, ["--data.train", "x"])
+    with pytest.raises(FrozenInstanceError):
+        cfg.rollout.group_size = 3
+
+
+@pytest.mark.parametrize(
+    "yaml, flags, words",
+    [
+        ("branching: {bas: 1}", [], ["c.yaml", "'branching.bas'", "did you mean 'branching.base'"]),
+        ("branching: 3", [], ["c.yaml", "branching must be a mapping"]),
+        ("run: {seed: {a: 1}}", [], ["c.yaml", "run.seed must be a value"]),
+        ("run: {seed: many}", [], ["c.yaml", "run.seed", "int"]),
+        ("branching: {selector: best}", [], ["c.yaml", "branching.selector='best'", "use one of arpo, aepo, "]),
+        ("", ["--branching.selector", "randm"], ["command line", "did you mean 'random'?"]),
+        ("- a\n- b", [], ["c.yaml", "must be a mapping"]),
+        ("a: [", [], ["c.yaml", "not valid YAML"]),
+        ("run: {seed: }", [], ["c.yaml", "run.seed has no value"]),
+        ("train_rl: 3", [], ["c.yaml", "train_rl must be a mapping"]),
+        ("train_rl: {branching: {bas: 1}}", [], ["c.yaml", "'branching.bas'", "did you mean 'branching.base'"]),
+        ("", ["--rollout", "4"], ["command line", "--rollout is a section"]),
+        ("", ["-x"], ["command line", "-x"]),
+        ("", ["--update.num_prompts_per_minibatch", "0"], ["num_prompts_per_minibatch=0"]),
+        ("", ["--run.save_every", "-1"], ["run.save_every=-1 must be at least 0"]),
+        ("", ["--rollout.top_p", "1.5"], ["rollout.top_p=1.5 must lie between 0 and 1"]),
+        ("", ["--group_size", "4"], ["command line", "did you mean 'rollout.group_size'"]),
+        ("", ["--rollout.group-siz", "4"], ["command line", "did you mean 'rollout.group_size'"]),
+        ("", ["--branching.num_initial_rollouts", "17"], ["num_initial_rollouts=17", "group_size=16"]),
+        ("", ["--update.num_prompts_per_minibatch", "100"], ["num_prompts_per_step=128", "minibatch=100"]),
+        ("", ["--rollout.answer_reserve_tokens", "5000"], ["answer_reserve_tokens=5000", "=4096"]),
+        ("", ["--update.max_tokens_per_microbatch", "5000"], ["max_tokens_per_microbatch=5000", "5632"]),
+        ("", ["--rollout.temperature", "0"], ["rollout.temperature"]),
+        ("", ["--branching.selector", "none", "--branching.dynamic_budget", "True"], ["dynamic_budget"]),
+        ("run: {seed: [1, 2]}", [], ["c.yaml", "run.seed must be one value, not the list [1, 2]"]),
+        ("data: {valid: [a, b]}", [], ["c.yaml", "data.valid must be one value"]),
+        ("run: {seed: 1}\nrun: {seed: 2}", [], ["c.yaml", "'run' stands in lines 1 and 2; drop one"]),
+        ("run:\n  seed: 1\n  seed: 2", [], ["c.yaml", "'seed' stands in lines 2 and 3"]),
+        ("run: &a\n  seed: *a", [], ["c.yaml", "alias", "write it out"]),
+        ("", ["--run.name", ""], ["run.name=''", "choose a name like"]),
+        ("", ["--run.name", "../x"], ["run.name='../x' must name a folder inside run.dir"]),
+        ("", ["--run.name", "/tmp/x"], ["run.name='/tmp/x' must name"]),
+        ("", ["--run.keep_checkpoints", "1"], ["run.keep_checkpoints=1 must be at least 2"]),
+        ("", ["--run.num_steps", "-1"], ["run.num_steps=-1 must be at least 0"]),
+        ("", ["--run.num_epochs", "0"], ["run.num_epochs=0 must be at least 1"]),
+        ("", ["--run.peer_timeout_minutes", "-1"], ["run.peer_timeout_minutes=-1.0 must be at least 0"]),
+        ("", ["--optim.lr", "-1"], ["optim.lr=-1.0 must be at least 0"]),
+        ("optim: {lr: .nan}", [], ["c.yaml", "optim.lr=nan must be at least 0"]),
+        ("", ["--optim.lr", "fast"], ["command line", "optim.lr"]),
+        ("", ["--optim.warmup_ratio", "2"], ["optim.warmup_ratio=2.0 must lie between 0 and 1"]),
+        ("", ["--optim.max_grad_norm", "-1"], ["optim.max_grad_norm=-1.0 must be at least 0"]),
+        ("", ["--loss.clip_low", "-1"], ["loss.clip_low=-1.0 must be at least 0"]),
+        ("", ["--loss.kind", "pop"], ["loss.kind='pop' is unknown", "did you mean 'ppo'?"]),
+        ("", ["--loss.dual_clip", "0.5"], ["loss.dual_clip=0.5 must be above 1"]),
+        ("", ["--loss.kl_estimator", "k2"], ["loss.kl_estimator", "is ignored unless loss.kl_coefficient"]),
+        ("", ["--rollout.group_size", "0"], ["rollout.group_size=0"]),
+        ("", ["--rollout.group_size", "1"], ["num_initial_rollouts=8", "group_size=1"]),
+        ("", ["--rollout.group_size", "nan"], ["command line", "invalid literal for int()"]),
+        ("", ["--rollout.max_tool_calls", "-1"], ["rollout.max_tool_calls=-1 must be at least 0"]),
+        ("", ["--rollout.max_response_tokens", "0"], ["rollout.max_response_tokens=0"]),
+        ("", ["--engine.max_num_seqs", "0"], ["engine.max_num_seqs=0 must be at least 1"]),
+        ("", ["--engine.gpu_memory_utilization", "1.2"], ["engine.gpu_memory_utilization=1.2 must lie between"]),
+        ("", ["--engine.tensor_parallel", "0"], ["engine.tensor_parallel=0 must be at least 1"]),
+        ("", ["--model.context_parallel", "0"], ["model.context_parallel=0 must be at least 1"]),
+        ("", ["--branching.base", "2"], ["branching.base=2.0 must lie between 0 and 1"]),
+        ("", ["--branching.rule", "thresold"], ["branching.rule", "thresold", "threshold"]),
+        ("", ["--advantage.kind", "grop"], ["advantage.kind", "grop", "grpo"]),
+        ("", ["--advantage.gamma", "3"], ["advantage.gamma=3.0 must lie between 0 and 1"]),
+        ("", ["--data.max_prompt_tokens", "0"], ["data.max_prompt_tokens=0 must be at least 1"]),
+        ("", ["--data.num_prompts_per_step", "0"], ["data.num_prompts_per_step=0 must be at least 1"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
+    path = write(tmp_path / "c.yaml", yaml)
+    with pytest.raises(UserError) as caught:
+        load_config(RLConfig, [path, "--data.train", "x", *flags])
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_config_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"data: {train: caf\xe9}")
+    with pytest.raises(UserError, match=r"c\.yaml: the config file is not UTF-8; save it as that"):
+        load_config(RLConfig, [str(tmp_path / "c.yaml")])
+
+
+def test_a_missing_config_file_is_named():
+    with pytest.raises(UserError, match=r"^configs/qwen_70b\.yaml: cannot read the config file"):
+        load_config(RLConfig, [str(ROOT / "configs" / "arpo.yaml"), "configs/qwen_70b.yaml"])
+
+
+def test_a_config_file_given_twice_is_named():
+    with pytest.raises(UserError, match=r"^configs/\.\./configs/arpo\.yaml: this config file is given twice"):
+        load_config(RLConfig, ["configs/arpo.yaml", "configs/../configs/arpo.yaml"])
+
+
+def test_a_script_ends_with_code_2_on_rank_0_only():
+    for rank, lines in (("0", 1), ("1", 0)):
+        done = subprocess.run(
+            [sys.executable, "train_rl.py", "--run.nam", "x"],
+            cwd=ROOT, env={"RANK": rank, "PATH": ""}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == lines
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_last_line_on_the_screen_is_ours():
+    """Only a rule of "=" comes after it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_rl.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    *_, last, rule = done.stderr.splitlines()
+    assert last.split("traceback : ")[1].startswith("error: command line: data.train is empty") and not rule.strip("=")
+
+
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "demo_hard")
+ROOTS = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
+DATA = {SFTConfig: ["--data.train", "x"], RLConfig: ["--data.train", "x"], EvalConfig: ["--eval.files", "x"]}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_of_the_repository_loads(path):
+    """By the script that its name says; a model's file by all of them."""
+    own = [root for word, root in ROOTS.items() if word in path.stem.split("_")] or [RLConfig]
+    for root in DATA if "train_rl:" in path.read_text() else own:
+        assert load_config(root, [str(path), *DATA.get(root, [])]).run.name == path.stem
+
+
+@pytest.mark.parametrize("stage, root", [("sft", SFTConfig), ("arpo", RLConfig), ("eval", EvalConfig)])
+def test_the_hard_task_goes_on_top_of_the_demo(stage, root):
+    demo, hard = str(ROOT / "configs" / f"demo_{stage}.yaml"), str(ROOT / "configs" / "demo_hard.yaml")
+    assert load_config(root, [demo, hard]).run.name == f"demo_hard_{stage}"
+
+
+def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):
+    (tmp_path / "c.yaml").write_text("rollout: {group_size: 4}")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/c.yaml and command line: invalid choice 'serpr'"):
+        load_config(RLConfig, [str(tmp_path / "c.yaml"), "--data.train", "x", "--tools.search.backend", "serpr"])
+
+
+@pytest.mark.parametrize("script", ["train_rl.py", "ablate.py"])
+def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
+    """`train_rl.py --help | head`, where head has closed its end before the first word."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,149 @@
+"""A run goes on only under the settings it was begun with; what has changed is on record."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from arpo.config.checks import leaves
+from arpo.config.load import load_config
+from arpo.config.run_folder import DECIDES, MAY_CHANGE, changes, check_run_folder, may_change, record_settings
+from arpo.errors import UserError
+from train_rl import RLConfig
+from train_sft import SFTConfig
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config(*flags) -> a config of train_rl.py whose run is in tmp_path."""
+
+    def config(*flags: str) -> RLConfig:
+        return load_config(RLConfig, ["--data.train", "x", "--run.dir", str(tmp_path), "--run.name", "r", *flags])
+
+    return config
+
+
+@pytest.fixture
+def begun(tmp_path, config):
+    """Folder of a run that has a checkpoint of step 4."""
+    record_settings_of(config(), tmp_path / "r", 0)
+    (tmp_path / "r/checkpoints/step_000004").mkdir(parents=True)
+    return tmp_path / "r"
+
+
+def record_settings_of(cfg, folder, step: int) -> None:
+    check_run_folder(cfg.run, cfg)
+    record_settings(folder, cfg, step)
+
+
+def check(cfg) -> None:
+    check_run_folder(cfg.run, cfg)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--branching.selector", "none"], r"branching\.selector=arpo, and now it is none"),
+        (["--run.overlap_validation", "True"], r"run\.overlap_validation=False, and now it is True"),
+        (["--optim.lr", "1e-5"], r"optim\.lr=1e-06, and now it is 1e-05"),
+        (["--model.path", "other"], r"model\.path=Qwen/Qwen2\.5-7B-Instruct, and now it is other"),
+        (["--run.seed", "1"], r"run\.seed=0, and now it is 1"),
+        (["--tools.search.backend", "local"], r"tools\.search\.backend=replay, and now it is local"),
+        (["--tools.names", "python"], r"tools\.names=\['python', 'search'\], and now it is \['python'\]"),
+        (["--engine.dtype", "float32"], r"engine\.dtype=bfloat16, and now it is float32"),
+    ],
+)
+def test_a_run_is_not_continued_under_settings_that_learn_something_else(config, begun, flags, words):
+    before = (begun / "config.yaml").read_text()
+    with pytest.raises(UserError, match=rf"r was begun with {words}; choose another --run\.name, or"):
+        check(config(*flags))
+    check(config(*flags, "--run.resume_changed", "True"))
+    assert (begun / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--run.num_steps", "90"],
+        ["--run.silence_timeout_s", "9"],
+        ["--engine.max_num_seqs", "8"],
+        ["--update.max_tokens_per_microbatch", "99999"],
+        ["--tools.python.wall_s", "5"],
+        ["--tools.search.cache", "x.sqlite"],
+        ["--model.activation_checkpointing", "False"],
+        ["--rollout.dispatch", "pull", "--rollout.pull_order", "longest_first"],
+    ],
+)
+def test_how_long_how_often_and_how_fast_may_change(config, begun, flags):
+    check(config(*flags))
+    assert changes(begun, config(*flags))
+
+
+def test_where_dead_groups_are_refilled_the_dispatch_decides_what_is_drawn(config):
+    refilled = config("--advantage.dead_groups", "resample")
+    assert may_change("rollout.dispatch", config()) and not may_change("rollout.dispatch", refilled)
+
+
+def test_each_change_is_on_record_with_its_step_and_is_what_the_next_start_is_compared_with(config, begun):
+    slower = config("--optim.lr", "1e-7", "--run.resume_changed", "True", "--run.num_steps", "50")
+    record_settings_of(slower, begun, 4)
+    [line] = (begun / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 4,
+        "changes": {"run.num_steps": [0, 50], "run.resume_changed": [False, True], "optim.lr": [1e-06, 1e-07]},
+    }
+    assert yaml.safe_load((begun / "config.yaml").read_text())["optim"]["lr"] == 1e-06
+    check(config("--optim.lr", "1e-7", "--run.num_steps", "50"))
+    with pytest.raises(UserError, match=r"optim\.lr=1e-07, and now it is 1e-06"):
+        check(config())
+    record_settings_of(slower, begun, 8)
+    assert len((begun / "changes.jsonl").read_text().splitlines()) == 1, "nothing has changed since"
+
+
+def test_a_run_without_a_checkpoint_begins_anew_under_any_settings(config, tmp_path):
+    record_settings_of(config(), tmp_path / "r", 0)
+    record_settings_of(config("--optim.lr", "1e-5"), tmp_path / "r", 0)
+    assert yaml.safe_load((tmp_path / "r/config.yaml").read_text())["optim"]["lr"] == 1e-05
+
+
+def test_resume_false_refuses_to_touch_an_existing_run(config, begun, tmp_path):
+    with pytest.raises(UserError, match=r"run\.resume is False but this run exists"):
+        check(config("--run.resume", "False"))
+    other = config("--run.resume", "False", "--run.name", "other")
+    check(other)
+
+
+def test_an_option_that_another_version_of_the_code_had_or_lacks_is_no_difference(config, begun):
+    tree = yaml.safe_load((begun / "config.yaml").read_text())
+    tree["loss"]["of_old"] = tree["loss"].pop("clip_low")
+    (begun / "config.yaml").write_text(yaml.safe_dump(tree))
+    check(config())
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "run: {", None])
+def test_a_run_whose_settings_are_lost_is_named(config, begun, text):
+    (begun / "config.yaml").unlink()
+    if text is not None:
+        (begun / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"r: its settings cannot be read \(.*\); choose another run\.name"):
+        check(config())
+
+
+@pytest.mark.parametrize("directory", ["file", "/proc/arpo"])
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(config, tmp_path, directory):
+    (tmp_path / "file").touch()
+    folder = directory if directory.startswith("/") else str(tmp_path / directory)
+    cfg = config()
+    cfg = replace(cfg, run=replace(cfg.run, dir=folder))
+    with pytest.raises(UserError, match=r"cannot write the run's folder \(.+\); set run\.dir"):
+        check(cfg)
+    assert not os.path.exists(f"{folder}/r")
+
+
+def test_every_start_of_a_key_is_of_an_option_that_exists():
+    keys = [*leaves(load_config(RLConfig, ["--data.train", "x"]))]
+    keys += leaves(load_config(SFTConfig, ["--data.train", "x"]))
+    assert all(any(key.startswith(start) for key in keys) for start in MAY_CHANGE)
+    assert {key for key in DECIDES if key not in keys} <= {"engine.quantization"}

@@ -1,0 +1,224 @@
+"""Question files and the order over prompts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from helpers.files import write_jsonl, write_parquet
+
+from arpo.data import PromptOrder, load_prompts, tokenize_prompts
+from arpo.errors import UserError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+needs_published_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the published data files are not here")
+
+
+def published_row(answer: str | None = "Paris", system: str = "Answer in \x08oxed{}.") -> dict:
+    return {
+        "data_source": "DR_grpo_mix",
+        "prompt": [{"role": "system", "content": system}, {"role": "user", "content": "Capital of France?"}],
+        "ability": "qa",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": 7, "split": "train"},
+        "metadata": None,
+    }
+
+
+# ---- prompts
+
+
+def test_published_schema_is_read_and_its_damaged_box_repaired_and_logged_once(tmp_path, caplog):
+    path = write_parquet(tmp_path / "rl.parquet", [published_row()] * 5)
+    with caplog.at_level(logging.WARNING, "arpo"):
+        prompts = load_prompts(path)
+    assert prompts[0].messages[0]["content"] == r"Answer in \boxed{}."
+    assert prompts[0].answers == ["Paris"] and prompts[0].data_source == "DR_grpo_mix"
+    assert prompts[0].meta == {"ability": "qa", "extra_info": {"index": 7, "split": "train"}}
+    assert [r.getMessage() for r in caplog.records if "5 of 5" in r.getMessage()] and len(caplog.records) == 1
+
+
+def test_simple_schema_takes_text_or_messages_and_one_answer_or_many(tmp_path):
+    messages = [{"role": "user", "content": "1 + 1?"}]
+    path = write_jsonl(
+        tmp_path / "q.jsonl",
+        [
+            {"prompt": "Where?", "answer": ["NYC", "New York"], "data_source": "demo", "tools": ["search"]},
+            {"prompt": messages, "answer": 2, "tools": "python, search", "ability": "math"},
+        ],
+    )
+    where, two = load_prompts(path)
+    assert where.messages == [{"role": "user", "content": "Where?"}] and where.answers == ["NYC", "New York"]
+    assert where.tools == ("search",) and where.data_source == "demo"
+    assert two.messages == messages and two.answers == ["2"] and two.tools == ("python", "search")
+    assert two.meta == {"ability": "math"} and two.data_source == "q"
+
+
+def test_gsm8k_solution_stands_for_its_last_number(tmp_path):
+    path = write_jsonl(tmp_path / "g.jsonl", [{"question": "?", "answer": "16 - 3 = <<16-3=13>>13.\n#### 1,300"}])
+    assert load_prompts(path)[0].answers == ["1,300"]
+
+
+def test_leftover_fields_stay_as_plain_json_types(tmp_path):
+    path = write_jsonl(
+        tmp_path / "test.jsonl", [{"Question": "?", "answer": "4", "Level": 2, "extra": {"a": [1, None]}}]
+    )
+    [prompt] = load_prompts(path)
+    assert prompt.meta["Level"] == 2 and json.loads(json.dumps(prompt.meta)) == prompt.meta
+    assert prompt.data_source == tmp_path.name, "test.jsonl is named by its folder"
+
+
+def test_equal_questions_get_different_stable_ids(tmp_path):
+    path = write_jsonl(tmp_path / "q.jsonl", [{"question": "same", "answer": "1"}] * 3)
+    ids = [p.prompt_id for p in load_prompts(path)]
+    assert ids == [p.prompt_id for p in load_prompts(path)] == ["q-000000", "q-000001", "q-000002"]
+
+
+def test_few_bad_rows_are_skipped_with_their_row_and_keep_the_ids_of_the_others(tmp_path, caplog):
+    path = write_parquet(tmp_path / "rl.parquet", [published_row(), published_row(None), published_row(" ")])
+    with caplog.at_level(logging.WARNING, "arpo"):
+        prompts = load_prompts(path)
+    assert [p.prompt_id for p in prompts] == ["rl-000000"]
+    assert "row 1" in caplog.text and "row 2" in caplog.text and "reward_model.ground_truth" in caplog.text
+
+
+def test_many_bad_rows_stop_with_the_first_one_named(tmp_path):
+    rows = [{"question": "?", "answer": "1"}] * 100 + [{"question": "?", "answer": None}] * 4
+    with pytest.raises(UserError, match=r"q\.jsonl:101: answer must be text.*4 of 104 rows"):
+        load_prompts(write_jsonl(tmp_path / "q.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "cannot read the file"),
+        ("empty.jsonl", b"", "is empty"),
+        ("blank.jsonl", b"\n\n", "no rows"),
+        ("cut.jsonl", b'{"question": "a", "answer": "b"}\n{"question": "a", "ans', r"cut\.jsonl:2: not valid JSON"),
+        ("latin.jsonl", b'{"question": "\xe9", "answer": "b"}', "not UTF-8"),
+        ("list.jsonl", b"[1]\n", r":1: must be a JSON object"),
+        ("array.json", b'[{"question": "a"', r":1: not valid JSON"),
+        ("table.csv", b"question,answer", "unknown file type"),
+        ("rl.parquet", b"PAR1 garbage", "not a readable parquet file"),
+        ("fields.jsonl", b'{"text": "a", "answer": "b"}', r":1: has no question: needs one of prompt, .*has text"),
+        ("answer.jsonl", b'{"question": "a", "label": "b"}', r":1: has no answer"),
+        ("nan.jsonl", b'{"question": "a", "answer": NaN}', r":1: answer must be text"),
+        ("role.jsonl", b'{"prompt": [{"role": "bot", "content": "a"}], "answer": "b"}', "role 'bot' is unknown"),
+        ("tools.jsonl", b'{"prompt": "a", "answer": "b", "tools": {"python": 1}}', "tools must be a list"),
+    ],
+)
+def test_bad_file_is_one_line_that_names_it(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        load_prompts(tmp_path / name)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_corrupt_parquet_page_is_a_user_error(tmp_path):
+    path = write_parquet(tmp_path / "rl.parquet", [published_row(system=f"{i} {'x' * 50}") for i in range(200)])
+    data = bytearray(path.read_bytes())
+    data[4:2000] = b"\xff" * 1996
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="not a readable parquet file"):
+        load_prompts(path)
+
+
+@needs_published_files
+@pytest.mark.parametrize(
+    ("name", "num_prompts"),
+    [("train_10k", 9999), ("valid", 180), ("hard_search_1k", 1071), ("gaia_test", 103), ("hle_test", 100)],
+)
+def test_published_rl_files_load_repaired(name, num_prompts):
+    prompts = load_prompts(SHARED / "rl" / f"{name}.parquet")
+    assert len(prompts) == num_prompts
+    assert all("\x08" not in m["content"] for p in prompts for m in p.messages)
+    assert all(r"\boxed{}" in p.messages[0]["content"] and p.messages[-1]["role"] == "user" for p in prompts)
+
+
+@needs_published_files
+@pytest.mark.parametrize("path", sorted((SHARED / "eval").glob("*/test.jsonl")), ids=lambda path: path.parent.name)
+def test_published_evaluation_files_load_without_a_bad_row(path, caplog):
+    prompts = load_prompts(path)
+    assert len(prompts) == len(path.read_text().splitlines()) and not caplog.records
+    assert {p.data_source for p in prompts} == {path.parent.name}
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
+    prompts = load_prompts(write_jsonl(tmp_path / "q.jsonl", [{"question": "x" * n, "answer": "1"} for n in (3, 9)]))
+
+    def render(messages):
+        return list(messages[0]["content"].encode())
+
+    with caplog.at_level(logging.WARNING, "arpo"):
+        [kept] = tokenize_prompts(prompts, render, 5, "drop", "q.jsonl")
+    assert kept.token_ids == (120, 120, 120) and "left out 1 of 2" in caplog.text
+    with pytest.raises(UserError, match=r"1 of 2 prompts exceed .*q-000001 has 9"):
+        tokenize_prompts(prompts, render, 5, "error", "q.jsonl")
+    with pytest.raises(UserError, match="2 of 2"):
+        tokenize_prompts(prompts, render, 1, "drop", "q.jsonl")
+
+
+# ---- order
+
+
+def test_an_epoch_visits_every_prompt_once():
+    order = PromptOrder(num_prompts=12, num_per_step=4, seed=3, option="data.n")
+    epoch = [i for step in range(order.steps_per_epoch) for i in order.indices(step)]
+    assert sorted(epoch) == list(range(12)) and epoch != list(range(12))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    order = PromptOrder(num_prompts=64, num_per_step=64, seed=3, option="data.n")
+    assert len({tuple(order.indices(step)) for step in range(5)}) == 5
+    assert order.indices(0) != PromptOrder(64, 64, seed=4, option="data.n").indices(0)
+
+
+def test_resuming_at_any_step_gives_the_same_prompts():
+    steps = [PromptOrder(10, 3, 0, option="data.n").indices(step) for step in range(9)]
+    assert all(PromptOrder(10, 3, 0, option="data.n").indices(step) == steps[step] for step in reversed(range(9)))
+
+
+def test_incomplete_last_step_of_an_epoch_is_left_out():
+    order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.n")
+    assert order.steps_per_epoch == 2
+    for epoch in range(5):
+        taken = order.indices(2 * epoch) + order.indices(2 * epoch + 1)
+        assert len(set(taken)) == 4 and set(taken) < set(range(5))
+
+
+def test_draws_of_any_size_follow_the_same_order_and_never_hold_a_prompt_twice():
+    order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
+    assert order.draw(6, 3) == (order.indices(2), 9)
+    epoch = order.indices(0) + order.indices(1) + order.indices(2)
+    assert order.draw(1, 2) == (epoch[1:3], 3) and order.draw(3, 1) == (epoch[3:4], 4)
+    # one prompt is left of the first epoch: too few for two, so they are the second epoch's first
+    assert order.draw(8, 2) == (order.indices(3)[:2], 11) and order.draw(8, 1) == (epoch[8:], 9)
+    drawn = 0
+    for count in [3, 1, 2, 3, 2, 2, 3, 3, 1, 2, 3]:
+        indices, drawn = order.draw(drawn, count)
+        assert len(set(indices)) == count
+
+
+@pytest.mark.parametrize(
+    "number, words", [(4, "3 usable rows of data.train are fewer than data.n=4"), (0, "^data.n=0 must be at least 1")]
+)
+def test_a_step_that_cannot_be_filled_names_the_scripts_own_option(number, words):
+    with pytest.raises(UserError, match=words):
+        PromptOrder(num_prompts=3, num_per_step=number, seed=0, option="data.n")
+
+
+def test_a_queue_begins_as_a_draw_goes_on_over_epochs_and_holds_no_prompt_twice():
+    order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
+    first, second = ([i for step in range(3) for i in order.indices(3 * epoch + step)] for epoch in (0, 1))
+    assert order.queue(3, 2) == list(zip(first[3:5], (4, 5), strict=True))
+    assert order.queue(8, 2) == list(zip(second[:2], (10, 11), strict=True))  # as `draw`
+    queue = order.queue(5, 9)
+    assert queue[:4] == list(zip(first[5:], (6, 7, 8, 9), strict=True))
+    later = [(i, 10 + number) for number, i in enumerate(second[:5]) if i not in first[5:]]
+    assert queue[4:] == later and len(later) < 5
+    # whatever of it a step has used, the next one goes on behind
+    for index, num_drawn in queue[3:]:
+        assert order.queue(num_drawn - 1, 1) == [(index, num_drawn)]

@@ -1,0 +1,153 @@
+"""Data sets of the Hub by name: found before torch is imported, pinned to a commit, read by the scripts' own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import huggingface_hub.file_download
+import pytest
+from helpers.hub_server import COMMIT, HubServer
+
+from arpo.config.load import load_config
+from arpo.config.run_folder import changes, record_settings
+from arpo.data import hub
+from arpo.data.hub import HubFile, parse, pin_config
+from arpo.errors import UserError
+from evaluate import EvalConfig
+from train_rl import DataConfig, RLConfig, load_and_tokenize
+from train_sft import SFTConfig
+
+TRAIN = b'{"question": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n'
+REPOS = {
+    "datasets/o/one": {"README.md": b"# one", "data/questions.jsonl": TRAIN},
+    "datasets/o/two": {"main/train.jsonl": TRAIN, "main/test.jsonl": TRAIN},
+    "datasets/dongguanting/ARPO-RL-DeepSearch-1K": {"gaia_test.jsonl": TRAIN, "hard_search_1k.parquet": b"rows"},
+}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    with HubServer(dict(REPOS)) as server:
+        for name, value in server.environment(tmp_path / "cache").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("RANK", raising=False)
+        constants = huggingface_hub.constants  # which read the environment when they were imported
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache/hub"))
+        yield server
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("o/one", HubFile("o/one")),
+        ("o/one:data/questions.jsonl", HubFile("o/one", file="data/questions.jsonl")),
+        ("o/one@v1.0:a.json", HubFile("o/one", "v1.0", "a.json")),
+        ("o/one@refs/pr/1", HubFile("o/one", "refs/pr/1")),
+        ("data/train_10k.parquet", None),
+        ("train.jsonl", None),
+        ("/data/one", None),
+        ("./data/one", None),
+        ("../data/one", None),
+        ("a/b/c", None),
+        ("tests/hub", None),  # a folder that is there
+        ("", None),
+    ],
+)
+def test_a_name_on_the_hub_is_told_from_a_path(name, expected):
+    assert parse(name) == expected
+
+
+def test_a_name_is_pinned_to_its_commit_and_read_by_the_training_script(server, tmp_path, capsys):
+    cfg = pin_config(load_config(RLConfig, ["--data.train", "o/one", "--data.valid", "o/two:main/test.jsonl"]))
+    assert cfg.data.train == f"o/one@{COMMIT}:data/questions.jsonl"
+    assert cfg.data.valid == f"o/two@{COMMIT}:main/test.jsonl"
+    assert f"data.train: o/one@{COMMIT}:data/questions.jsonl (0.0 MB, in {tmp_path}" in capsys.readouterr().out
+    server.requests.clear()
+    prompts = load_and_tokenize(cfg.data.train, DataConfig(system_prompt="none"), Letters())
+    assert [prompt.answers for prompt in prompts] == [["2"], ["3"]] and prompts[0].data_source == "one"
+    assert pin_config(cfg) == cfg
+    assert server.requests == []  # what lies in the cache is not asked for again
+
+
+class Letters:
+    """A codec whose tokens are letters."""
+
+    tools = ("python", "search")
+    format = "tags"
+
+    def render_prompt(self, messages):
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+
+def test_all_options_that_take_files_take_names(server):
+    sft = pin_config(load_config(SFTConfig, ["--data.train", "o/one", "--data.valid", "data/valid.jsonl"]))
+    assert (sft.data.train, sft.data.valid) == (f"o/one@{COMMIT}:data/questions.jsonl", "data/valid.jsonl")
+    evaluation = pin_config(load_config(EvalConfig, ["--eval.files", "mine.jsonl", "o/two@main:main/test.jsonl"]))
+    assert evaluation.eval.files == ("mine.jsonl", f"o/two@{COMMIT}:main/test.jsonl")
+
+
+def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path, capsys):
+    flags = ["--run.dir", str(tmp_path), "--run.name", "r", "--data.train"]
+    before = pin_config(load_config(RLConfig, [*flags, "o/one"]))
+    (tmp_path / "r").mkdir()
+    record_settings(tmp_path / "r", before, step=0)
+    server.commit = COMMIT[::-1]  # the data set has changed
+    newest = f"o/one@{COMMIT[::-1]}:data/questions.jsonl"
+    server.requests.clear()
+    capsys.readouterr()
+    assert pin_config(load_config(RLConfig, [*flags, "o/one"])) == before
+    assert "as the run was begun" in capsys.readouterr().out and server.requests == []
+    now = pin_config(load_config(RLConfig, [*flags, "o/one@main"]))
+    assert changes(tmp_path / "r", now) == {"data.train": (before.data.train, newest)}  # which the run refuses
+    record_settings(tmp_path / "r", now, step=3)  # or goes on with, under run.resume_changed
+    assert pin_config(load_config(RLConfig, [*flags, "o/one"])).data.train == newest
+    assert pin_config(load_config(RLConfig, ["--data.train", "o/one"])).data.train == newest  # another run
+
+
+def test_of_several_files_the_catalogue_knows_the_one_to_train_on(server):
+    name = "dongguanting/ARPO-RL-DeepSearch-1K"
+    assert hub.pin("data.train", name) == f"{name}@{COMMIT}:hard_search_1k.parquet"
+    assert hub.pin("data.valid", f"{name}:gaia_test.jsonl") == f"{name}@{COMMIT}:gaia_test.jsonl"
+
+
+def test_what_cannot_be_had_is_one_line_that_begins_with_the_option(server, tmp_path, monkeypatch):
+    server.gated.add("datasets/o/two")
+    server.corrupt.add("data/questions.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    said = {}
+    for name in ("o/two", "o/two:train.jsonl", "o/two:main/test.jsonl", "o/none", "o/one", "data/rows"):
+        with pytest.raises(UserError) as caught:
+            hub.pin("data.train", name)
+        said[name] = str(caught.value).removeprefix(f"data.train={name}: ")
+    assert said == {
+        "o/two": "the data set has 2 files; choose one: o/two:FILE, of main/train.jsonl, main/test.jsonl",
+        "o/two:train.jsonl": "the data set has no train.jsonl; choose one of main/train.jsonl, main/test.jsonl",
+        "o/two:main/test.jsonl": f"behind a form; accept it at {server.url}/datasets/o/two, then set HF_TOKEN (now not "
+        "set)",
+        "o/none": f"no file here, and {server.url} has no data set o/none, or a private one: correct the name, or set "
+        "HF_TOKEN (now not set)",
+        "o/one": "came with a wrong checksum and was thrown away; run the same command again",
+        "data/rows": "no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)",
+    }
+    assert not list(Path(tmp_path / "cache").rglob("questions.jsonl"))
+
+
+def test_without_a_network_the_cache_has_what_was_fetched(server, monkeypatch):
+    pinned = hub.pin("data.train", "o/one")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    server.requests.clear()
+    assert hub.pin("data.train", "o/one") == pinned
+    assert hub.local_file(pinned).read_bytes() == TRAIN
+    with pytest.raises(
+        UserError, match=r"^data\.train=o/two: no file here, and it is not in the Hub's cache, and HF_HUB"
+    ):
+        hub.pin("data.train", "o/two")
+    assert server.requests == []

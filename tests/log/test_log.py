@@ -1,0 +1,314 @@
+import math
+import mmap
+import os
+import pty
+import re
+import statistics
+import subprocess
+import sys
+import termios
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers.files import read_jsonl
+from helpers.sample_groups import group
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from arpo.evals.scores import summarize
+from arpo.log import LINES_PER_RUN, RunLog, read_metrics
+from arpo.log.charts import SFT_CHARTS, Charts, draw_curve, rl_charts
+from arpo.metrics import MAX_SOURCES, memory_metrics, rollout_metrics, source_names, speeds
+from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "x"
+
+
+def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True)
+    for step in (1, 2, 3):
+        log.scalars(step, {"reward/mean": float(step)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/me')  # killed in the middle of a line
+    log = RunLog(tmp_path, Config(), is_main=True, resume_step=2)
+    log.scalars(3, {"reward/mean": 30.0})
+    log.close()
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+    """Also what it did before step 1, or its validation would be there twice."""
+    for accuracy in (0.25, 0.5):
+        log = RunLog(tmp_path, Config(), is_main=True)
+        log.scalars(0, {"valid/accuracy": accuracy})
+        log.close()
+    assert read_metrics(tmp_path) == [{"step": 0, "valid/accuracy": 0.5}]
+    board = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("valid/accuracy")] == [(0, 0.5)]
+
+
+def test_config_and_hyperparameters_are_written(tmp_path):
+    RunLog(tmp_path, Config(), is_main=True).close()
+    assert (tmp_path / "config.yaml").read_text() == "name: x\n"
+    assert list((tmp_path / "tb").iterdir())
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = RunLog(tmp_path / "run", Config(), is_main=False)
+    log.scalars(1, {"x": 1.0})
+    log.line("nothing")
+    log.trajectories(1, [])
+    log.finish()
+    assert not (tmp_path / "run").exists()
+
+
+def steps(folder, num_steps: int, *, done: int = 0, validates: tuple[int, ...] = (), is_main: bool = True) -> None:
+    """What a training script shows of its steps."""
+    log = RunLog(folder, Config(), is_main=is_main)
+    progress = log.progress(num_steps, "step", done=done)
+    for step in range(done + 1, num_steps + 1):
+        with log.progress(8, f"step {step} rollout", is_part=True) as part:
+            part.at(8)
+        progress.at(step, f"loss {step / 100:.2f}", keep=step in validates)
+    progress.close()
+    log.close()
+
+
+def test_a_log_file_gets_a_few_lines_of_a_long_run_with_the_first_the_last_and_every_validation(tmp_path, capsys):
+    steps(tmp_path, 1200, validates=(201, 777))
+    lines = capsys.readouterr().out.splitlines()
+    assert LINES_PER_RUN <= len(lines) <= LINES_PER_RUN + 3 and all("left" in line for line in lines)
+    numbers = [int(line.split()[1].partition("/")[0]) for line in lines]
+    assert numbers[0] == 1 and numbers[-1] == 1200 and {201, 777} < set(numbers) and numbers == sorted(numbers)
+    assert lines[0].startswith("step 1/1200  loss 0.01  ")
+
+
+def test_a_resumed_run_shows_its_first_step_and_slow_steps_are_shown_every_minute(tmp_path, capsys, monkeypatch):
+    steps(tmp_path, 1200, done=900)
+    assert capsys.readouterr().out.startswith("step 901/1200  ")
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr("arpo.log.run_log.time.monotonic", lambda: float(next(clock)))
+    log = RunLog(tmp_path, Config(), is_main=True)
+    progress = log.progress(1000, "step")
+    for step in range(1, 8):  # half a minute each
+        progress.at(step)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [f"{n}/1000" for n in (1, 3, 5, 7)]
+
+
+def test_other_ranks_show_no_progress(tmp_path, capsys):
+    steps(tmp_path, 10, validates=(5,), is_main=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_log import steps; "
+    code += f"from pathlib import Path; steps(Path({str(tmp_path)!r}), 100, validates=(50,))"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # the other end is closed
+        pass
+    text = shown.decode()
+    assert child.wait() == 0, text
+    assert text.count(" left") == 1 and "step 50/100  loss 0.50" in text
+    last_look = text.rsplit("\r", 2)[1]  # of the bar: what comes after it is the end of its line
+    assert "100/100" in last_look and "loss 1.00" in last_look, text
+
+
+def drawn(monkeypatch, rows: list[dict], charts: Charts, path) -> tuple[Figure, dict[str, list]]:
+    """The figure that is saved, and the points of each line by its legend."""
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    draw_curve(rows, charts, "my_run", path)
+    [figure] = saved
+    lines = {line.get_label(): line.get_xydata().tolist() for axis in figure.axes for line in axis.lines}
+    return figure, lines
+
+
+def test_the_curve_has_a_title_two_named_axes_and_tells_sampled_training_from_greedy_validation(tmp_path, monkeypatch):
+    rows = [{"step": 0, "valid/accuracy": 0.2}, *({"step": n, "reward/mean": n / 10} for n in range(1, 8))]
+    rows += [{"step": 8, "reward/mean": math.nan}, {"step": 9}, {"step": 10, "reward/mean": 1.0, "valid/accuracy": 0.9}]
+    figure, lines = drawn(monkeypatch, rows, rl_charts(0.8), tmp_path / "curve.png")
+    left, right = figure.axes
+    assert (left.get_title(), left.get_xlabel(), left.get_ylabel()) == ("my_run", "step", "reward")
+    assert right.get_ylabel() == "accuracy" and right.get_ylim() == pytest.approx((-0.02, 1.02))
+    smooth = "training reward, sampled at temperature 0.8 (mean of the last 5 steps)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [smooth, "validation accuracy, greedy"]
+    assert lines["validation accuracy, greedy"] == [[0, 0.2], [10, 0.9]]
+    assert lines[smooth][-1] == [10, pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 1.0) / 5)]
+    raw = next(line for line in left.lines if line.get_label() != smooth)
+    assert raw.get_xydata().tolist()[-1] == [10, 1.0] and raw.get_alpha() < 0.5
+
+
+def test_a_curve_of_sft_has_one_axis_in_nats(tmp_path, monkeypatch):
+    rows = [{"step": n, "loss/nll": 2.0} for n in range(3)]
+    figure, lines = drawn(monkeypatch, rows, SFT_CHARTS, tmp_path / "curve.png")
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss: nats per loss token"]
+    assert list(lines) == ["training, of each step's conversations"]  # too few steps to smooth, nothing validated
+
+
+def test_a_finished_run_leaves_its_curve_and_says_where_to_look(tmp_path, capsys):
+    log = RunLog(tmp_path, Config(), is_main=True, charts=rl_charts(1.0))
+    log.scalars(1, {"reward/mean": 0.1})
+    log.scalars(2, {"reward/mean": 0.3})
+    log.finish()
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines() == [
+        f"curve: {tmp_path}/curve.png",
+        f"tensorboard --logdir {tmp_path}/tb",
+    ]
+
+
+def test_tensorboard_gets_the_reward_first_and_the_histograms(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True, charts=rl_charts(1.0))
+    log.scalars(3, {"reward/mean": 0.5}, {"histogram/reward": [0.0, 1.0, 1.0, math.nan], "histogram/empty": []})
+    log.close()
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    [packed] = board.Tensors("custom_scalars__config__")
+    [overview] = Layout.FromString(packed.tensor_proto.string_val[0]).category
+    first, second, *_ = overview.chart
+    assert (first.title, second.title) == ("reward", "accuracy, also by data source")
+    assert any(re.match(tag, "reward/mean") for tag in first.multiline.tag)
+    assert not any(re.match(tag, "reward/mean_of_others") for tag in first.multiline.tag)
+    [histogram] = board.Histograms("histogram/reward")
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.sum) == (3, 3, 2.0)
+    assert board.Tags()["histograms"] == ["histogram/reward"]
+
+
+def test_the_spread_of_the_reward_is_that_of_all_ranks_together_and_of_each_group():
+    def ended(reward: float, stop: StopReason = StopReason.EOS) -> Trajectory:
+        return Trajectory("p", "0", stop_reason=stop, reward=reward, reward_parts={"accuracy": reward})
+
+    groups = [
+        Group(Prompt("p", [], []), [ended(1.0), ended(0.0)]),
+        Group(Prompt("q", [], []), [ended(-1.0), ended(-1.0), ended(9.0, StopReason.ERROR)]),
+    ]
+    of_all, merged = rollout_metrics(groups).values(), Metrics()
+    for group_of_rank in groups:
+        merged.merge(rollout_metrics([group_of_rank]))
+    for values in (of_all, merged.values()):
+        assert values["reward/std"] == pytest.approx(statistics.pstdev([1.0, 0.0, -1.0, -1.0]))
+        assert values["group/reward_std"] == pytest.approx((0.5 + 0.0) / 2)
+
+
+def test_each_data_source_has_its_accuracy_and_rare_ones_share_one():
+    prompts = [Prompt(f"{n}", [], [], data_source=f"set {n:02}") for n in range(20)]
+    names = source_names([*prompts, *prompts[19:]])  # the last is the most frequent
+    assert names["set 19"] == "set_19" and names["set 00"] == "set_00" and len(set(names.values())) == MAX_SOURCES + 1
+    assert [source for source, name in names.items() if name == "other"] == [f"set {n}" for n in range(15, 19)]
+    right, wrong = (
+        [Trajectory("p", "0", stop_reason=StopReason.EOS, reward=r, reward_parts={"accuracy": r})] for r in (1.0, 0.0)
+    )
+    groups = [Group(prompts[0], right), Group(prompts[17], right), Group(prompts[18], wrong)]
+    values = rollout_metrics(groups, names).values()
+    assert {n: v for n, v in values.items() if n.startswith("accuracy/")} == {
+        "accuracy/set_00": 1,
+        "accuracy/other": 0.5,
+    }
+    assert source_names(prompts[:1] * 5) == {}  # all of one source: reward/accuracy says it
+    assert summarize(groups)["accuracy/set_17"] == 1.0 and "accuracy/set_00" not in summarize(groups[:1])
+
+
+def test_the_speed_is_that_of_one_rank_and_absent_where_nothing_was_trained():
+    values = {"tokens/sampled": 1200, "time/rollout": 3.0, "tokens/trained": 800, "time/update": 2.0}
+    assert speeds(values, 4) == {"tokens/sampled_per_second": 100.0, "tokens/trained_per_second": 100.0}
+    assert speeds({"tokens/sampled": 10, "time/rollout": 1.0, "time/update": 0.1}, 1) == {
+        "tokens/sampled_per_second": 10.0
+    }
+
+
+def test_a_ranks_memory_is_what_the_system_says_of_its_process():
+    before = memory_metrics(torch.device("cpu")).values()
+    held = mmap.mmap(-1, 2**28)  # not from malloc, which may have kept as much
+    for start in range(0, len(held), mmap.PAGESIZE):
+        held[start] = 1
+    after = memory_metrics(torch.device("cpu")).values()
+    assert after.keys() == {"memory/host_gib"}
+    assert after["memory/host_gib"] - before["memory/host_gib"] == pytest.approx(len(held) / 2**30, abs=0.05)
+
+
+def test_rollout_metrics_count_inherited_calls_apart_from_executed_ones():
+    values = rollout_metrics([group()]).values()
+    assert values["tools/all/calls"] == values["tools/search/calls"] == 1 and values["tools/inherited"] == 1
+    assert values["tools/calls_per_trajectory"] == 1.0
+    assert values["tokens/sampled"] == 3 + 1
+
+
+def test_what_failed_through_us_is_in_no_reward_metric():
+    """Three trajectories that an outage ended (reward -1, unfinished) and one with reward 0: no group is mixed."""
+    prompt = Prompt("p", messages=[], answers=["1"])
+    broken = [
+        Trajectory("p", str(i), stop_reason=StopReason.ERROR, reward=-1.0, reward_parts={"format": 0.0})
+        for i in range(3)
+    ]
+    sound = Trajectory("p", "3", stop_reason=StopReason.EOS, reward=0.0, reward_parts={"format": 1.0})
+    values = rollout_metrics([Group(prompt, [*broken, sound])]).values()
+    assert (values["reward/mean"], values["reward/format"], values["group/mixed_share"]) == (0.0, 1.0, 0.0)
+    assert [name for name in values if name.startswith("reward_reason/")] == ["reward_reason/ok"]
+    assert values["response/stop_error"] == 0.75
+    assert "reward/mean" not in rollout_metrics([Group(prompt, broken)]).values()
+
+
+def test_rollout_metrics_tell_entropy_before_from_after_tools_and_count_decisions():
+    values = rollout_metrics([group()]).values()
+    assert values["entropy/root"] == 0.2 and values["entropy/after_tool"] == 0.45
+    assert values["branching/branched"] == 1 and values["branching/branches_per_prompt"] == 1
+    assert values["group/mixed_share"] == 1.0
+    assert values["reward_reason/ok"] == values["reward_reason/missing_answer"] == 1
+
+
+def test_metrics_merge_by_their_declared_reduction():
+    a, b = Metrics(), Metrics()
+    a.mean("m", 1.0, weight=3)
+    b.mean("m", 0.0, weight=1)
+    a.sum("s", 2)
+    b.sum("s", 3)
+    a.max("x", -5)
+    b.max("x", -7)
+    a.merge(b)
+    assert a.values() == {"m": 0.75, "s": 5.0, "x": -5.0}
+
+
+def test_trajectory_dump_holds_everything(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True)
+    log.trajectories(7, [group()])
+    log.close()
+    rows = read_jsonl(tmp_path / "trajectories" / "step_000007.jsonl.gz")
+    assert [r["trajectory_id"] for r in rows] == ["0", "0.0"] and rows[1]["parent_id"] == "0"
+    assert rows[0]["turns"][1]["decision"]["outcome"] == "branched" and rows[0]["question"] == "q"
+    assert rows[0]["messages"] == group().prompt.messages and rows[0]["data_source"] == group().prompt.data_source
+
+
+def test_only_the_newest_dumps_of_each_kind_stay_and_none_is_half_written(tmp_path):
+    log = RunLog(tmp_path, Config(), is_main=True, keep_dumps=2)
+    for step in (1, 2, 3):
+        log.trajectories(step, [group()])
+    log.trajectories(3, [group()], kind="valid")
+    log.close()
+    names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert names == ["step_000002.jsonl.gz", "step_000003.jsonl.gz", "valid_000003.jsonl.gz"]
+
+
+def test_a_dump_that_cannot_be_written_is_said_with_the_next_one_and_counted(tmp_path, capsys):
+    log = RunLog(tmp_path, Config(), is_main=True, trackers=())
+    (tmp_path / "trajectories").write_text("a file in the way")
+    log.trajectories(1, [group()])
+    log.trajectories(2, [group()])
+    log.scalars(2, {"reward/mean": 0.0})
+    log.close()
+    told = capsys.readouterr().out.splitlines()
+    words = "trajectories: cannot write the trajectory dump (File exists); free some space"
+    assert len(told) == 2 and all(words in line for line in told)
+    assert [row["log/lost_dumps"] for row in read_metrics(tmp_path)] == [1]

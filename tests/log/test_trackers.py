@@ -1,0 +1,240 @@
+"""Trackers: the real packages, without a network; and that none of them ever ends a run."""
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers.ranks import script_on_ranks, wait_for_all
+from helpers.toy_run import build_toy_world
+from helpers.wandb_files import history
+
+import arpo.log.trackers
+from arpo.config.load import load_config
+from arpo.config.sections import RunConfig
+from arpo.errors import UserError
+from arpo.log import RunLog, read_metrics
+from arpo.log.charts import NO_CHARTS
+from arpo.log.trackers import IDS, TRACKERS, TrackedRun, check_installed
+from train_rl import RLConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+class Recording:
+    """A tracker that notes what it is told, and fails where it is told to."""
+
+    where = "recorded"
+
+    def __init__(self, fails_at=""):
+        self.told, self.fails_at = [], fails_at
+
+    def _note(self, what, *details):
+        if what == self.fails_at:
+            raise OSError(f"no {what}\nfor you")
+        self.told.append((what, *details))
+
+    def scalars(self, step, values, histograms):
+        self._note("scalars", step, dict(values))
+
+    def text(self, step, name, text):
+        self._note("text", step, name)
+
+    def close(self):
+        self._note("close")
+
+
+def log_of(folder: Path, *trackers: str, resume_step: int = 0) -> RunLog:
+    return RunLog(folder, Config(), is_main=True, trackers=trackers, resume_step=resume_step)
+
+
+# ---- settings
+
+
+def test_a_misspelt_tracker_is_named():
+    with pytest.raises(
+        UserError, match=r"run\.trackers='wandbb' is unknown; did you mean 'wandb'\? use one of tensorb"
+    ):
+        load_config(RLConfig, ["--data.train", "x", "--run.trackers", "tensorboard", "wandbb"])
+
+
+def test_the_default_is_tensorboard():
+    assert RunConfig().trackers == ("tensorboard",) and list(TRACKERS) == ["tensorboard", "wandb", "trackio"]
+
+
+def test_a_tracker_that_is_not_installed_is_one_line_that_says_how(monkeypatch):
+    monkeypatch.setattr(arpo.log.trackers, "find_spec", lambda name: None)
+    check_installed(["tensorboard"])
+    with pytest.raises(UserError, match=r"^run\.trackers has wandb, which is not installed; pip install '\.\[wandb\]'"):
+        check_installed(["tensorboard", "wandb"])
+
+
+def test_a_folder_of_the_trackers_name_is_not_its_package(monkeypatch, tmp_path):
+    (tmp_path / "a_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = find_spec("a_tracker")
+    assert spec is not None
+    monkeypatch.setattr(arpo.log.trackers, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match=r"run\.trackers has wandb, which is not installed"):
+        check_installed(["wandb"])
+
+
+def test_each_tracker_is_an_extra_of_its_name():
+    extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+    assert {name for name in TRACKERS if re.search(rf"^{name} = ", extras, re.MULTILINE)} == {"wandb", "trackio"}
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("fails_at", ["scalars", "text", "close"])
+def test_a_tracker_that_fails_is_one_warning_and_then_it_is_off(tmp_path, monkeypatch, capsys, fails_at):
+    bad, good = Recording(fails_at), Recording()
+    monkeypatch.setitem(TRACKERS, "bad", lambda run: bad)
+    monkeypatch.setitem(TRACKERS, "good", lambda run: good)
+    log = log_of(tmp_path, "bad", "good")
+    for step in (1, 2):
+        log.scalars(step, {"reward/mean": 0.5})
+        log.trackers.text(step, "step/0", "text")
+    log.finish()
+    assert [what for what, *_ in good.told] == ["scalars", "text", "scalars", "text", "close"]
+    printed = capsys.readouterr().out.splitlines()
+    warnings = [line for line in printed if "warning" in line]
+    assert warnings == [
+        f"warning: run.trackers: bad failed (OSError: no {fails_at} for you); it is off, and the run goes on"
+    ]
+    assert len(read_metrics(tmp_path)) == 2 and ("recorded" in printed)
+
+
+def test_a_tracker_that_cannot_begin_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuses(run):
+        raise PermissionError("who are you?")
+
+    monkeypatch.setitem(TRACKERS, "bad", refuses)
+    log = log_of(tmp_path, "bad")
+    log.scalars(1, {"reward/mean": 0.5})
+    log.close()
+    assert "bad failed (PermissionError: who are you?)" in capsys.readouterr().out
+
+
+# ---- one run of the tracker for one of ours
+
+
+def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):
+    def run(step):
+        return TrackedRun(tmp_path, Config(), NO_CHARTS, resume_step=step)
+
+    first = run(0).id_of("wandb")
+    assert run(3).id_of("wandb") == first and run(3).id_of("trackio") != first
+    assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio"}
+    assert run(0).id_of("wandb") != first
+
+
+def logged_twice(folder: Path, tracker: str) -> None:
+    """Steps 1 to 3; then a continuation from step 2, as after a kill."""
+    log = log_of(folder, tracker)
+    for step in (1, 2, 3):
+        log.scalars(step, {"reward/mean": step / 4}, {"histogram/reward": [0.0, 1.0, float("nan")]})
+    log.finish()
+    log = log_of(folder, tracker, resume_step=2)
+    log.scalars(3, {"reward/mean": 0.875})
+    log.finish()
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_the_numbers_and_one_run_goes_on(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    logged_twice(folder, "wandb")
+    rows = history(folder, 4)
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.875)]
+    assert rows[0]["histogram/reward/_type"] == "histogram"
+    [one, other] = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert one.name == other.name == f"run-{json.loads((folder / IDS).read_text())['wandb']}.wandb"
+    out = capsys.readouterr().out
+    assert "warning" not in out and f"wandb sync {one.parent}" in out
+
+
+@pytest.mark.slow
+def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
+    pytest.importorskip("wandb")
+    code = (
+        "import sys; from pathlib import Path; from tests_config import Config; from arpo.log import RunLog\n"
+        "log = RunLog(Path(sys.argv[1]), Config(), is_main=True, trackers=['wandb'])\n"
+        "log.scalars(1, {'reward/mean': 1.0}); log.finish(); print('finished')\n"
+    )
+    (tmp_path / "tests_config.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    lr: float = 1.0\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}:{tmp_path}", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0 and "finished" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.count("warning: run.trackers: wandb failed (") == 1
+    assert len(read_metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.slow
+def test_trackio_has_the_numbers_and_one_run_goes_on(tmp_path):
+    """In a process of its own, since the package reads TRACKIO_DIR when it is imported."""
+    pytest.importorskip("trackio")
+    code = (
+        "import sys; from pathlib import Path; import test_trackers as t; t.logged_twice(Path(sys.argv[1]), 'trackio')"
+    )
+    folder, store = tmp_path / "mine", tmp_path / "trackio"
+    folder.mkdir()
+    environment = os.environ | {"TRACKIO_DIR": str(store), "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "warning: run.trackers" not in done.stdout and "trackio show --project arpo-torch" in done.stdout
+    [database] = store.glob("arpo-torch*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    found = [(step, json.loads(metrics)["reward/mean"]) for _, step, metrics in rows]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.875)]
+    assert {name for name, *_ in rows} == {f"mine-{json.loads((folder / IDS).read_text())['trackio']}"}
+
+
+# ---- in a training
+
+
+def offline(rank: int) -> None:
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+
+
+@pytest.mark.slow
+def test_a_training_and_its_continuation_have_the_same_numbers_in_each_tracker(tmp_path):
+    pytest.importorskip("wandb")
+    world = build_toy_world(tmp_path)
+    flags = [str(world / "config.yaml"), "--run.trackers", "tensorboard", "wandb", "--run.save_every", "1"]
+    for steps in ("1", "2"):
+        with script_on_ranks("train_rl.py", *flags, "--run.num_steps", steps, ranks=1, prepare=offline) as (
+            ranks,
+            output,
+        ):
+            assert wait_for_all(ranks, 30) == 0, output.read_text()[-4000:]
+            assert "wandb sync " in output.read_text() and "tensorboard --logdir" in output.read_text()
+    run = world / "runs" / "rl"
+    rows, sent = read_metrics(run), history(run, 3)
+    assert [row["step"] for row in sent] == [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["reward/mean"] for row in sent[1:]] == pytest.approx([row["reward/mean"] for row in rows[1:]])
+    assert len({file.name for file in run.glob("wandb/offline-run-*/*.wandb")}) == 1 and (run / "tb").is_dir()

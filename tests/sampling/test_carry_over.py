@@ -1,0 +1,418 @@
+"""Groups that are carried from step to step: nothing is lost, nothing comes twice, no cut can be seen.
+
+On a scripted engine, whose output does not depend on the step; test_carry_over_run.py has real ranks and real engines.
+"""
+
+import gzip
+import random
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from helpers.cut_rollout import CutEngine, PunctualRunner, make, moved, plain, play_cut, saved, train
+from helpers.fakes import EchoTool
+from helpers.ranks import mesh_of_one, ranks_of
+from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_answer, prompt
+from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
+
+from arpo.errors import UserError
+from arpo.metrics import staleness
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.retrospective import EXPANSIONS
+from arpo.rollout import Loop, rollout
+from arpo.sampling.carried_state import go_on_from
+from arpo.sampling.carry_over import Begun, Carried
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Group, StopReason, Trajectory, Turn
+
+NONE = BranchingConfig(selector="none", num_initial_rollouts=4)
+FAST = [
+    BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6),
+    BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
+    BranchingConfig(selector="mixed", num_initial_rollouts=3),
+]
+SLOW = [
+    NONE,
+    BranchingConfig(num_initial_rollouts=2, entropy_mode="topk", max_branches_per_turn=2),
+    BranchingConfig(num_initial_rollouts=1, timing="upstream", entropy_mode="upstream", base=0.9),
+    *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS if name != "mixed"),
+]
+ALGORITHMS = [*FAST, *(pytest.param(branching, marks=pytest.mark.slow) for branching in SLOW)]
+NAMES = [f"{b.selector}-{b.entropy_mode}" for b in FAST + SLOW]
+WORLD = RolloutConfig(
+    group_size=6, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60, max_tool_calls=4
+)
+CARRIES = replace(WORLD, carry_over=2)
+
+
+def world(seed: int):
+    """A script of random trees: calls with words behind them, malformed ones, answers, runaway texts."""
+
+    def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
+        rng = random.Random(f"{seed}|{prompt_id}|{path}|{turn}")
+        what = rng.choices(["search", "python", "empty", "end", "runaway"], [6, 2, 1, 2, 0.3])[0]
+        think = f"<think>{'word ' * rng.choice([0, 1, 8, 30])}</think>"
+        text = {
+            "search": f"{think}<search>{turn}@{path}</search> and what I had said after it",
+            "python": f"{think}<python>{turn}@{path}</python></search>", "empty": "<search> </search>",
+            "end": f"{think}<answer>\\boxed{{1}}</answer>", "runaway": "too long " * 150,
+        }[what if turn < 6 else "end"]  # fmt: skip
+        return text, rng.uniform(0.2, 2.0)
+
+    return script
+
+
+def score(groups):
+    for t in (t for group in groups for t in group.trajectories if t.reward is None):
+        t.reward = float(len(t.token_ids) % 2)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with mesh_of_one() as mesh:
+        yield ranks_of(mesh)
+
+
+# ---- a turn that is cut
+
+
+@pytest.mark.parametrize("branching", ALGORITHMS, ids=NAMES)
+def test_a_rollout_that_is_cut_at_random_moments_is_the_one_that_is_not(branching):
+    prompts = [prompt(f"p{i}") for i in range(2)]
+    num_cut_turns = 0
+    for seed in range(2):
+        tools = [EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2", jitter_s=0.001)]
+        runner = ToolRunner({tool.tag: tool for tool in tools})
+        engines = [CutEngine(TOKENIZER, world(seed), tokens_per_step) for tokens_per_step in (7, 3)]
+        rng = random.Random(seed)
+        try:
+            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0, score=score)
+            loop = Loop(engines[1], runner, CODEC, WORLD, branching, None, score)
+            cut = play_cut(loop, prompts, rng, share=0.15)
+        finally:
+            runner.close()
+        assert plain(cut) == plain(whole)
+        assert all(len(group.trajectories) == WORLD.group_size for group in cut)
+        num_cut_turns += len(engines[1].submitted) - len(engines[0].submitted)
+    assert num_cut_turns > 20
+
+
+@pytest.mark.parametrize("num_sampled", range(1, 3 + len("<think>t</think></search>") - 7))
+def test_a_stop_string_is_seen_wherever_the_cut_was(num_sampled):
+    """In tags of one token each and in letters: what is sampled behind the call, before anybody looks, is dropped."""
+    text = {0: "<think>t</think></python> and on", 1: ANSWER}
+    engine = CutEngine(TOKENIZER, lambda _p, _t, turn: text[turn], tokens_per_step=num_sampled)
+    runner = ToolRunner({"python": EchoTool("python", "2")})
+    loop = Loop(engine, runner, CODEC, replace(SHORT, group_size=1), NONE, None, None)
+    try:
+        group = loop.start_group(prompt(tools=("python",)), "0|0")
+        loop.advance(block=True)
+        engine.abort(list(loop.decoding))
+        engine.tokens_per_step = 50
+        for live in loop.decoding.values():
+            loop.submit(live)
+        while loop.num_unfinished:
+            loop.advance(block=True)
+    finally:
+        runner.close()
+    [t] = group.finish().trajectories
+    assert CODEC.decode(t.token_ids[: t.turns[0].end]) == "<think>t</think></python>"
+    assert t.turns[0].tool_calls[0].error_kind == "unopened_tag" and t.stop_reason == StopReason.EOS
+    assert t.rollout_logprobs[: t.turns[0].end] == [-0.01 * (n + 1) for n in range(t.turns[0].end)]
+
+
+def test_the_rest_of_a_turn_has_a_seed_and_an_entropy_window_of_its_own():
+    engine = CutEngine(TOKENIZER, lambda *_: ANSWER, tokens_per_step=7)
+    loop = Loop(engine, ToolRunner({}), CODEC, replace(SHORT, group_size=1), NONE, None, None)
+    try:
+        loop.start_group(prompt(), "0|0")
+        for _ in range(2):  # the second time nothing has been sampled since
+            loop.advance(block=True)
+            engine.abort(list(loop.decoding))
+            for live in loop.decoding.values():
+                loop.submit(live)
+    finally:
+        loop.tools.close()
+    specs = [spec for _, _, spec in engine.submitted]
+    assert len({spec.seed for spec in specs}) == 3
+    assert [spec.num_entropy_tokens for spec in specs] == [20, 13, 6]
+    assert [spec.max_tokens for spec in specs] == [600, 593, 586]
+    num_tokens = [len(token_ids) - len(prompt().token_ids) for _, token_ids, _ in engine.submitted]
+    assert num_tokens == [0, 7, 14]
+
+
+# ---- steps
+
+
+@pytest.mark.parametrize("branching", ALGORITHMS, ids=NAMES)
+def test_every_prompt_is_trained_on_once_and_none_is_older_than_the_bound(alone, branching):
+    prompts = [prompt(f"p{i}") for i in range(20)]
+    for bound in (1, 3):
+        tools = [EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
+        cfg = replace(WORLD, carry_over=bound)
+        carry = make(alone, world(bound), tools, cfg, branching, num_prompts=4, score=score)
+        try:
+            steps = train(carry, prompts, 1, 5, 5)
+        finally:
+            carry.sampler.tools.close()
+        trained = [group.prompt.prompt_id for groups in steps for group in groups]
+        assert [len(groups) for groups in steps] == [4] * 5 and sorted(trained) == sorted(p.prompt_id for p in prompts)
+        assert not carry.groups and not carry.waiting and not carry.loop.num_unfinished
+        for step, groups in enumerate(steps, 1):
+            numbers = [int(group.prompt.prompt_id[1:]) for group in groups]
+            assert numbers == sorted(numbers)  # as they were drawn
+            for t in (t for group in groups for t in group.trajectories):
+                t.check()
+                starts, versions = zip(*t.versions, strict=True)
+                assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < len(t.token_ids)
+                assert list(versions) == sorted(set(versions)) and step - bound <= versions[0] <= versions[-1] <= step
+
+
+def test_a_carried_run_samples_what_a_run_without_cuts_samples(alone):
+    prompts = [prompt(f"p{i}") for i in range(12)]
+    for branching in FAST[:2]:
+        runs = []
+        for per_step in (7, 2):  # other cuts
+            tools = [EchoTool("search", "found"), EchoTool("python", "2")]
+            carry = make(alone, world(5), tools, CARRIES, branching, num_prompts=4, per_step=per_step)
+            runs.append({g.prompt.prompt_id: g for groups in train(carry, prompts, 1, 3, 3) for g in groups})
+            carry.sampler.tools.close()
+        # the draws of a rule are named after the step in which a group began: only texts can be compared
+        for prompt_id, group in runs[0].items():
+            roots = [{t.text for t in run.trajectories if t.parent_id is None} for run in (group, runs[1][prompt_id])]
+            assert roots[0] & roots[1]
+
+
+LONG = "p1"
+
+
+def one_slow(prompt_id: str, _path: str, _turn: int) -> str:
+    return "<think>" + "slow " * 90 + "</think>" + ANSWER if prompt_id == LONG else ANSWER
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
+    cfg = replace(WORLD, carry_over=bound, group_size=2)
+    carry = make(alone, one_slow, [EchoTool("search")], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=2)
+    try:
+        prompts = [prompt(f"p{i}") for i in range(10)]
+        steps = train(carry, prompts, 1, 1, 5)
+        # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
+        assert (carry.begun[0].number, carry.begun[0].is_whole) == (1, False) and carry.num_behind == 3
+        steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
+    finally:
+        carry.sampler.tools.close()
+    names = [[group.prompt.prompt_id for group in groups] for groups in steps]
+    assert names[0] == ["p0", "p2"] and LONG in names[bound]
+    assert sorted(name for step in names for name in step) == [f"p{i}" for i in range(10)]
+    [slow] = [group for group in steps[bound] if group.prompt.prompt_id == LONG]
+    assert [version for _, version in slow.trajectories[0].versions] == list(range(1, bound + 2))
+    values = staleness([slow], bound + 1).values()
+    assert values["carry_over/groups"] == 1 and values["carry_over/staleness_max"] == bound
+    assert 0 < values["carry_over/tokens"] < sum(t.num_sampled_tokens for t in slow.trajectories)
+
+
+def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have_begun(alone):
+    """There are 16,000 on 1,024 ranks, and the engine stands still while this rank looks."""
+
+    class CountedOnce(list):
+        num_left = 2  # how many are whole, and how many must become so
+
+        def __iter__(self):
+            self.num_left -= 1
+            assert self.num_left >= 0
+            return super().__iter__()
+
+    carry = make(alone, one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
+    carry._store, carry.clock = dist.HashStore(), iter(range(1, 99)).__next__
+    carry.begun = CountedOnce([Begun(0, 1, False), Begun(1, 1, True), Begun(2, 1, True), Begun(3, 1, False)])
+    try:
+        carry._begin_step([], 2, None)
+        counts = []
+        for begun in (2, 1, 2, 1):  # a group of this step, one that was due, and again
+            counts.append(carry.is_full())
+            carry._count(Carried(9, begun, None))
+        counts.append(carry.is_full())
+    finally:
+        carry.sampler.tools.close()
+    assert counts == [False, False, False, False, True]  # enough are whole after two, but one more is due
+
+
+def test_without_carry_over_nothing_is_carried_and_no_version_is_kept(alone):
+    prompts = [prompt(f"p{i}") for i in range(4)]
+    carry = make(alone, one_slow, [EchoTool("search")], SHORT, NONE, num_prompts=2)
+    try:
+        steps = train(carry, prompts, 1, 2, 2)
+        alike = rollout(prompts[:2], carry.sampler.engine, carry.sampler.tools, CODEC, SHORT, NONE, seed=0, step=1)
+    finally:
+        carry.sampler.tools.close()
+    assert [[g.prompt.prompt_id for g in groups] for groups in steps] == [["p0", "p1"], ["p2", "p3"]]
+    assert plain(steps[0], without=()) == plain(alike, without=()) and not steps[0][0].trajectories[0].versions
+    assert staleness(steps[0], 1).values() == {} and carry.num_to_draw(7, 1) == 7 and carry.num_behind == 0
+
+
+def test_a_prompt_of_the_next_epoch_waits_for_its_earlier_group(alone):
+    cfg = replace(WORLD, carry_over=1, group_size=2)
+    carry = make(alone, one_slow, [EchoTool("search")], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=2)
+    try:
+        steps = train(carry, [prompt(f"p{i}") for i in (0, 1, 1, 0, 0, 1)], 1, 3, 3)
+    finally:
+        carry.sampler.tools.close()
+    names = [group.prompt.prompt_id for groups in steps for group in groups]
+    assert sorted(names) == ["p0"] * 3 + ["p1"] * 3
+    seeds = [spec.seed for key, _, spec in carry.sampler.engine.submitted if key == "p0|0|0"]
+    assert len(set(seeds)) == 3  # another draw of the same prompt is sampled anew
+
+
+def test_staleness_counts_each_sampled_token_with_the_trajectory_that_sampled_it():
+    parent = Trajectory(
+        "p", "0", [1] * 6, [1, 1, 1, 0, 1, 1], [-1.0] * 3 + [0.0] + [-1.0] * 2, [Turn(0, 3, 4), Turn(4, 6, 6)]
+    )
+    parent.versions = [(0, 3), (2, 4), (5, 6)]
+    child = parent.branch("0.0", 1)
+    assert child.versions == [(0, 3), (2, 4)] and len(child.token_ids) == 4
+    child.sampled_in(6)
+    child.token_ids, child.loss_mask, child.rollout_logprobs = [1] * 5, [1, 1, 1, 0, 1], [-1.0] * 3 + [0.0, -1.0]
+    assert child.versions == [(0, 3), (2, 4), (4, 6)]
+    values = staleness([Group(prompt(), [parent, child])], step=6).values()
+    # the parent's tokens are 3, 3, 2, (result), 2, 0 steps old, the child's own one 0
+    assert values == {
+        "carry_over/staleness": pytest.approx(10 / 6), "carry_over/staleness_max": 3.0, "carry_over/tokens": 4.0,
+        "carry_over/groups": 1.0,
+    }  # fmt: skip
+
+
+# ---- what runs beside it
+
+
+@pytest.mark.parametrize("kind", [Notes, ForkedNotes])
+@pytest.mark.parametrize("limit", [0, 1, 4])
+def test_a_validation_in_between_disturbs_no_session_and_waits_for_none(kind, limit):
+    """Same prompts, same names of trajectories, and as many sessions as the tool has places."""
+    tool = kind(max_sessions=limit, jitter_s=0.001)
+    cfg = replace(WORLD, group_size=4)
+    branching = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
+    prompts, num_between = [prompt(f"p{i}") for i in range(2)], 0
+    script = lambda _p, path, turn: f"<search>{turn}@{path}</search>" if turn < 3 else ANSWER  # noqa: E731
+    runner = ToolRunner({"search": tool})
+
+    def validate():
+        nonlocal num_between
+        num_between += 1
+        greedy = replace(cfg, group_size=1)
+        groups = rollout(prompts, CutEngine(TOKENIZER, script), runner, CODEC, greedy, NONE, seed=1)
+        check(groups)
+
+    def check(groups):
+        for t in (t for group in groups for t in group.trajectories):
+            arguments = [call.argument for call in t.tool_calls]
+            assert [call.result for call in t.tool_calls] == [" ".join(arguments[: n + 1]) for n in range(3)]
+
+    try:
+        loop = Loop(CutEngine(TOKENIZER, script, 5), runner, CODEC, cfg, branching, None, None)
+        groups = play_cut(loop, prompts, random.Random(0), share=0.4, between=validate)
+    finally:
+        runner.close()
+    check(groups)
+    assert num_between > 1 and tool.num_open == 0 and (not limit or tool.most_open <= limit)
+
+
+def test_calls_go_on_while_all_is_paused(alone):
+    tool = EchoTool("search", "found", jitter_s=0.0)
+    runner = ToolRunner({"search": tool})
+    engine = CutEngine(TOKENIZER, call_then_answer, tokens_per_step=99)
+    loop = Loop(engine, runner, CODEC, SHORT, NONE, None, None)
+    try:
+        group = loop.start_group(prompt(), "0|0")
+        loop.advance(block=True)
+        assert runner.num_pending == 4
+        runner.park()
+        assert runner.num_pending == 0 and runner.collect(block=False) == []
+        runner.start("another", "search", "between")
+        assert [call_id for call_id, _ in runner.collect(block=True)] == ["another"]
+        runner.unpark()
+        assert runner.num_pending == 4
+        while loop.num_unfinished:
+            loop.advance(block=True)
+    finally:
+        runner.close()
+    assert [t.stop_reason for t in group.finish().trajectories] == [StopReason.EOS] * 4 and len(tool.arguments) == 5
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("branching", ALGORITHMS, ids=NAMES)
+def test_a_run_that_is_cut_off_after_any_step_goes_on_to_the_same_groups(alone, branching):
+    prompts = [prompt(f"p{i}") for i in range(16)]
+
+    def fresh():
+        tools = [EchoTool("search", "found"), EchoTool("python", "2")]
+        return make(
+            alone, world(3), tools, CARRIES, branching, num_prompts=4, score=score, runner=PunctualRunner, per_step=5
+        )
+
+    whole = fresh()
+    uncut = train(whole, prompts, 1, 4, 4)
+    whole.sampler.tools.close()
+    carry, num_unfinished = fresh(), 0
+    resumed = []
+    for step in range(1, 5):
+        resumed += train(carry, prompts, step, step, 4, num_drawn=carry.num_drawn)
+        num_unfinished += carry.loop.num_unfinished
+        carry.sampler.tools.close()
+        carry = moved(carry, fresh(), prompts)
+    carry.sampler.tools.close()
+    assert [plain(groups, without=()) for groups in resumed] == [plain(groups, without=()) for groups in uncut]
+    assert num_unfinished > 8 and not carry.groups
+
+
+@pytest.mark.parametrize("tags", [("search",), ("search", "python")])
+def test_calls_under_way_and_sessions_come_back(alone, tags):
+    """The session answers again all that the trajectory has read, and once only what it was asked when the run died."""
+
+    def script(_prompt, path, turn):
+        tag = tags[turn % len(tags)]
+        return f"<{tag}>{turn}@{path}</{tag}>" if turn < 3 else ANSWER
+
+    prompts, cfg = [prompt("p0")], replace(WORLD, group_size=2, carry_over=1)
+    before, tools = (sharing(ForkedNotes) if len(tags) > 1 else [ForkedNotes()] for _ in range(2))
+    carry = make(alone, script, before, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
+    carry._begin_step(prompts, 1, None)
+    assert carry._begin_next()
+    for _ in range(3):
+        carry.loop.advance(block=True)
+    assert carry.sampler.tools.num_pending  # the last advance ended a turn in calls
+    carry.pause()
+    fresh = make(alone, script, tools, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1)
+    moved(carry, fresh, prompts)
+    carry.sampler.tools.close()
+    [group] = train(fresh, [], 2, 2, 2)[0]
+    fresh.sampler.tools.close()
+    for t in group.trajectories:
+        assert [call.result for call in t.tool_calls] == shared_texts(t.tool_calls) and len(t.tool_calls) == 3
+    assert sum(call.replayed for t in group.trajectories for call in t.tool_calls) >= 1 and tools[0].num_open == 0
+
+
+def test_files_that_cannot_be_used_are_refused_in_one_line(alone, tmp_path):
+    def fresh(cfg=CARRIES):
+        return make(alone, world(3), [EchoTool("search"), EchoTool("python")], cfg, NONE, num_prompts=2)
+
+    carry, off = fresh(), fresh(WORLD)
+    prompts = [prompt(f"p{i}") for i in range(4)]
+    try:
+        train(carry, prompts, 1, 1, 3)
+        files = saved(carry, tmp_path)
+        with pytest.raises(UserError, match=r"rollout.carry_over=0 would drop; set it to 1$"):
+            go_on_from(off, files, prompts)
+        with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
+            go_on_from(carry, files, prompts[:1])
+        go_on_from(off, [], prompts)
+        train(carry, prompts, 2, 2, 2, num_drawn=4)
+        go_on_from(off, saved(carry, tmp_path), prompts)  # the run had ended: nothing is lost
+        files[0].write_bytes(gzip.compress(b"{")[:-3])
+        with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
+            go_on_from(carry, files, prompts)
+    finally:
+        carry.sampler.tools.close()
+        off.sampler.tools.close()

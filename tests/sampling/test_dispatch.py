@@ -1,0 +1,408 @@
+"""Who samples which prompts: the queue on real ranks (gloo, the real store) with scripted engines of unequal speed, and
+in the slow tests on real vLLM. Whoever samples what, the same groups come back in the same order."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.models import searching_model
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, prompt
+from transformers import AutoTokenizer
+
+from arpo.config.sections import EngineConfig
+from arpo.dispatch import Dealt, ExpectedLengths, PromptQueue, RefilledQueue
+from arpo.engine import Engine, SamplingSpec
+from arpo.engine.team import Team
+from arpo.log import Console
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.ranks import Ranks
+from arpo.sampling.sampler import Sampler
+from arpo.selection import is_dead
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.trajectory import Group, Prompt, Trajectory
+
+NUM_PROMPTS, NUM_WANTED = 24, 6
+PULL = replace(SHORT, dispatch="pull")
+BRANCHES = BranchingConfig(num_initial_rollouts=2, entropy_tokens=4)
+
+
+class SeededEngine(ScriptedEngine):
+    """Samples by the seed of each request: a call or not, and a short or a long answer. Each step takes `step_s`."""
+
+    step_s = 0.0
+
+    def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
+        rng = random.Random(spec.seed)
+        calls = rng.random() < 0.5 and request_id.endswith("|0")
+        self.script = lambda *_: (CALL if calls else "x" * rng.randrange(100) + ANSWER, rng.random())
+        super().submit(request_id, token_ids, spec)
+
+    def step(self):
+        time.sleep(self.step_s)
+        return super().step()
+
+
+def by_length(groups: list[Group]) -> None:
+    """A reward by which about half of the groups are dead."""
+    for t in (t for group in groups for t in group.trajectories if t.reward is None):
+        t.reward = float(len(t.token_ids) % 8 == 0)
+
+
+def sampler_of(ranks: Ranks, team: Team | None = None, *, max_num_seqs: int = 8) -> Sampler:
+    """One whose engine is the slower the higher the rank."""
+    team = team or Team(ranks)
+    engine = SeededEngine(TOKENIZER, None)
+    engine.step_s = 0.002 * ranks.rank
+    tools = team.tool_runner({"search": EchoTool("search", "found", jitter_s=0.003)})
+    return Sampler(engine, tools, CODEC, team, Console(is_main=False), 0, by_length, max_num_seqs)
+
+
+def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
+    return [prompt(f"p{i}") for i in range(count)]
+
+
+def sampled(sampler: Sampler, cfg: RolloutConfig, *, num_wanted: int = 0, step: int = 3) -> tuple[list[tuple], int]:
+    """What came of each prompt, in order, and the number of groups that were cut off."""
+    share = sampler(prompts(), cfg, BRANCHES, description="test", step=step, num_wanted=num_wanted)
+    sampler.score(share.groups if sampler.team.is_first else [])
+    groups, num_cut_off = sampler.exchange(share)
+    assert sampler.tools.num_pending == sampler.engine.num_running == 0
+    return [what_came_of(group) for group in groups], num_cut_off
+
+
+def what_came_of(group: Group) -> tuple:
+    return group.prompt.prompt_id, [(t.trajectory_id, t.token_ids, t.reward) for t in group.trajectories]
+
+
+def in_all_ways(ranks: Ranks, team_size: int = 1) -> dict:
+    sampler = sampler_of(ranks, Team(ranks) if team_size == 1 else team_of(ranks, team_size))
+    results = {
+        "fixed": sampled(sampler, SHORT),
+        "pull": sampled(sampler, PULL),
+        "again": sampled(sampler, PULL),  # under the same name: nothing of the last one is left in the store
+        "refilled": sampled(sampler, PULL, num_wanted=NUM_WANTED),
+    }
+    sampler.tools.close()
+    return results
+
+
+def team_of(ranks: Ranks, size: int) -> Team:
+    return Team(ranks, size, dist.new_subgroups(size, backend="gloo")[0])
+
+
+class HeldEngine(SeededEngine):
+    """Rank 1's decodes nothing until rank 0 is done, and rank 0's nothing until rank 1 has begun a prompt."""
+
+    def submit(self, *args) -> None:
+        super().submit(*args)
+        self.ranks.store.set(f"rank {self.ranks.rank} has begun", "")
+
+    def step(self):
+        other = ("rank 1 has begun", "rank 0 is done")[self.ranks.rank]
+        self.ranks.store.wait([other], timedelta(minutes=5))
+        return super().step()
+
+
+def two_ranks(ranks: Ranks) -> dict:
+    results, sampler = in_all_ways(ranks), sampler_of(ranks, max_num_seqs=SHORT.group_size)
+    engine = HeldEngine(TOKENIZER, None)
+    engine.ranks = ranks
+    share = replace(sampler, engine=engine)(prompts(), PULL, NO_BRANCHES, description="held")
+    ranks.store.set(f"rank {ranks.rank} is done", "")
+    groups, _ = sampler.exchange(share)
+    sampler.tools.close()
+    return results | {"held by": [group.sampled_by for group in groups]}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    with mesh_of_one() as mesh:
+        return in_all_ways(ranks_of(mesh))
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[dict]:
+    return run_ranks(2, two_ranks)
+
+
+def test_pulled_prompts_give_the_groups_that_dealt_ones_give_on_any_number_of_ranks(alone, on_two_ranks):
+    expected, none_cut_off = alone["fixed"]
+    assert [prompt_id for prompt_id, _ in expected] == [f"p{i}" for i in range(NUM_PROMPTS)]
+    assert len({str(trajectories) for _, trajectories in expected}) == NUM_PROMPTS and none_cut_off == 0
+    for rank in [alone, *on_two_ranks]:
+        assert all(rank[way] == (expected, 0) for way in ("fixed", "pull", "again"))
+
+
+def first_enough(groups: list[tuple]) -> list[tuple]:
+    """The prompts up to the one whose group is the NUM_WANTED-th mixed one."""
+    mixed = [number for number, (_, ts) in enumerate(groups, start=1) if len({reward for *_, reward in ts}) > 1]
+    return groups[: mixed[NUM_WANTED - 1]]
+
+
+def test_a_refilled_step_ends_with_the_prompt_that_completes_it_on_any_number_of_ranks(alone, on_two_ranks):
+    expected = first_enough(alone["fixed"][0])
+    assert NUM_WANTED + 2 < len(expected) < NUM_PROMPTS  # some are dead
+    for rank in [alone, *on_two_ranks]:
+        groups, num_cut_off = rank["refilled"]
+        assert groups == expected and 0 <= num_cut_off <= NUM_PROMPTS - len(expected)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_an_engine_pull_as_one(alone):
+    for rank in run_ranks(4, in_all_ways, 2):
+        assert rank["pull"] == alone["pull"] and rank["refilled"][0] == alone["refilled"][0]
+
+
+def test_a_rank_that_stands_still_holds_no_more_than_its_engine_does_and_the_others_take_the_rest(on_two_ranks):
+    for rank in on_two_ranks:
+        assert rank["held by"].count(1) == 1 and rank["held by"].count(0) == NUM_PROMPTS - 1
+
+
+# ---- the queue by itself
+
+
+def queue_of(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, **options) -> PromptQueue:
+    team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store))
+    options = {"max_num_seqs": 8, "group_size": 4} | options
+    kind = RefilledQueue if "num_wanted" in options else PromptQueue
+    return kind(prompts(num_prompts), team, "test", **options)
+
+
+def names(taken: list[Prompt | None]) -> list[str | None]:
+    return [prompt and prompt.prompt_id for prompt in taken]
+
+
+def test_dealt_prompts_are_begun_at_once_or_while_few_are_unfinished():
+    at_once, few = Dealt(prompts(3)), Dealt(prompts(3), max_at_once=5)
+    assert names(at_once.take(4 * i, 4 * i) for i in range(4)) == ["p0", "p1", "p2", None]
+    assert names(few.take(n, n) for n in (0, 4, 5, 4, 0)) == ["p0", "p1", None, "p2", None]
+
+
+def test_a_prompt_is_pulled_while_the_engine_has_a_free_place():
+    queue = queue_of(9)
+    assert names(queue.take(n, n) for n in (0, 7, 8)) == ["p0", "p1", None]
+    # those whose tools are at work leave their places to others, as long as others get their share
+    assert names(queue.take(*at) for at in [(35, 7), (36, 7), (36, 0), (0, 0)]) == ["p2", None, None, "p3"]
+
+
+def test_whoever_comes_first_does_not_take_all_prompts_of_an_empty_engine():
+    store = dist.HashStore()
+    first, second = (queue_of(4, rank, 2, store, max_num_seqs=256) for rank in (0, 1))
+    assert names(first.take(4 * i, 4 * i) for i in range(4)) == ["p0", "p1", None, None]
+    assert names(second.take(4 * i, 4 * i) for i in range(3)) == ["p2", "p3", None]
+    assert first.take(0, 0) is None and not first.is_open and not first.is_full
+
+
+def test_the_longest_prompts_of_the_last_epoch_are_handed_out_first():
+    lengths = ExpectedLengths(replace(PULL, pull_order="longest_first"), {"p3": 5, "gone": 7})
+    for number, tokens in ((1, 90), (2, 10)):
+        both = [Trajectory(f"p{number}", "0", loss_mask=[1] * n + [0] * 50) for n in (tokens + 8, tokens - 8)]
+        lengths.add([Group(prompt(f"p{number}"), both)])
+    assert lengths.state == {"p3": 5, "gone": 7, "p1": 90, "p2": 10}
+    # p0 was never drawn, and counts as the mean of the others: 35
+    assert lengths.longest_first(prompts(4)) == [1, 0, 2, 3]
+    queue = queue_of(4, order=[1, 0, 2, 3])
+    assert names(queue.take(0, 0) for _ in range(5)) == ["p1", "p0", "p2", "p3", None]
+    assert queue.places == {f"p{i}": i for i in range(4)}
+
+
+def test_lengths_are_not_kept_where_nobody_asks_for_an_order():
+    lengths = ExpectedLengths(PULL, {})
+    lengths.add([Group(prompt("p1"), [Trajectory("p1", "0", loss_mask=[1])])])
+    assert lengths.state == {}
+
+
+def finish(queue: RefilledQueue, number: int, *, mixed: bool) -> None:
+    trajectories = [Trajectory(f"p{number}", str(i), reward=float(i * mixed)) for i in range(2)]
+    queue.telling(None)(Group(prompt(f"p{number}"), trajectories), [])
+
+
+def refilled(*, num_ranks: int = 1, num_prompts: int = 9, num_wanted: int = 3) -> list[RefilledQueue]:
+    """Queues of all ranks, on one clock that only waiting moves."""
+    store, now = dist.HashStore(), [0.0]
+    clocks = {"clock": lambda: now[0], "sleep": lambda seconds: now.__setitem__(0, now[0] + seconds)}
+    common = {"num_wanted": num_wanted, "score": lambda groups: None, "group_size": 2, "max_num_seqs": 64, **clocks}
+    return [queue_of(num_prompts, rank, num_ranks, store, **common) for rank in range(num_ranks)]
+
+
+def test_further_prompts_are_handed_out_for_a_dead_group_and_none_before():
+    [queue] = refilled()
+    assert names(queue.take(2 * i, 2 * i) for i in range(3)) == ["p0", "p1", "p2"]
+    assert queue.take(2, 2) is None
+    finish(queue, 1, mixed=False)
+    assert names(queue.take(4, 4) for _ in range(5)) == ["p3", "p4", "p5", "p6", None]  # 1 + 3 / (1 / 2)
+    for number in (0, 2, 3):
+        finish(queue, number, mixed=True)
+    assert queue.take(6, 6) is None and queue.is_full  # three were begun for nothing
+    assert queue.end == 4
+
+
+def test_a_slow_prompt_before_the_end_is_waited_for():
+    [queue] = refilled()
+    for i in range(3):
+        queue.take(2 * i, 2 * i)
+    finish(queue, 2, mixed=False)
+    assert names(queue.take(4, 4) for _ in range(3)) == ["p3", "p4", "p5"]
+    finish(queue, 1, mixed=True)
+    finish(queue, 3, mixed=True)
+    finish(queue, 4, mixed=True)
+    assert queue.take(4, 4) is None and not queue.is_full and queue.end is None
+    finish(queue, 0, mixed=True)  # with it, p3 is the third mixed one: p4 and p5 came too early
+    assert queue.take(0, 0) is None and queue.is_full and queue.end == 4
+
+
+def test_a_step_that_cannot_be_filled_takes_all_it_may():
+    [queue] = refilled(num_prompts=4)
+    for number in range(4):
+        assert queue.take(0, 0).prompt_id == f"p{number}"
+        finish(queue, number, mixed=False)
+    assert queue.take(0, 0) is None and queue.end == 4 and not queue.is_open
+
+
+def test_a_rank_without_work_waits_for_the_verdicts_of_others_and_ends_with_them():
+    busy, idle = refilled(num_ranks=2, num_wanted=2)
+    assert [busy.take(0, 0).prompt_id, idle.take(0, 0).prompt_id] == ["p0", "p1"]
+    finish(idle, 1, mixed=True)
+    move_clock = idle.sleep
+
+    def sleep(seconds: float) -> None:
+        move_clock(seconds)
+        time.sleep(0.005)  # or hours would pass on its clock wherever this thread has to wait for a processor
+
+    idle.sleep = sleep
+    asked = threading.Thread(target=lambda: answers.append((idle.take(0, 0), idle.is_full)))
+    answers: list = []
+    asked.start()  # waits: whether p2 is needed depends on p0
+    while not (idle.clock() > 1.0 or answers):
+        time.sleep(0.001)
+    assert not answers
+    finish(busy, 0, mixed=False)
+    asked.join(timeout=60)
+    assert answers[0][0].prompt_id == "p2"
+    assert busy.take(0, 0).prompt_id == "p3"  # 2 + 1 / (2 / 3), rounded up
+    finish(idle, 2, mixed=True)
+    assert idle.take(0, 0) is None and idle.is_full and idle.end == 3
+    busy.sleep(1.0)
+    assert busy.take(2, 2) is None and busy.is_full  # and gives p3 up
+
+
+def test_a_rank_does_not_wait_for_others_longer_than_the_run_says():
+    busy, idle = refilled(num_ranks=2, num_wanted=2)
+    idle.take(0, 0)
+    busy.take(0, 0)
+    finish(idle, 0, mixed=True)
+    with pytest.raises(dist.DistStoreError, match="no other rank has finished a prompt in 1:00:00"):
+        idle.take(0, 0)
+
+
+def test_nothing_is_left_in_the_store():
+    store = dist.HashStore()
+    queue = queue_of(3, store=store, num_wanted=2, score=lambda groups: None)
+    queue.take(0, 0)
+    finish(queue, 0, mixed=True)
+    before = store.num_keys()
+    queue.delete_keys()
+    assert before == 3 and store.num_keys() == 0
+
+
+def test_calls_that_were_given_up_do_not_answer_later_ones_of_the_same_name():
+    gate = threading.Event()
+
+    class Slow(EchoTool):
+        async def run(self, argument):
+            while argument == "first" and not gate.is_set():
+                await asyncio.sleep(0.005)
+            return ToolResult(argument, ok=True)
+
+    runner = ToolRunner({"search": Slow("search")})
+    try:
+        runner.start("call", "search", "first")
+        runner.abandon()
+        assert runner.collect(block=False) == []
+        runner.start("call", "search", "second")
+        gate.set()
+        [(call_id, result)] = runner.collect(block=True)
+        assert (call_id, result.text, runner.num_pending) == ("call", "second", 0)
+    finally:
+        runner.close()
+
+
+# ---- real engines
+
+ENGINE = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=8)
+REAL = RolloutConfig(
+    group_size=4, max_response_tokens=100, max_tool_calls=2, max_result_tokens=40, answer_reserve_tokens=20
+)
+REAL_PULL = replace(REAL, dispatch="pull")
+
+
+class HeldTool(EchoTool):
+    """Answers only once its event is set."""
+
+    def __init__(self, opened: Callable[[], bool]):
+        super().__init__("search", "the book")
+        self.opened = opened
+
+    async def run(self, argument: str) -> ToolResult:
+        while not self.opened():
+            await asyncio.sleep(0.01)
+        return await super().run(argument)
+
+
+def on_real_engines(ranks: Ranks, folder: str) -> dict:
+    """The same rollouts on vLLM, whose own seed differs by rank. In the one that is "held", rank 1 gets no result of a
+    tool until rank 0 has sampled all that it can."""
+    team, codec = Team(ranks), Codec(AutoTokenizer.from_pretrained(folder))
+    engine = Engine(folder, ENGINE, max_model_len=300, seed=100 + ranks.rank)
+    messages = [{"role": "user", "content": "who wrote the book?"}]
+    questions = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(24)]
+    plain = EchoTool("search", "the book", jitter_s=0.05)
+    held = HeldTool(lambda: ranks.store.check(["rank 0 is done"]))
+    results = {}
+    for way, cfg, num_wanted in (
+        ("fixed", REAL, 0),
+        ("pull", REAL_PULL, 0),
+        ("held", REAL_PULL, 0),
+        ("refilled", REAL_PULL, NUM_WANTED),
+    ):
+        runner = team.tool_runner({"search": held if way == "held" and ranks.rank else plain})
+        sampler = Sampler(engine, runner, codec, team, Console(is_main=False), 0, by_length, ENGINE.max_num_seqs)
+        share = sampler(questions, cfg, BRANCHES, description=way, num_wanted=num_wanted)
+        if way == "held":
+            ranks.store.set(f"rank {ranks.rank} is done", "")
+        sampler.score(share.groups)
+        groups, _ = sampler.exchange(share)
+        results[way] = [what_came_of(group) for group in groups]
+        results[f"{way} by"] = [group.sampled_by for group in groups]
+        results[f"{way} calls"] = sum(len(t.tool_calls) for group in groups for t in group.trajectories)
+        results[f"{way} dead"] = sum(map(is_dead, groups))
+        runner.close()
+    engine.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> list[dict]:
+    """[one rank alone, rank 0 of 2, rank 1 of 2]"""
+    folder = str(searching_model(tmp_path_factory.mktemp("model")))
+    return [*run_ranks(1, on_real_engines, folder), *run_ranks(2, on_real_engines, folder)]
+
+
+@pytest.mark.slow
+def test_on_real_engines_too_it_does_not_matter_who_samples_what(real):
+    alone, *pair = real
+    assert alone["fixed calls"] > 20 and {*pair[0]["pull by"]} == {0, 1}
+    for rank in real:
+        assert rank["fixed"] == rank["pull"] == rank["held"] == alone["fixed"]
+        assert rank["refilled"] == alone["refilled"]
+    assert len(alone["refilled"]) - alone["refilled dead"] == NUM_WANTED

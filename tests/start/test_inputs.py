@@ -1,0 +1,124 @@
+"""What the files of a config are asked before torch is imported, in one line each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.files import write_jsonl
+
+from arpo.config.load import load_config
+from arpo.errors import UserError
+from arpo.start.inputs import NUM_ROWS, check_inputs
+from evaluate import EvalConfig
+from train_rl import RLConfig
+from train_sft import SFTConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTION = {"prompt": "1 + 1?", "answer": "2"}
+TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
+
+
+SHORT = ["--rollout.max_response_tokens", "128", "--rollout.answer_reserve_tokens", "16"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("good.jsonl"), [QUESTION])
+    write_jsonl(Path("talks.jsonl"), [TALK])
+    write_jsonl(Path("columns.jsonl"), [{"text": "1 + 1?"}] * 3)
+    write_jsonl(Path("offers.jsonl"), [QUESTION | {"tools": ["pyhton"]}])
+    Path("half.parquet").write_bytes(b"PAR1 and no more")
+    Path("model").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("root", "flags", "words"),
+    [
+        (RLConfig, ["--data.train", "absent.jsonl"], "absent.jsonl: cannot read the file"),
+        (RLConfig, ["--data.train", "half.parquet"], "half.parquet: not a readable parquet file"),
+        (RLConfig, ["--data.train", "columns.jsonl"], "columns.jsonl:1: .*question.*all of the first 3"),
+        (RLConfig, ["--data.train", "offers.jsonl"], "offers the tool 'pyhton'.*did the row mean 'python'"),
+        (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
+        (RLConfig, ["--data.train", "good.jsonl", "--reward.file", "r.py"], "reward.file=r.py: there is no such file"),
+        (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "pyton"], "unknown tool 'pyton'"),
+        (
+            RLConfig,
+            ["--data.train", "good.jsonl", "--tools.names", "python", "sql", "--rollout.reuse_last_epoch", "True"],
+            "rollout.reuse_last_epoch: the sql tool has sessions.*set it to False, or drop sql from tools.names",
+        ),
+        (
+            RLConfig,
+            ["--data.train", "good.jsonl", "--rollout.top_p", "0.9", "--rollout.reuse_last_epoch", "True"],
+            "rollout.reuse_last_epoch compares probabilities, which top_p=0.9 cuts off; set it to 1",
+        ),
+        (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
+        (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
+        (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),
+        (SFTConfig, ["--data.train", "talks.jsonl", "--data.valid", "x.csv"], "x.csv: unknown file type '.csv'"),
+        (EvalConfig, ["--eval.files", "absent.jsonl"], "absent.jsonl: cannot read the file"),
+        (EvalConfig, ["--eval.benchmarks", "gaia"], "gaia needs .*, which is not there"),
+        (EvalConfig, ["--eval.benchmarks", "gaya"], "unknown benchmark 'gaya'; did you mean 'gaia'"),
+        (EvalConfig, ["--eval.files", "columns.jsonl"], "columns.jsonl:1: "),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_in_one_line(folder, root, flags, words):
+    with pytest.raises(UserError, match=words) as error:
+        check_inputs(load_config(root, [*HUB, *flags]))
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_can_be_used_pass(folder, tiny_model_dir):
+    model = ["--model.path", str(tiny_model_dir)]
+    short = ["--data.max_prompt_tokens", "64", *SHORT]
+    check_inputs(load_config(RLConfig, [*model, *short, "--data.train", "good.jsonl", "--data.valid", "good.jsonl"]))
+    check_inputs(load_config(SFTConfig, [*model, "--data.train", "talks.jsonl"]))
+    check_inputs(
+        load_config(EvalConfig, [*model, *SHORT, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"])
+    )
+    check_inputs(load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"]))
+
+
+def test_only_the_first_rows_are_read(folder, tiny_model_dir):
+    lines = [json.dumps(TALK)] * NUM_ROWS + ["{broken"]
+    Path("long.jsonl").write_text("\n".join(lines))
+    check_inputs(load_config(SFTConfig, ["--model.path", str(tiny_model_dir), "--data.train", "long.jsonl"]))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_rl", ["--data.train", "good.jsonl"]),
+        ("train_sft", ["--data.train", "talks.jsonl"]),
+        ("evaluate", ["--eval.files", "good.jsonl"]),
+    ],
+)
+def test_a_model_that_neither_is_here_nor_can_be_fetched_is_named_at_once(folder, script, flags):
+    command = [sys.executable, "-X", "importtime", str(ROOT / f"{script}.py"), "--model.path", "Nobody/Nothing", *flags]
+    nowhere = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(command, env=nowhere, capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert (
+        done.returncode == 2
+        and "error: model.path=Nobody/Nothing: no such folder here, and http://127.0.0.1:9 " in last
+    )
+    assert "cannot be reached" in last and " torch\n" not in done.stderr
+
+
+def test_a_run_folder_that_cannot_be_written_is_named_before_the_hub_is_asked(folder):
+    Path("runs").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot write the run's folder .*set run\.dir"):
+        check_inputs(load_config(SFTConfig, [*HUB, "--data.train", "talks.jsonl"]))
+
+
+@pytest.mark.parametrize("script", ["train_sft", "train_rl"])
+def test_a_misspelt_path_is_answered_without_importing_torch(script):
+    command = [sys.executable, "-X", "importtime", f"{script}.py", *HUB, "--data.train", "absent.jsonl"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "error: absent.jsonl: cannot read the file" in done.stderr
+    assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr

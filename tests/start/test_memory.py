@@ -1,0 +1,170 @@
+"""The arithmetic of GPU memory: the numbers of the shipped configs, by a calculation of their own, and what is refused.
+
+The GPU is pretended: 80 GB as an H100 reports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from arpo.config.load import load_config
+from arpo.config.sections import EngineConfig, ModelConfig
+from arpo.errors import UserError
+from arpo.start.memory import GIB, Job, check_memory, describe, memory, misfits, read_job, shape_from_json
+from train_rl import RLConfig, job_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+GPU = 79.1 * GIB
+DEVICE = torch.device("cuda", 0)
+
+
+def published(kind: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict:
+    """The sizes in a model's config.json."""
+    return {
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab, "head_dim": 128,
+    }  # fmt: skip
+
+
+MODELS = {
+    "qwen2.5_7b": published("qwen2", 3584, 18944, 28, 28, 4, 152_064),
+    "llama3.1_8b": published("llama", 4096, 14336, 32, 32, 8, 128_256),
+    "qwen3_8b": published("qwen3", 4096, 12288, 36, 32, 8, 151_936),
+    "qwen3_14b": published("qwen3", 5120, 17408, 40, 40, 8, 151_936),
+}
+# With gpu_memory_utilization: training state, update peak, trainer and engine while it samples (GiB); KV cache (GiB,
+# thousands of tokens, rows of full length). Worked out by hand from the sources of vLLM 0.33 and FSDP2, without this
+# module; the state is exact, the others had their own guesses at what activations and vLLM's profile run take.
+BY_HAND = {
+    "qwen2.5_7b": (0.7, 14.2, 30, 66.6, 39, 734, 130),
+    "llama3.1_8b": (0.7, 15.0, 31, 67.2, 39, 318, 56),
+    "qwen3_8b": (0.6, 15.3, 36, 59.4, 30, 222, 18),
+    "qwen3_14b": (0.6, 27.5, 51, 68.6, 18, 118, 14),
+}
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """job(model, *flags) -> what train_rl.py checks for configs/MODEL.yaml on 8 GPUs."""
+
+    def job(model: str, *flags: str) -> Job:
+        monkeypatch.setattr("arpo.start.memory.shape_of", lambda path: shape_from_json(MODELS[model]))
+        return job_of(load_config(RLConfig, [str(CONFIGS / f"{model}.yaml"), *flags]), num_shards=8)
+
+    return job
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_shipped_configs_need_what_a_calculation_by_hand_found(job, model):
+    share, state, update, rollout, kv_gib, kv_thousands, rows = BY_HAND[model]
+    asked = job(model, "--engine.gpu_memory_utilization", str(share), "--engine.max_num_seqs", "256")
+    need = memory(asked, GPU, reserved=0.0)
+    assert need.states / GIB == pytest.approx(state, abs=0.06)
+    assert need.training / GIB == pytest.approx(update, rel=0.1)
+    assert need.rollout / GIB == pytest.approx(rollout, abs=1.0)
+    assert need.kv_cache / GIB == pytest.approx(kv_gib, rel=0.1)
+    assert need.kv_tokens / 1000 == pytest.approx(kv_thousands, rel=0.1)
+    assert need.kv_tokens / asked.max_model_len == pytest.approx(rows, rel=0.1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_shipped_configs_fit_with_gigabytes_to_spare_and_sequences_that_the_cache_can_hold(job, model):
+    asked = job(model)
+    need = memory(asked, GPU, reserved=3 * GIB)
+    assert not misfits(asked, need, GPU)
+    assert need.training < GPU
+    # A row is rarely full, but where far more run than fit, vLLM drops rows and computes them again.
+    assert asked.engine.max_num_seqs < 5 * need.kv_tokens / asked.max_model_len
+
+
+def test_the_line_says_what_is_needed_and_what_fits(job):
+    asked = job("qwen2.5_7b")
+    line = describe(asked, memory(asked, GPU), GPU)
+    assert line.startswith("memory per GPU (79.1 GiB): training state 14.2, update about 3")
+    assert "vLLM 55.4 while it samples: KV cache about 39.7 = 744k tokens = 132 full rows" in line
+    assert line.endswith("(engine.max_num_seqs=256)") and "may not fit" not in line
+    large = replace(asked, max_tokens_per_microbatch=300_000)
+    assert "may not fit (lower update.max_tokens_per_microbatch)" in describe(large, memory(large, GPU), GPU)
+
+
+@pytest.mark.parametrize(
+    "model, num_shards, flags, message",
+    [
+        ("qwen3_14b", 8, ["--engine.gpu_memory_utilization", "0.85"], r"while it samples; lower engine.gpu_memory_ut"),
+        (
+            "qwen3_14b",
+            8,
+            ["--engine.gpu_memory_utilization", "0.3"],
+            r"=0.3 of 79.1 GiB leaves 0.0 GiB for .* KV cache",
+        ),
+        (
+            "qwen3_14b",
+            8,
+            ["--engine.gpu_memory_utilization", "0.39"],
+            r"less than one row of 8192 tokens \(1.2\); raise",
+        ),
+        ("qwen3_14b", 2, [], r"the training state needs 110.0 GiB of a GPU's 79.1 GiB; use more GPUs"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_change(job, monkeypatch, model, num_shards, flags, message):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=int(GPU)))
+    check_memory(job(model), DEVICE)
+    with pytest.raises(UserError, match=message):
+        check_memory(replace(job(model, *flags), num_shards=num_shards), DEVICE)
+
+
+def test_on_a_cpu_nothing_is_checked_or_said(job, caplog):
+    with caplog.at_level("INFO", logger="arpo"):
+        check_memory(job("qwen3_14b", "--engine.gpu_memory_utilization", "1.0"), torch.device("cpu"))
+    assert not caplog.messages
+
+
+SHAPE = shape_from_json(MODELS["qwen2.5_7b"])
+TRAINED = Job(SHAPE, ModelConfig(), num_shards=8, max_tokens_per_microbatch=16384)
+
+
+@pytest.mark.parametrize(
+    "option, part, factor",
+    [
+        ({"lora_rank": 32}, "states", 1 / 4),
+        ({"cpu_offload": True}, "states", 0),
+        ({"context_parallel": 4}, "activations", 1 / 4),
+        ({"compute_dtype": "float32"}, "activations", 1.93),
+        ({"activation_checkpointing": False}, "activations", 15.5),
+        ({"checkpoint_every_n_layers": 28}, "activations", 15.0),
+        ({"reshard_after_forward": False}, "gathered", 2.2),
+    ],
+)
+def test_every_option_that_moves_memory_counts(option, part, factor):
+    plain, other = (memory(replace(TRAINED, model=ModelConfig(**o)), GPU) for o in ({}, option))
+    assert getattr(other, part) == pytest.approx(factor * getattr(plain, part), rel=0.1)
+
+
+def test_a_critic_and_a_reference_have_their_own_shapes(job):
+    asked = job("qwen2.5_7b", "--loss.kl_coefficient", "0.01", "--advantage.kind", "gae")
+    need, states = memory(asked, GPU), 16 * SHAPE.parameters / 8
+    assert need.others == pytest.approx(states + states / 4)
+    offloaded = job("qwen2.5_7b", "--loss.kl_coefficient", "0.01", "--loss.offload_reference", "True")
+    assert memory(offloaded, GPU).others == 0
+
+
+def test_an_engine_over_two_gpus_holds_half_of_weights_and_heads():
+    one, two = (
+        memory(Job(SHAPE, ModelConfig(), engine=EngineConfig(tensor_parallel=parts), max_model_len=4096), GPU)
+        for parts in (1, 2)
+    )
+    assert two.engine_weights == one.engine_weights / 2 and two.kv_bytes_per_token == one.kv_bytes_per_token / 2
+    assert one.states == one.training - one.reserved == 0
+
+
+def test_a_shape_is_read_from_the_folder_and_one_that_cannot_be_read_is_left_to_the_loader(tiny_model_dir, tmp_path):
+    from safetensors.numpy import load_file
+
+    stored = load_file(tiny_model_dir / "model.safetensors")
+    assert read_job(ModelConfig(str(tiny_model_dir))).shape.parameters == sum(array.size for array in stored.values())
+    assert read_job(ModelConfig(str(tmp_path))) is None
