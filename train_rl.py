@@ -84,8 +84,8 @@ class RLConfig:
         checks.check_result_room(self.tools.search, self.rollout)
         checks.check_parallel(self.model, self.advantage, self.loss)
         checks.check_loss(self.loss)
-        reward_checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
-        reward_checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
+        reward_checks.check_terms(self.reward, self.judge, self.rollout)
+        reward_checks.check_rewards_in_time(self.advantage, self.loss)
         reward_checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
         checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 

@@ -80,19 +80,7 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
             if turn.decision.probability is not None:  # a retrospective selector has none
                 m.mean("branching/probability", turn.decision.probability)
             m.sum(f"branching/{turn.decision.outcome}", 1)
-    m.sum("tokens/sampled", sum(turn.end - turn.start for turn in own_turns) - _taken_over(m, t))
-
-
-def _taken_over(m: Metrics, t: Trajectory) -> int:
-    """Add what became of the trajectory's draft. Return how many of the sampled tokens were taken over from it."""
-    if not t.num_draft_tokens:
-        return 0
-    count = sum(t.loss_mask[: t.reused_until])
-    m.sum("drafts/reused_tokens", count)
-    m.mean("drafts/accepted_tokens", count)
-    m.mean("drafts/accepted_share", count / t.num_draft_tokens, t.num_draft_tokens)
-    m.mean("drafts/whole_share", float(count == t.num_draft_tokens))
-    return count
+    m.sum("tokens/sampled", sum(turn.end - turn.start for turn in own_turns))
 
 
 def _tools(m: Metrics, t: Trajectory) -> None:

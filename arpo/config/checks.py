@@ -83,7 +83,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "engine.max_num_seqs": (),  # with a server, the requests under way
     "rollout.top_p": (given("rollout.temperature", "1"),),
     "rollout.pull_order": (one_of("rollout.dispatch", "pull"),),
-    "rollout.reuse_lenience": (given("rollout.reuse_last_epoch", "True"),),
     "branching": (JUDGES,),
     "branching.selector": (),
     "branching.expansion_rounds": (one_of("branching.selector", *RETROSPECTIVE),),
@@ -95,7 +94,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "branching.branch_rate": (one_of("branching.selector", "quantile"),),
     "branching.signal": (one_of("branching.selector", *SCALE_FREE),),
     "branching.threshold": (JUDGES, one_of("branching.rule", "threshold")),
-    "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
+    "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
     "branching.consecutive_penalty": (none_of("branching.selector", *NO_WEIGHT, "arpo", use="aepo"),),
@@ -227,8 +226,7 @@ RANGES: dict[tuple[float, float], str] = {
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
     "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions eval.num_muted run.silence_timeout_s "
     "run.peer_timeout_minutes loss.correction_low reward.overlong_buffer_tokens judge.max_calls_per_step "
-    "judge.max_calls tools.sql.max_sessions tools.notebook.max_sessions tools.notebook.max_concurrent_per_node "
-    "rollout.reuse_lenience",
+    "judge.max_calls tools.sql.max_sessions tools.notebook.max_sessions tools.notebook.max_concurrent_per_node",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
     "engine.max_num_batched_tokens rollout.group_size rollout.max_response_tokens "

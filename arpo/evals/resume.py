@@ -23,7 +23,7 @@ from arpo.trajectory import Prompt
 
 SETTINGS_FILE = "settings.json"
 NUM_BLOCKS, BLOCK_BYTES = 64, 65536
-UNDECIDING = ("group_size", "dispatch", "pull_order", "carry_over", "reuse_last_epoch", "reuse_lenience")
+UNDECIDING = ("group_size", "dispatch", "pull_order", "carry_over")
 """Settings of the rollout that do not decide what an evaluation samples; group_size is eval.num_samples there."""
 
 

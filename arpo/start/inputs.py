@@ -45,8 +45,6 @@ def _check_sft(cfg: Any) -> None:
 def _check_rl(cfg: Any) -> None:
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     tools = _check_tools(cfg)
-    if cfg.rollout.reuse_last_epoch:
-        _check_reuse(cfg.rollout.top_p, cfg.tools)
     for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
         if not Path(file).is_file():
             raise UserError(f"reward.terms: {file}: there is no such file; check the path")
@@ -54,17 +52,6 @@ def _check_rl(cfg: Any) -> None:
         raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         _check_questions(path, tools)
-
-
-def _check_reuse(top_p: float, tools: ToolsConfig) -> None:
-    """Raise UserError where an earlier rollout cannot be compared with the policy of now, or not be gone on from."""
-    if top_p < 1:
-        raise UserError(f"rollout.reuse_last_epoch compares probabilities, which top_p={top_p} cuts off; set it to 1")
-    stateful = [(f"the {n} tool", f"drop {n} from tools.names") for n in tools.names if is_stateful(tool_class(n))]
-    stateful += [(server.label, "set its max_sessions to 0") for server in tools.servers if server.max_sessions]
-    for what, fix in stateful:
-        why = f"{what} has sessions, which calls that are not made again would leave behind"
-        raise UserError(f"rollout.reuse_last_epoch: {why}; set it to False, or {fix}")
 
 
 def _check_evaluation(cfg: Any) -> None:
