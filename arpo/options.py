@@ -76,8 +76,8 @@ class BranchingConfig:
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
     least sure of; or your own (EXPANSIONS in arpo/retrospective.py)."""
     expansion_rounds: int = 2
-    """tree_grpo, at2po: rounds of forks, of equal size. A later round knows how the ones before went on, and waits until
-    all their trajectories have ended."""
+    """tree_grpo, at2po: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
+    until all their trajectories have ended."""
     num_initial_rollouts: int = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
     rule: Literal["bernoulli", "threshold"] = "bernoulli"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from arpo.config.evals import TrainingJudgeConfig
-from arpo.errors import names_of, require
-from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, TrainingRewardConfig
+from arpo.errors import require
+from arpo.options import AdvantageConfig, LossConfig, RolloutConfig, TrainingRewardConfig
 
 
 def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> None:
@@ -16,9 +16,7 @@ def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> None:
     )
 
 
-def check_terms(
-    reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig
-) -> None:
+def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError where a term of the reward cannot have a value, or has it too late."""
     require(
         reward.overlong_buffer_tokens < rollout.max_response_tokens,

@@ -11,7 +11,6 @@ from typing import Any
 
 from arpo.config.model_folder import check_model_folder
 from arpo.config.run_folder import check_run_folder
-from arpo.config.tools import ToolsConfig
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
@@ -19,8 +18,7 @@ from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import check_installed
 from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
-from arpo.tools import check_known, tool_class, tool_schemas
-from arpo.tools.interface import is_stateful
+from arpo.tools import check_known, tool_schemas
 
 NUM_ROWS = 50
 
