@@ -4,8 +4,8 @@ from helpers.losses import loss_of
 
 from arpo.advantages import TREE_CREDITS, CriticEvidence, GroupEvidence, assign_advantages, gae, grpo
 from arpo.errors import names_of
-from arpo.options import AdvantageConfig, RolloutConfig
-from arpo.selection import groups_to_train_on, is_dead, num_to_sample, training_trajectories, until_full
+from arpo.options import AdvantageConfig
+from arpo.selection import groups_to_train_on, is_dead, training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 
@@ -278,44 +278,6 @@ def test_training_leaves_out_what_cannot_teach():
 
 LIVE, DEAD = [1.0, 0.0], [1.0, 1.0]
 RESAMPLE = AdvantageConfig(dead_groups="resample", max_resample=2)
-
-
-@pytest.mark.parametrize("dead_groups", ["keep", "drop", "resample"])
-def test_a_step_samples_its_prompts_first_and_further_ones_only_under_resample(dead_groups):
-    cfg = AdvantageConfig(dead_groups=dead_groups)
-    assert num_to_sample([], 8, cfg) == 8
-    assert (num_to_sample(groups_with([LIVE, DEAD]), 2, cfg) > 0) == (dead_groups == "resample")
-    assert num_to_sample(groups_with([LIVE, LIVE]), 2, cfg) == 0
-
-
-@pytest.mark.parametrize(
-    "num_live, num_dead, expected",
-    [
-        (6, 2, 3),  # 2 are missing, and 6 of 8 are mixed: 2 * 8 / 6 = 2.67
-        (4, 4, 8),  # 4 * 8 / 4
-        (1, 7, 8),  # 7 * 8 / 1 would be 56, but never more than a step at once
-        (0, 8, 8),
-        (6, 16, 2),  # 2 * 22 / 6 = 7.33, but 8 + 2 * 8 prompts are all that the step may sample
-        (6, 18, 0),
-        (9, 3, 0),  # more than enough
-    ],
-)
-def test_the_number_of_further_prompts_follows_from_the_share_of_mixed_groups(num_live, num_dead, expected):
-    groups = groups_with([LIVE] * num_live + [DEAD] * num_dead)
-    assert num_to_sample(groups, 8, RESAMPLE) == expected
-
-
-def test_a_step_that_is_filled_from_a_queue_asks_once_for_all_that_it_may_need():
-    pull = RolloutConfig(dispatch="pull")
-    assert num_to_sample([], 8, RESAMPLE, pull) == 24 and num_to_sample([], 8, AdvantageConfig(), pull) == 8
-    assert num_to_sample(groups_with([DEAD] * 24), 8, RESAMPLE, pull) == 0
-    assert num_to_sample([], 8, RESAMPLE, RolloutConfig()) == 8
-
-
-def test_a_queues_groups_count_up_to_the_last_that_is_needed():
-    groups = groups_with([DEAD, LIVE, DEAD, LIVE, LIVE, DEAD])
-    assert until_full(groups, 2) == groups[:4] and until_full([*groups, None], 3) == groups[:5]
-    assert until_full(groups, 4) == groups
 
 
 def test_under_resample_the_first_mixed_groups_are_trained_on():

@@ -87,6 +87,6 @@ class Beside(Dealt):
 
     def start(self) -> None:
         while (place := self.take()) is not None:
-            name = f"{self.seed}, validation {place}"
+            name = f"validation after step {self.seed.rpartition('|')[2]}, {place}"
             self.loop.start_group(self.prompts[place], self.seed, name=name)
             self.places[name] = place

@@ -15,7 +15,7 @@ from arpo.engine import Chunk, SamplingSpec
 from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.ranks import Ranks
-from arpo.rollout import Loop
+from arpo.rollout import Rollout
 from arpo.sampling.carried_state import go_on_from, state_of
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.sampler import Sampler
@@ -92,28 +92,41 @@ class PunctualRunner(ToolRunner):
         return sorted(found, key=lambda pair: self.order.index(pair[0]))
 
 
-def make(
-    ranks: Ranks, script, tools, cfg, branching, *, num_prompts: int, seed=0, score=None, runner=ToolRunner, per_step=7
-) -> CarryOver:
+def sampler_with(ranks: Ranks, script, tools, cfg, branching, *, score=None, runner=ToolRunner, per_step=7) -> Sampler:
     engine = CutEngine(TOKENIZER, script, per_step)
-    sampler = Sampler(
-        engine, runner({t.tag: t for t in tools}), CODEC, Team(ranks), Console(is_main=False), seed, score
-    )
-    return CarryOver(sampler, cfg, branching, num_prompts)
+    console = Console(is_main=False)
+    tools = runner({t.tag: t for t in tools})
+    on_group = getattr(score, "on_group", None)
+    return Sampler(engine, tools, CODEC, Team(ranks), console, 0, cfg, branching, score=score, on_group=on_group)
+
+
+def make(
+    ranks: Ranks, script, tools, cfg, branching, *, num_prompts: int, score=None, runner=ToolRunner, per_step=7
+) -> CarryOver:
+    sampler = sampler_with(ranks, script, tools, cfg, branching, score=score, runner=runner, per_step=per_step)
+    return CarryOver(sampler, num_prompts)
 
 
 def train(carry: CarryOver, prompts: list, first: int, last: int, num_steps: int, num_drawn: int = 0) -> list[list]:
     """The groups that the steps first..last of num_steps are trained on. prompts: in the order of the draws."""
     steps = []
     for step in range(first, last + 1):
-        count = carry.num_to_draw(carry.num_prompts, num_steps - step + 1)
+        count = carry.num_to_draw(num_steps - step + 1)
         drawn, num_drawn = prompts[num_drawn : num_drawn + count], num_drawn + count
-        names = {"description": "rollout", "step": f"{step}"}
-        share = carry(drawn, carry.cfg, carry.loop.branching, **names)
+        source = carry.begin_step(step, drawn, None)
+        carry.sampler.run([source], "rollout", carry.num_prompts)
         if carry.sampler.score:
-            carry.sampler.score(share.groups)
-        steps.append(carry.exchange(share)[0])
+            carry.sampler.score(source.to_score)
+        steps.append(source.exchange())
     return steps
+
+
+def advance(loop: Rollout) -> None:
+    """One round of what `drive` does."""
+    for call_id, result in loop.tools.collect(block=not loop.engine.num_running):
+        loop.on_tool_result(call_id, result)
+    for chunk in loop.engine.step() if loop.engine.num_running else ():
+        loop.on_chunk(chunk)
 
 
 def saved(carry: CarryOver, folder: Path) -> list[Path]:
@@ -130,7 +143,7 @@ def moved(carry: CarryOver, fresh: CarryOver, prompts: list) -> CarryOver:
     return fresh
 
 
-def play_cut(loop: Loop, prompts: list, rng: random.Random, *, share: float, between=lambda: None) -> list:
+def play_cut(loop: Rollout, prompts: list, rng: random.Random, *, share: float, between=lambda: None) -> list:
     """What `rollout` returns, with cuts at random moments; `between`: what is done while all is paused."""
     groups = [loop.start_group(prompt, "0|0") for prompt in prompts]
     while loop.num_unfinished:
@@ -141,7 +154,7 @@ def play_cut(loop: Loop, prompts: list, rng: random.Random, *, share: float, bet
             loop.tools.unpark()
             for live in loop.decoding.values():
                 loop.submit(live)
-        loop.advance(block=True)
+        advance(loop)
     return [group.finish() for group in groups]
 
 

@@ -21,14 +21,12 @@ def prompt(prompt_id: str = "p0", tools=("python", "search")) -> Prompt:
     return Prompt(prompt_id, messages, ["1"], tools=tools, token_ids=tuple(CODEC.render_prompt(messages)))
 
 
-def play(
-    script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None, score=None, codec=CODEC
-):
+def play(script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None, codec=CODEC):
     engine = engine or ScriptedEngine(codec.tokenizer, script)
     tools = tools or [EchoTool("search", "found"), EchoTool("python", "2")]
     runner = ToolRunner({t.tag: t for t in tools})
     try:
-        groups = rollout(prompts or [prompt()], engine, runner, codec, cfg, branching, seed=seed, score=score)
+        groups = rollout(prompts or [prompt()], engine, runner, codec, cfg, branching, seed=seed)
     finally:
         runner.close()
     return groups

@@ -9,18 +9,19 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from helpers.cut_rollout import CutEngine, PunctualRunner, make, moved, plain, play_cut, saved, train
+from helpers.cut_rollout import CutEngine, PunctualRunner, advance, make, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
 from helpers.ranks import mesh_of_one, ranks_of
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_answer, prompt
 from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
 
 from arpo.errors import UserError
+from arpo.growing import GroupState
 from arpo.metrics import staleness
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
-from arpo.rollout import Loop, rollout
-from arpo.sampling.carried_state import go_on_from
+from arpo.rollout import Rollout, rollout
+from arpo.sampling.carried_state import check_nothing_is_left, go_on_from
 from arpo.sampling.carry_over import Begun, Carried
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory, Turn
@@ -29,13 +30,13 @@ NONE = BranchingConfig(selector="none", num_initial_rollouts=4)
 FAST = [
     BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6),
     BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
-    BranchingConfig(selector="mixed", num_initial_rollouts=3),
+    BranchingConfig(selector="at2po", num_initial_rollouts=3),
 ]
 SLOW = [
     NONE,
-    BranchingConfig(num_initial_rollouts=2, entropy_mode="topk", max_branches_per_turn=2),
+    BranchingConfig(num_initial_rollouts=2, max_branches_per_turn=2),
     BranchingConfig(num_initial_rollouts=1, timing="upstream", entropy_mode="upstream", base=0.9),
-    *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS if name != "mixed"),
+    *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS if name != "at2po"),
 ]
 ALGORITHMS = [*FAST, *(pytest.param(branching, marks=pytest.mark.slow) for branching in SLOW)]
 NAMES = [f"{b.selector}-{b.entropy_mode}" for b in FAST + SLOW]
@@ -86,8 +87,8 @@ def test_a_rollout_that_is_cut_at_random_moments_is_the_one_that_is_not(branchin
         engines = [CutEngine(TOKENIZER, world(seed), tokens_per_step) for tokens_per_step in (7, 3)]
         rng = random.Random(seed)
         try:
-            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0, score=score)
-            loop = Loop(engines[1], runner, CODEC, WORLD, branching, None, score)
+            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0)
+            loop = Rollout(engines[1], runner, CODEC, WORLD, branching)
             cut = play_cut(loop, prompts, rng, share=0.15)
         finally:
             runner.close()
@@ -103,16 +104,16 @@ def test_a_stop_string_is_seen_wherever_the_cut_was(num_sampled):
     text = {0: "<think>t</think></python> and on", 1: ANSWER}
     engine = CutEngine(TOKENIZER, lambda _p, _t, turn: text[turn], tokens_per_step=num_sampled)
     runner = ToolRunner({"python": EchoTool("python", "2")})
-    loop = Loop(engine, runner, CODEC, replace(SHORT, group_size=1), NONE, None, None)
+    loop = Rollout(engine, runner, CODEC, replace(SHORT, group_size=1), NONE)
     try:
         group = loop.start_group(prompt(tools=("python",)), "0|0")
-        loop.advance(block=True)
+        advance(loop)
         engine.abort(list(loop.decoding))
         engine.tokens_per_step = 50
         for live in loop.decoding.values():
             loop.submit(live)
         while loop.num_unfinished:
-            loop.advance(block=True)
+            advance(loop)
     finally:
         runner.close()
     [t] = group.finish().trajectories
@@ -123,11 +124,11 @@ def test_a_stop_string_is_seen_wherever_the_cut_was(num_sampled):
 
 def test_the_rest_of_a_turn_has_a_seed_and_an_entropy_window_of_its_own():
     engine = CutEngine(TOKENIZER, lambda *_: ANSWER, tokens_per_step=7)
-    loop = Loop(engine, ToolRunner({}), CODEC, replace(SHORT, group_size=1), NONE, None, None)
+    loop = Rollout(engine, ToolRunner({}), CODEC, replace(SHORT, group_size=1), NONE)
     try:
         loop.start_group(prompt(), "0|0")
         for _ in range(2):  # the second time nothing has been sampled since
-            loop.advance(block=True)
+            advance(loop)
             engine.abort(list(loop.decoding))
             for live in loop.decoding.values():
                 loop.submit(live)
@@ -157,7 +158,7 @@ def test_every_prompt_is_trained_on_once_and_none_is_older_than_the_bound(alone,
             carry.sampler.tools.close()
         trained = [group.prompt.prompt_id for groups in steps for group in groups]
         assert [len(groups) for groups in steps] == [4] * 5 and sorted(trained) == sorted(p.prompt_id for p in prompts)
-        assert not carry.groups and not carry.waiting and not carry.loop.num_unfinished
+        assert not carry.carried and not carry.waiting and not carry.loop.num_unfinished
         for step, groups in enumerate(steps, 1):
             numbers = [int(group.prompt.prompt_id[1:]) for group in groups]
             assert numbers == sorted(numbers)  # as they were drawn
@@ -223,32 +224,22 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
             assert self.num_left >= 0
             return super().__iter__()
 
+    ticks = iter(range(1, 999))
     carry = make(alone, one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
-    carry._store, carry.clock = dist.HashStore(), iter(range(1, 99)).__next__
+    carry._store, carry._looks.clock = dist.HashStore(), lambda: next(ticks)
     carry.begun = CountedOnce([Begun(0, 1, False), Begun(1, 1, True), Begun(2, 1, True), Begun(3, 1, False)])
     try:
-        carry._begin_step([], 2, None)
+        carry.begin_step(2, [], None)
         counts = []
         for begun in (2, 1, 2, 1):  # a group of this step, one that was due, and again
-            counts.append(carry.is_full())
-            carry._count(Carried(9, begun, None))
-        counts.append(carry.is_full())
+            counts.append(carry.is_done)
+            state = GroupState(prompt(), 0, budget=None)
+            carry.carried = [Carried(9, begun, state)]
+            carry.whole(state)
+        counts.append(carry.is_done)
     finally:
         carry.sampler.tools.close()
     assert counts == [False, False, False, False, True]  # enough are whole after two, but one more is due
-
-
-def test_without_carry_over_nothing_is_carried_and_no_version_is_kept(alone):
-    prompts = [prompt(f"p{i}") for i in range(4)]
-    carry = make(alone, one_slow, [EchoTool("search")], SHORT, NONE, num_prompts=2)
-    try:
-        steps = train(carry, prompts, 1, 2, 2)
-        alike = rollout(prompts[:2], carry.sampler.engine, carry.sampler.tools, CODEC, SHORT, NONE, seed=0, step=1)
-    finally:
-        carry.sampler.tools.close()
-    assert [[g.prompt.prompt_id for g in groups] for groups in steps] == [["p0", "p1"], ["p2", "p3"]]
-    assert plain(steps[0], without=()) == plain(alike, without=()) and not steps[0][0].trajectories[0].versions
-    assert staleness(steps[0], 1).values() == {} and carry.num_to_draw(7, 1) == 7 and carry.num_behind == 0
 
 
 def test_a_prompt_of_the_next_epoch_waits_for_its_earlier_group(alone):
@@ -309,7 +300,7 @@ def test_a_validation_in_between_disturbs_no_session_and_waits_for_none(kind, li
             assert [call.result for call in t.tool_calls] == [" ".join(arguments[: n + 1]) for n in range(3)]
 
     try:
-        loop = Loop(CutEngine(TOKENIZER, script, 5), runner, CODEC, cfg, branching, None, None)
+        loop = Rollout(CutEngine(TOKENIZER, script, 5), runner, CODEC, cfg, branching)
         groups = play_cut(loop, prompts, random.Random(0), share=0.4, between=validate)
     finally:
         runner.close()
@@ -321,10 +312,10 @@ def test_calls_go_on_while_all_is_paused(alone):
     tool = EchoTool("search", "found", jitter_s=0.0)
     runner = ToolRunner({"search": tool})
     engine = CutEngine(TOKENIZER, call_then_answer, tokens_per_step=99)
-    loop = Loop(engine, runner, CODEC, SHORT, NONE, None, None)
+    loop = Rollout(engine, runner, CODEC, SHORT, NONE)
     try:
         group = loop.start_group(prompt(), "0|0")
-        loop.advance(block=True)
+        advance(loop)
         assert runner.num_pending == 4
         runner.park()
         assert runner.num_pending == 0 and runner.collect(block=False) == []
@@ -333,7 +324,7 @@ def test_calls_go_on_while_all_is_paused(alone):
         runner.unpark()
         assert runner.num_pending == 4
         while loop.num_unfinished:
-            loop.advance(block=True)
+            advance(loop)
     finally:
         runner.close()
     assert [t.stop_reason for t in group.finish().trajectories] == [StopReason.EOS] * 4 and len(tool.arguments) == 5
@@ -364,7 +355,7 @@ def test_a_run_that_is_cut_off_after_any_step_goes_on_to_the_same_groups(alone, 
         carry = moved(carry, fresh(), prompts)
     carry.sampler.tools.close()
     assert [plain(groups, without=()) for groups in resumed] == [plain(groups, without=()) for groups in uncut]
-    assert num_unfinished > 8 and not carry.groups
+    assert num_unfinished > 8 and not carry.carried
 
 
 @pytest.mark.parametrize("tags", [("search",), ("search", "python")])
@@ -378,12 +369,12 @@ def test_calls_under_way_and_sessions_come_back(alone, tags):
     prompts, cfg = [prompt("p0")], replace(WORLD, group_size=2, carry_over=1)
     before, tools = (sharing(ForkedNotes) if len(tags) > 1 else [ForkedNotes()] for _ in range(2))
     carry = make(alone, script, before, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
-    carry._begin_step(prompts, 1, None)
-    assert carry._begin_next()
+    carry.begin_step(1, prompts, None)
+    carry.start()
     for _ in range(3):
-        carry.loop.advance(block=True)
+        advance(carry.loop)
     assert carry.sampler.tools.num_pending  # the last advance ended a turn in calls
-    carry.pause()
+    carry.end()
     fresh = make(alone, script, tools, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1)
     moved(carry, fresh, prompts)
     carry.sampler.tools.close()
@@ -395,24 +386,22 @@ def test_calls_under_way_and_sessions_come_back(alone, tags):
 
 
 def test_files_that_cannot_be_used_are_refused_in_one_line(alone, tmp_path):
-    def fresh(cfg=CARRIES):
-        return make(alone, world(3), [EchoTool("search"), EchoTool("python")], cfg, NONE, num_prompts=2)
+    def fresh():
+        return make(alone, world(3), [EchoTool("search"), EchoTool("python")], CARRIES, NONE, num_prompts=2)
 
-    carry, off = fresh(), fresh(WORLD)
+    carry = fresh()
     prompts = [prompt(f"p{i}") for i in range(4)]
     try:
         train(carry, prompts, 1, 1, 3)
         files = saved(carry, tmp_path)
         with pytest.raises(UserError, match=r"rollout.carry_over=0 would drop; set it to 1$"):
-            go_on_from(off, files, prompts)
+            check_nothing_is_left(files)
         with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
             go_on_from(carry, files, prompts[:1])
-        go_on_from(off, [], prompts)
         train(carry, prompts, 2, 2, 2, num_drawn=4)
-        go_on_from(off, saved(carry, tmp_path), prompts)  # the run had ended: nothing is lost
+        check_nothing_is_left(saved(carry, tmp_path))  # the run had ended
         files[0].write_bytes(gzip.compress(b"{")[:-3])
         with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
             go_on_from(carry, files, prompts)
     finally:
         carry.sampler.tools.close()
-        off.sampler.tools.close()

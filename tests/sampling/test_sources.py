@@ -19,14 +19,16 @@ from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TO
 from transformers import AutoTokenizer
 
 from arpo.config.sections import EngineConfig
-from arpo.dispatch import Dealt, ExpectedLengths, PromptQueue, RefilledQueue
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.team import Team
+from arpo.growing import GroupState
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.ranks import Ranks
+from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.sampler import Sampler
+from arpo.sampling.sources import Dealt, Pulled, Refilled, dealt_or_pulled, until_full
 from arpo.selection import is_dead
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, Trajectory
@@ -58,26 +60,30 @@ def by_length(groups: list[Group]) -> None:
         t.reward = float(len(t.token_ids) % 8 == 0)
 
 
-def sampler_of(ranks: Ranks, team: Team | None = None, *, max_num_seqs: int = 8) -> Sampler:
+def sampler_of(ranks: Ranks, team: Team | None = None, cfg: RolloutConfig = SHORT, *, max_num_seqs: int = 8) -> Sampler:
     """One whose engine is the slower the higher the rank."""
     team = team or Team(ranks)
     engine = SeededEngine(TOKENIZER, None)
     engine.step_s = 0.002 * ranks.rank
     tools = team.tool_runner({"search": EchoTool("search", "found", jitter_s=0.003)})
-    return Sampler(engine, tools, CODEC, team, Console(is_main=False), 0, by_length, max_num_seqs)
+    return Sampler(engine, tools, CODEC, team, Console(is_main=False), 0, cfg, BRANCHES, max_num_seqs, score=by_length)
 
 
 def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
     return [prompt(f"p{i}") for i in range(count)]
 
 
-def sampled(sampler: Sampler, cfg: RolloutConfig, *, num_wanted: int = 0, step: int = 3) -> tuple[list[tuple], int]:
+def sampled(sampler: Sampler, cfg: RolloutConfig, *, num_wanted: int = 0) -> tuple[list[tuple], int]:
     """What came of each prompt, in order, and the number of groups that were cut off."""
-    share = sampler(prompts(), cfg, BRANCHES, description="test", step=step, num_wanted=num_wanted)
-    sampler.score(share.groups if sampler.team.is_first else [])
-    groups, num_cut_off = sampler.exchange(share)
+    sampler = replace(sampler, rollout=cfg)
+    source = dealt_or_pulled(sampler, prompts(), 3, label="test")
+    if num_wanted:
+        source = Refilled(sampler, prompts(), 3, num_wanted=num_wanted)
+    sampler.run([source], "test", NUM_PROMPTS)
+    sampler.score(source.to_score if sampler.team.is_first else [])
+    groups = source.exchange()
     assert sampler.tools.num_pending == sampler.engine.num_running == 0
-    return [what_came_of(group) for group in groups], num_cut_off
+    return [what_came_of(group) for group in groups], source.num_cut_off if num_wanted else 0
 
 
 def what_came_of(group: Group) -> tuple:
@@ -91,6 +97,7 @@ def in_all_ways(ranks: Ranks, team_size: int = 1) -> dict:
         "pull": sampled(sampler, PULL),
         "again": sampled(sampler, PULL),  # under the same name: nothing of the last one is left in the store
         "refilled": sampled(sampler, PULL, num_wanted=NUM_WANTED),
+        "refilled from a share": sampled(sampler, SHORT, num_wanted=NUM_WANTED),
     }
     sampler.tools.close()
     return results
@@ -117,9 +124,11 @@ def two_ranks(ranks: Ranks) -> dict:
     results, sampler = in_all_ways(ranks), sampler_of(ranks, max_num_seqs=SHORT.group_size)
     engine = HeldEngine(TOKENIZER, None)
     engine.ranks = ranks
-    share = replace(sampler, engine=engine)(prompts(), PULL, NO_BRANCHES, description="held")
+    held = replace(sampler, engine=engine, rollout=PULL, branching=NO_BRANCHES)
+    source = Pulled(held, prompts(), "held")
+    held.run([source], "held", NUM_PROMPTS)
     ranks.store.set(f"rank {ranks.rank} is done", "")
-    groups, _ = sampler.exchange(share)
+    groups = source.exchange()
     sampler.tools.close()
     return results | {"held by": [group.sampled_by for group in groups]}
 
@@ -153,14 +162,16 @@ def test_a_refilled_step_ends_with_the_prompt_that_completes_it_on_any_number_of
     expected = first_enough(alone["fixed"][0])
     assert NUM_WANTED + 2 < len(expected) < NUM_PROMPTS  # some are dead
     for rank in [alone, *on_two_ranks]:
-        groups, num_cut_off = rank["refilled"]
-        assert groups == expected and 0 <= num_cut_off <= NUM_PROMPTS - len(expected)
+        for way in ("refilled", "refilled from a share"):
+            groups, num_cut_off = rank[way]
+            assert groups == expected and 0 <= num_cut_off <= NUM_PROMPTS - len(expected)
 
 
 @pytest.mark.slow
 def test_ranks_that_share_an_engine_pull_as_one(alone):
     for rank in run_ranks(4, in_all_ways, 2):
         assert rank["pull"] == alone["pull"] and rank["refilled"][0] == alone["refilled"][0]
+        assert rank["refilled from a share"][0] == alone["refilled"][0]
 
 
 def test_a_rank_that_stands_still_holds_no_more_than_its_engine_does_and_the_others_take_the_rest(on_two_ranks):
@@ -168,151 +179,173 @@ def test_a_rank_that_stands_still_holds_no_more_than_its_engine_does_and_the_oth
         assert rank["held by"].count(1) == 1 and rank["held by"].count(0) == NUM_PROMPTS - 1
 
 
-# ---- the queue by itself
+# ---- the sources by themselves
 
 
-def queue_of(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, **options) -> PromptQueue:
+class IdleEngine:
+    """Runs as many requests as the test says."""
+
+    num_running = 0
+
+    def abort(self, request_ids: list[str]) -> None:
+        assert request_ids == []
+
+
+def source_for(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, **options) -> Dealt:
+    """One whose engine and tools are never asked for anything but their load."""
     team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store))
-    options = {"max_num_seqs": 8, "group_size": 4} | options
-    kind = RefilledQueue if "num_wanted" in options else PromptQueue
-    return kind(prompts(num_prompts), team, "test", **options)
+    clocks = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
+    cfg = replace(PULL, group_size=options.pop("group_size", 4), dispatch=options.pop("dispatch", "pull"))
+    limit, nobody = options.pop("max_num_seqs", 8), Console(is_main=False)
+    sampler = Sampler(
+        IdleEngine(), ToolRunner({}), CODEC, team, nobody, 0, cfg, NO_BRANCHES, limit, lambda groups: None, **clocks
+    )
+    sampler.tools.close()
+    kind = Refilled if "num_wanted" in options else options.pop("kind", Pulled)
+    return kind(sampler, prompts(num_prompts), "test", **options)
 
 
-def names(taken: list[Prompt | None]) -> list[str | None]:
-    return [prompt and prompt.prompt_id for prompt in taken]
+def taken(source: Dealt, *loads: tuple[int, int]) -> list[int | None]:
+    """What it takes where so many trajectories are unfinished, and so many of them decode."""
+    found = []
+    for source.loop.num_unfinished, source.sampler.engine.num_running in loads:
+        found.append(source.take())
+        if found[-1] is not None:
+            source.places[f"p{found[-1]}"] = found[-1]
+    return found
+
+
+def both(*counts: int) -> list[tuple[int, int]]:
+    return [(count, count) for count in counts]
 
 
 def test_dealt_prompts_are_begun_at_once_or_while_few_are_unfinished():
-    at_once, few = Dealt(prompts(3)), Dealt(prompts(3), max_at_once=5)
-    assert names(at_once.take(4 * i, 4 * i) for i in range(4)) == ["p0", "p1", "p2", None]
-    assert names(few.take(n, n) for n in (0, 4, 5, 4, 0)) == ["p0", "p1", None, "p2", None]
+    at_once, few = source_for(3, kind=Dealt), source_for(3, kind=Dealt, max_at_once=5)
+    assert taken(at_once, *both(0, 4, 8, 12)) == [0, 1, 2, None]
+    assert taken(few, *both(0, 4, 5, 4, 0)) == [0, 1, None, 2, None]
 
 
 def test_a_prompt_is_pulled_while_the_engine_has_a_free_place():
-    queue = queue_of(9)
-    assert names(queue.take(n, n) for n in (0, 7, 8)) == ["p0", "p1", None]
+    source = source_for(9)
+    assert taken(source, *both(0, 7, 8)) == [0, 1, None]
     # those whose tools are at work leave their places to others, as long as others get their share
-    assert names(queue.take(*at) for at in [(35, 7), (36, 7), (36, 0), (0, 0)]) == ["p2", None, None, "p3"]
+    assert taken(source, (35, 7), (36, 7), (36, 0), (0, 0)) == [2, None, None, 3]
 
 
 def test_whoever_comes_first_does_not_take_all_prompts_of_an_empty_engine():
     store = dist.HashStore()
-    first, second = (queue_of(4, rank, 2, store, max_num_seqs=256) for rank in (0, 1))
-    assert names(first.take(4 * i, 4 * i) for i in range(4)) == ["p0", "p1", None, None]
-    assert names(second.take(4 * i, 4 * i) for i in range(3)) == ["p2", "p3", None]
-    assert first.take(0, 0) is None and not first.is_open and not first.is_full
+    first, second = (source_for(4, rank, 2, store, max_num_seqs=256) for rank in (0, 1))
+    assert taken(first, *both(0, 4, 8, 12)) == [0, 1, None, None]
+    assert taken(second, *both(0, 4, 8)) == [2, 3, None]
+    assert taken(first, (0, 0)) == [None] and first.is_done
 
 
 def test_the_longest_prompts_of_the_last_epoch_are_handed_out_first():
-    lengths = ExpectedLengths(replace(PULL, pull_order="longest_first"), {"p3": 5, "gone": 7})
+    lengths = ExpectedLengths({"p3": 5, "gone": 7})
     for number, tokens in ((1, 90), (2, 10)):
-        both = [Trajectory(f"p{number}", "0", loss_mask=[1] * n + [0] * 50) for n in (tokens + 8, tokens - 8)]
-        lengths.add([Group(prompt(f"p{number}"), both)])
+        pair = [Trajectory(f"p{number}", "0", loss_mask=[1] * n + [0] * 50) for n in (tokens + 8, tokens - 8)]
+        lengths.add([Group(prompt(f"p{number}"), pair)])
     assert lengths.state == {"p3": 5, "gone": 7, "p1": 90, "p2": 10}
     # p0 was never drawn, and counts as the mean of the others: 35
     assert lengths.longest_first(prompts(4)) == [1, 0, 2, 3]
-    queue = queue_of(4, order=[1, 0, 2, 3])
-    assert names(queue.take(0, 0) for _ in range(5)) == ["p1", "p0", "p2", "p3", None]
-    assert queue.places == {f"p{i}": i for i in range(4)}
+    source = source_for(4, order=[1, 0, 2, 3])
+    assert taken(source, *both(0, 0, 0, 0, 0)) == [1, 0, 2, 3, None]
 
 
-def test_lengths_are_not_kept_where_nobody_asks_for_an_order():
-    lengths = ExpectedLengths(PULL, {})
-    lengths.add([Group(prompt("p1"), [Trajectory("p1", "0", loss_mask=[1])])])
-    assert lengths.state == {}
+def finish(source: Refilled, number: int, *, mixed: bool) -> None:
+    state = GroupState(prompt(f"p{number}"), 2, budget=None, name=f"p{number}")
+    ends = {"token_ids": [1], "loss_mask": [1], "rollout_logprobs": [0.0]}
+    for i in range(2):
+        state.trajectories[(i,)] = Trajectory(f"p{number}", str(i), reward=float(i * mixed), **ends)
+    source.whole(state)
 
 
-def finish(queue: RefilledQueue, number: int, *, mixed: bool) -> None:
-    trajectories = [Trajectory(f"p{number}", str(i), reward=float(i * mixed)) for i in range(2)]
-    queue.telling(None)(Group(prompt(f"p{number}"), trajectories), [])
-
-
-def refilled(*, num_ranks: int = 1, num_prompts: int = 9, num_wanted: int = 3) -> list[RefilledQueue]:
-    """Queues of all ranks, on one clock that only waiting moves."""
+def refilled(*, num_ranks: int = 1, num_prompts: int = 9, num_wanted: int = 3, dispatch="pull") -> list[Refilled]:
+    """The sources of all ranks, on one clock that only waiting moves."""
     store, now = dist.HashStore(), [0.0]
     clocks = {"clock": lambda: now[0], "sleep": lambda seconds: now.__setitem__(0, now[0] + seconds)}
-    common = {"num_wanted": num_wanted, "score": lambda groups: None, "group_size": 2, "max_num_seqs": 64, **clocks}
-    return [queue_of(num_prompts, rank, num_ranks, store, **common) for rank in range(num_ranks)]
+    sizes = {"num_wanted": num_wanted, "group_size": 2, "max_num_seqs": 64, "dispatch": dispatch}
+    return [source_for(num_prompts, rank, num_ranks, store, **sizes, **clocks) for rank in range(num_ranks)]
 
 
-def test_further_prompts_are_handed_out_for_a_dead_group_and_none_before():
-    [queue] = refilled()
-    assert names(queue.take(2 * i, 2 * i) for i in range(3)) == ["p0", "p1", "p2"]
-    assert queue.take(2, 2) is None
-    finish(queue, 1, mixed=False)
-    assert names(queue.take(4, 4) for _ in range(5)) == ["p3", "p4", "p5", "p6", None]  # 1 + 3 / (1 / 2)
+def test_further_prompts_are_begun_for_a_dead_group_and_none_before():
+    [source] = refilled()
+    assert taken(source, *both(0, 2, 4)) == [0, 1, 2]
+    assert taken(source, (2, 2)) == [None]
+    finish(source, 1, mixed=False)
+    assert taken(source, *both(4, 4, 4, 4, 4)) == [3, 4, 5, 6, None]  # 1 + 3 / (1 / 2)
     for number in (0, 2, 3):
-        finish(queue, number, mixed=True)
-    assert queue.take(6, 6) is None and queue.is_full  # three were begun for nothing
-    assert queue.end == 4
+        finish(source, number, mixed=True)
+    assert taken(source, (6, 6)) == [None] and source.is_done and source.is_full
+    assert source.num_taken == 4
 
 
 def test_a_slow_prompt_before_the_end_is_waited_for():
-    [queue] = refilled()
-    for i in range(3):
-        queue.take(2 * i, 2 * i)
-    finish(queue, 2, mixed=False)
-    assert names(queue.take(4, 4) for _ in range(3)) == ["p3", "p4", "p5"]
-    finish(queue, 1, mixed=True)
-    finish(queue, 3, mixed=True)
-    finish(queue, 4, mixed=True)
-    assert queue.take(4, 4) is None and not queue.is_full and queue.end is None
-    finish(queue, 0, mixed=True)  # with it, p3 is the third mixed one: p4 and p5 came too early
-    assert queue.take(0, 0) is None and queue.is_full and queue.end == 4
+    [source] = refilled()
+    taken(source, *both(0, 2, 4))
+    finish(source, 2, mixed=False)
+    assert taken(source, *both(4, 4, 4)) == [3, 4, 5]
+    for number in (1, 3, 4):
+        finish(source, number, mixed=True)
+    assert taken(source, (4, 4)) == [None] and not source.is_done and source.num_taken is None
+    finish(source, 0, mixed=True)  # with it, p3 is the third mixed one: p4 and p5 came too early
+    assert taken(source, (0, 0)) == [None] and source.is_full and source.num_taken == 4
 
 
 def test_a_step_that_cannot_be_filled_takes_all_it_may():
-    [queue] = refilled(num_prompts=4)
+    [source] = refilled(num_prompts=4)
     for number in range(4):
-        assert queue.take(0, 0).prompt_id == f"p{number}"
-        finish(queue, number, mixed=False)
-    assert queue.take(0, 0) is None and queue.end == 4 and not queue.is_open
+        assert taken(source, (0, 0)) == [number]
+        finish(source, number, mixed=False)
+    assert taken(source, (0, 0)) == [None] and source.num_taken == 4 and source.is_done
 
 
-def test_a_rank_without_work_waits_for_the_verdicts_of_others_and_ends_with_them():
-    busy, idle = refilled(num_ranks=2, num_wanted=2)
-    assert [busy.take(0, 0).prompt_id, idle.take(0, 0).prompt_id] == ["p0", "p1"]
+@pytest.mark.parametrize("dispatch", ["fixed", "pull"])
+def test_a_rank_without_work_waits_for_the_verdicts_of_others_and_ends_with_them(dispatch):
+    busy, idle = refilled(num_ranks=2, num_wanted=2, dispatch=dispatch)
+    assert taken(busy, (0, 0)) + taken(idle, (0, 0)) == [0, 1]
     finish(idle, 1, mixed=True)
-    move_clock = idle.sleep
-
-    def sleep(seconds: float) -> None:
-        move_clock(seconds)
-        time.sleep(0.005)  # or hours would pass on its clock wherever this thread has to wait for a processor
-
-    idle.sleep = sleep
-    asked = threading.Thread(target=lambda: answers.append((idle.take(0, 0), idle.is_full)))
-    answers: list = []
-    asked.start()  # waits: whether p2 is needed depends on p0
-    while not (idle.clock() > 1.0 or answers):
-        time.sleep(0.001)
-    assert not answers
+    for _ in range(30):  # whether another one is needed depends on p0
+        assert taken(idle, (0, 0)) == [None] and not idle.is_done
+        idle.idle(has_calls=False)
+    assert idle.sampler.clock() > 1.0
     finish(busy, 0, mixed=False)
-    asked.join(timeout=60)
-    assert answers[0][0].prompt_id == "p2"
-    assert busy.take(0, 0).prompt_id == "p3"  # 2 + 1 / (2 / 3), rounded up
-    finish(idle, 2, mixed=True)
-    assert idle.take(0, 0) is None and idle.is_full and idle.end == 3
-    busy.sleep(1.0)
-    assert busy.take(2, 2) is None and busy.is_full  # and gives p3 up
+    idle.idle(has_calls=False)
+    # 2 + 1 / (2 / 3), rounded up, are allowed: p2 and p3, which dealt ones take from their own shares
+    first, second = (busy, idle) if dispatch == "fixed" else (idle, busy)
+    assert taken(first, (0, 0)) == [2] and taken(second, (0, 0)) == [3]
+    finish(first, 2, mixed=True)
+    for source in (first, second):
+        source.sampler.sleep(1.0)
+        assert taken(source, (0, 0)) == [None] and source.is_full and source.num_taken == 3  # p3 is given up
 
 
 def test_a_rank_does_not_wait_for_others_longer_than_the_run_says():
     busy, idle = refilled(num_ranks=2, num_wanted=2)
-    idle.take(0, 0)
-    busy.take(0, 0)
+    taken(idle, (0, 0))
+    taken(busy, (0, 0))
     finish(idle, 0, mixed=True)
-    with pytest.raises(dist.DistStoreError, match="no other rank has finished a prompt in 1:00:00"):
-        idle.take(0, 0)
+    with pytest.raises(dist.DistStoreError, match="the other ranks have not ended the rollout in 1:00:00"):
+        for _ in range(10**6):
+            assert taken(idle, (0, 0)) == [None]
+            idle.idle(has_calls=False)
 
 
 def test_nothing_is_left_in_the_store():
     store = dist.HashStore()
-    queue = queue_of(3, store=store, num_wanted=2, score=lambda groups: None)
-    queue.take(0, 0)
-    finish(queue, 0, mixed=True)
+    source = source_for(3, store=store, num_wanted=2)
+    taken(source, (0, 0))
+    finish(source, 0, mixed=True)
     before = store.num_keys()
-    queue.delete_keys()
+    source.delete_keys()
     assert before == 3 and store.num_keys() == 0
+
+
+def test_groups_count_up_to_the_last_that_is_needed():
+    live, dead = ([Trajectory("p", str(i), reward=float(i * mixed)) for i in range(2)] for mixed in (1, 0))
+    groups = [Group(prompt(), trajectories) for trajectories in (dead, live, dead, live, live, dead)]
+    assert until_full(groups, 2) == groups[:4] and until_full([*groups, None], 3) == groups[:5]
+    assert until_full(groups, 4) == groups
 
 
 def test_calls_that_were_given_up_do_not_answer_later_ones_of_the_same_name():
@@ -374,14 +407,19 @@ def on_real_engines(ranks: Ranks, folder: str) -> dict:
         ("pull", REAL_PULL, 0),
         ("held", REAL_PULL, 0),
         ("refilled", REAL_PULL, NUM_WANTED),
+        ("refilled from a share", REAL, NUM_WANTED),
     ):
         runner = team.tool_runner({"search": held if way == "held" and ranks.rank else plain})
-        sampler = Sampler(engine, runner, codec, team, Console(is_main=False), 0, by_length, ENGINE.max_num_seqs)
-        share = sampler(questions, cfg, BRANCHES, description=way, num_wanted=num_wanted)
+        console, limit = Console(is_main=False), ENGINE.max_num_seqs
+        sampler = Sampler(engine, runner, codec, team, console, 0, cfg, BRANCHES, limit, score=by_length)
+        source = dealt_or_pulled(sampler, questions, 0, label=way)
+        if num_wanted:
+            source = Refilled(sampler, questions, 0, num_wanted=num_wanted)
+        sampler.run([source], way, len(questions))
         if way == "held":
             ranks.store.set(f"rank {ranks.rank} is done", "")
-        sampler.score(share.groups)
-        groups, _ = sampler.exchange(share)
+        sampler.score(source.to_score)
+        groups = source.exchange()
         results[way] = [what_came_of(group) for group in groups]
         results[f"{way} by"] = [group.sampled_by for group in groups]
         results[f"{way} calls"] = sum(len(t.tool_calls) for group in groups for t in group.trajectories)
@@ -404,5 +442,5 @@ def test_on_real_engines_too_it_does_not_matter_who_samples_what(real):
     assert alone["fixed calls"] > 20 and {*pair[0]["pull by"]} == {0, 1}
     for rank in real:
         assert rank["fixed"] == rank["pull"] == rank["held"] == alone["fixed"]
-        assert rank["refilled"] == alone["refilled"]
+        assert rank["refilled"] == rank["refilled from a share"] == alone["refilled"]
     assert len(alone["refilled"]) - alone["refilled dead"] == NUM_WANTED
