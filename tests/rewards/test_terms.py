@@ -9,8 +9,8 @@ from helpers.families import codec_of
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig, TrainingRewardConfig
+from arpo.protocol import FORMS
 from arpo.rewards import load_custom, score_groups
-from arpo.rewards.format import derive_segments
 from arpo.rewards.terms import TERMS, Judgement, TermEvidence, Terms, load_terms, overlong
 from arpo.selection import is_dead, teaching
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
@@ -29,7 +29,10 @@ def make_group(answers=("Paris", "London"), num_tokens=(5, 5)) -> Group:
         text = response(answer)
         call = ToolCall("search", f"query {i}", f"result {i}", ok=True)
         t = Trajectory("q-0", str(i), [0] * count, [1] * count, [0.0] * count, stop_reason=StopReason.EOS, text=text)
-        t.segments, t.turns = derive_segments(text), [Turn(0, 2, 3, tool_calls=[call]), Turn(3, count, count)]
+        t.segments, t.turns = (
+            FORMS["tags"].rules.derive_segments(text),
+            [Turn(0, 2, 3, tool_calls=[call]), Turn(3, count, count)],
+        )
         trajectories.append(t)
     return Group(prompt, trajectories)
 

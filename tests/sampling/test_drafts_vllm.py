@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.sampling.drafts import Drafts
 from arpo.tools.base import ToolRunner
@@ -31,7 +31,7 @@ ONE = SimpleNamespace(rank=0, world_size=1, together=lambda make: make())
 @pytest.fixture(scope="module")
 def parts(tiny_model_dir):
     """(engine, a function that does a rollout of these prompts, the prompts)"""
-    codec = Codec(AutoTokenizer.from_pretrained(tiny_model_dir))
+    codec = TagsCodec(AutoTokenizer.from_pretrained(tiny_model_dir))
     engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=32)
     engine = Engine(str(tiny_model_dir), engine_cfg, max_model_len=400, seed=0)
     runner = ToolRunner({"search": EchoTool("search", "the book"), "python": EchoTool("python", "42")})

@@ -1,4 +1,4 @@
-"""The codec of calls in JSON: prompts, results and conversations as the model's own chat template has them.
+"""The codec of forms that the chat template writes: prompts, results and conversations as the model knows them.
 
 Token in, token out: what the model sampled stays as it is. What the template writes between the end token of a turn
 with calls and the first token of the next depends on the results alone, not on the turn. It is taken from a short
@@ -9,6 +9,7 @@ and thoughts before the newest question) is never given the chance.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import ceil
@@ -16,10 +17,9 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from arpo.errors import UserError
+from arpo.protocol.calls import TRUNCATION_MARK, UNKNOWN, Call, escape_tags, tag_pattern
 from arpo.protocol.codec import DATA, REWRITES, Codec, Rendered
-from arpo.protocol.hermes import RESERVED, UNKNOWN, parse_calls
 from arpo.protocol.schema import ToolSchema
-from arpo.protocol.tags import TRUNCATION_MARK, Call, escape_tags, tag_pattern
 from arpo.trajectory import ToolCall
 
 MARK = "here the call ends"
@@ -27,23 +27,20 @@ MARK = "here the call ends"
 QUESTION = {"role": "user", "content": "question"}
 
 
-class HermesCodec(Codec):
-    """Codec for models whose chat template lists tools, and has calls as JSON in <tool_call> blocks.
+class TemplateCodec(Codec):
+    """Codec for models whose chat template lists tools, and has turns for calls and results.
 
-    Raises UserError, besides that of Codec, for a template that does not.
+    Raises UserError, besides that of Codec, for a template that has not, or has calls of another form.
     """
 
-    format = "hermes"
-    call_form = "calls as <tool_call> JSON </tool_call>"
+    call_form: str
     """The form in which the template must write calls, for messages."""
+    tools_mark: str
+    """What a system message of a file contains that lists tools itself."""
 
     def __init__(self, tokenizer, *, tools: Sequence[ToolSchema], enable_thinking: bool = False):
         self.schemas = {schema.name: schema for schema in tools}
         super().__init__(tokenizer, tools=tuple(self.schemas), enable_thinking=enable_thinking)
-
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        return RESERVED
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
@@ -77,9 +74,18 @@ class HermesCodec(Codec):
         if MARK not in self._after_calls([UNKNOWN], [MARK]):
             raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
 
+    @abstractmethod
     def _writes_calls(self, called: str) -> bool:
-        """Return whether the template, which has rendered `_conversation`, writes calls in this protocol's form."""
-        return "<tool_call>" in called
+        """Return whether the template, which has rendered `_conversation`, writes calls in this form."""
+
+    @staticmethod
+    @abstractmethod
+    def parse_calls(text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
+        """Return the calls of a turn in order, malformed ones with what is wrong. `offered` are the tools, by name."""
+
+    @abstractmethod
+    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
+        """Return the text of a message and, behind it, its calls as the template writes them."""
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
         """Return `tools=` of the template, in the order in which the tools are loaded; None for no tools."""
@@ -112,10 +118,7 @@ class HermesCodec(Codec):
     ) -> list[Call]:
         if finish != "eos":
             return []
-        return self._parse(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
-
-    def _parse(self, text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
-        return parse_calls(text, offered)
+        return self.parse_calls(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
 
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
@@ -162,16 +165,16 @@ class HermesCodec(Codec):
         train_turns: Literal["all", "last"] = "all",
         functions: list[dict] | None = None,
     ) -> Rendered:
-        """Tokenise an SFT conversation; the mask is 1 on what the assistant says, its calls and its end tokens.
+        """Tokenise an SFT conversation as `Codec.render_conversation` says.
 
         An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
         it in the order of the calls. `functions` is the template's `tools=`, None = the loaded tools, or none where the
         system message lists some itself. From a question to its answer a row is what a rollout would have made of the
-        same texts. For the rest see Codec.
+        same texts.
         """
         if error := self._system_error(messages):
             raise ValueError(error)
-        lists_tools = messages[0]["role"] == "system" and self._lists_tools(messages[0]["content"])
+        lists_tools = messages[0]["role"] == "system" and self.tools_mark in messages[0]["content"]
         functions = self._functions(None) if functions is None and not lists_tools else functions or None
         messages = [self._as_the_template_takes_it(message) for message in messages]
         asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
@@ -207,17 +210,6 @@ class HermesCodec(Codec):
         text = message["content"].strip() if self._trims else message["content"]
         text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
         return self._after_opening(text) if self._opened else text
-
-    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
-        """Return the text and, behind it, the calls of the message as the template writes them."""
-        asked = self._template([QUESTION], generation=False)
-        whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
-        calls = whole[whole.index("<tool_call>") : whole.rindex(self.tokenizer.eos_token)]
-        return text + "\n" * bool(text) + calls
-
-    def _lists_tools(self, system: str) -> bool:
-        """Return whether a system message of a file lists tools itself."""
-        return "<tools>" in system
 
     def _as_the_template_takes_it(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] == "tool":
