@@ -231,26 +231,60 @@ class Codec(ABC):
 
     # -- conversations of SFT
 
-    @abstractmethod
     def render_conversation(
         self,
         messages: list[dict[str, Any]],
         *,
         mask_results: bool = True,
         train_turns: Literal["all", "last"] = "all",
+        functions: list[dict] | None = None,
     ) -> Rendered:
         """Tokenise an SFT conversation; the mask is 1 on what the assistant says, its calls and its end tokens.
 
-        The template renders what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant
-        says is never put through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands
-        as the file has it, each result tokenised apart from the text around it, as in a rollout.
+        From a question to its answer a row is what a rollout would have made of the same texts. The template renders
+        what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant says is never put
+        through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands as the file has
+        it, each result tokenised apart from the text around it, as in a rollout.
 
+        An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
+        it in the order of the calls. `functions` is the template's `tools=` where it lists the tools.
         `mask_results=False` trains on results too, as the released code does; `train_turns="last"` trains only on the
         last assistant turn.
         Where the generation prompt opens a <think>, the one with which the assistant's text begins is left out of it.
         Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all, and where it
         opens a <think> that the assistant's text does not have.
         """
+        messages, functions = self._as_the_template_takes_it(messages, functions)
+        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
+        row, done = Rendered([], [], []), ""
+        for start in asked if train_turns == "all" else asked[-1:]:
+            prompt = self._template(messages[:start], generation=True, tools=functions)
+            if not prompt.startswith(done):
+                raise ValueError(REWRITES)
+            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
+            done = prompt + self._add_run(row, _run(messages, start), mask_results)
+        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
+        return row
+
+    @abstractmethod
+    def _as_the_template_takes_it(
+        self, messages: list[dict[str, Any]], functions: list[dict] | None
+    ) -> tuple[list[dict[str, Any]], list[dict] | None]:
+        """Return messages and functions of a file as the template takes them."""
+
+    @abstractmethod
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
+        """Add the assistant's turns up to its answer, and the results between them. Returns what was written."""
+
+    def _said(self, message: dict[str, Any]) -> str:
+        """Return what the assistant says, as the file has it, without the <think> that the prompt has opened."""
+        text = message["content"].strip() if self._trims else message["content"]
+        text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
+        return self._after_opening(text) if self._opened else text
+
+    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
+        """Return the text of a message and, behind it, the calls that it has in a field; with tags it has none."""
+        return text
 
     def _after_opening(self, text: str) -> str:
         """Return an assistant's text without the <think> at its start, which the generation prompt has written."""
@@ -271,3 +305,12 @@ class Codec(ABC):
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of any of these texts, longer ones first; no texts = no match."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _run(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
+    """Return an assistant's message and what follows it up to its answer: results, and its turns after results."""
+    end = start + 1
+    roles = [message["role"] for message in messages]
+    while roles[end : end + 1] == ["tool"] or roles[end - 1 : end + 1] == ["tool", "assistant"]:
+        end += 1
+    return messages[start:end]

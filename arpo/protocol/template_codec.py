@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import ceil
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from arpo.errors import UserError
 from arpo.protocol.calls import TRUNCATION_MARK, UNKNOWN, Call, escape_tags, tag_pattern
-from arpo.protocol.codec import DATA, REWRITES, Codec, Rendered
+from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.schema import ToolSchema
 from arpo.trajectory import ToolCall
 
@@ -157,43 +157,21 @@ class TemplateCodec(Codec):
 
     # -- conversations of SFT
 
-    def render_conversation(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        mask_results: bool = True,
-        train_turns: Literal["all", "last"] = "all",
-        functions: list[dict] | None = None,
-    ) -> Rendered:
-        """Tokenise an SFT conversation as `Codec.render_conversation` says.
-
-        An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
-        it in the order of the calls. `functions` is the template's `tools=`, None = the loaded tools, or none where the
-        system message lists some itself. From a question to its answer a row is what a rollout would have made of the
-        same texts.
-        """
+    def _as_the_template_takes_it(
+        self, messages: list[dict[str, Any]], functions: list[dict] | None
+    ) -> tuple[list[dict[str, Any]], list[dict] | None]:
+        """Without functions of the file the loaded tools are listed, unless the system message lists some itself."""
         if error := self._system_error(messages):
             raise ValueError(error)
         lists_tools = messages[0]["role"] == "system" and self.tools_mark in messages[0]["content"]
         functions = self._functions(None) if functions is None and not lists_tools else functions or None
-        messages = [self._as_the_template_takes_it(message) for message in messages]
-        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
-        row, done = Rendered([], [], []), ""
-        for start in asked if train_turns == "all" else asked[-1:]:
-            prompt = self._template(messages[:start], generation=True, tools=functions)
-            if not prompt.startswith(done):
-                raise ValueError(REWRITES)
-            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
-            done = prompt + self._add_run(row, _run(messages, start), mask_results)
-        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
-        return row
+        return [self._with_entries(message) for message in messages], functions
 
     def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
-        """Add the assistant's turns up to its answer, and the results between them. Returns what was written."""
         written = ""
         for role, group in groupby(run, key=itemgetter("role")):
             if role == "assistant":
-                text = self._assistant_text(next(group))
+                text = self._said(next(group))
                 self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], True)
                 row.turn_ends.append(len(row.token_ids))
                 written += self._marked(text) + self.tokenizer.eos_token
@@ -205,13 +183,7 @@ class TemplateCodec(Codec):
                 written += after
         return written
 
-    def _assistant_text(self, message: dict[str, Any]) -> str:
-        """Return what the assistant says, as the file has it, and its calls as the template writes them."""
-        text = message["content"].strip() if self._trims else message["content"]
-        text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
-        return self._after_opening(text) if self._opened else text
-
-    def _as_the_template_takes_it(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_entries(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] == "tool":
             return {"name": UNKNOWN, **message, "content": escape_tags(message["content"], self.reserved)}
         if message.get("tool_calls"):
@@ -244,12 +216,3 @@ def _conversation(names: Sequence[str], results: Sequence[str]) -> list[dict[str
         for i, name, result in zip(ids, names, results, strict=True)
     ]
     return [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]
-
-
-def _run(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-    """Return an assistant's message and what follows it up to its answer: results, and its turns after results."""
-    end = start + 1
-    roles = [message["role"] for message in messages]
-    while roles[end : end + 1] == ["tool"] or roles[end - 1 : end + 1] == ["tool", "assistant"]:
-        end += 1
-    return messages[start:end]

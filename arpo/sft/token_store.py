@@ -177,11 +177,14 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
 
 
 def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
-    options = {"mask_results": cfg.mask_results, "train_turns": cfg.train_turns}
-    if isinstance(conversation, Conversation):
-        conversation, options["functions"] = conversation
+    messages, functions = conversation if isinstance(conversation, Conversation) else (conversation, None)
     try:
-        return codec.render_conversation(with_system_prompt(conversation, cfg.system_prompt), **options)
+        return codec.render_conversation(
+            with_system_prompt(messages, cfg.system_prompt),
+            mask_results=cfg.mask_results,
+            train_turns=cfg.train_turns,
+            functions=functions,
+        )
     except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
         raise UserError(f"{place}: {error}") from None
 

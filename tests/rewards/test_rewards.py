@@ -18,6 +18,7 @@ from arpo.rewards.math_answer import exact_accuracy, math_equal
 from arpo.rewards.qa import qa_accuracy, token_f1
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
+derive_segments = FORMS["tags"].rules.derive_segments
 LOADED = ("python", "search")
 T = "<think>t</think>"
 S = "<search>q</search> <result>\nr\n</result>"
@@ -119,7 +120,7 @@ def test_nothing_in_a_tool_result_changes_the_format():
 def test_result_written_by_the_model_is_told_from_the_tools_by_the_segments():
     text = T + S + T + A("Paris")
     assert score(text, ["Paris"], "hotpotqa", segments=[(text, True)]).reason == "model_wrote_result"
-    assert score(text, ["Paris"], "hotpotqa", segments=FORMS["tags"].rules.derive_segments(text)).reason == ""
+    assert score(text, ["Paris"], "hotpotqa", segments=derive_segments(text)).reason == ""
 
 
 def test_blank_after_a_closing_tag_belongs_to_the_call():
@@ -309,8 +310,7 @@ def make_group() -> Group:
     call = ToolCall("search", "q", "r", ok=True)
     texts = [T + S + T + A("Paris"), T + A("London")]
     trajectories = [
-        Trajectory("q-0", str(i), text=text, segments=FORMS["tags"].rules.derive_segments(text))
-        for i, text in enumerate(texts)
+        Trajectory("q-0", str(i), text=text, segments=derive_segments(text)) for i, text in enumerate(texts)
     ]
     trajectories[0].turns = [Turn(0, tool_calls=[call]), Turn(0)]
     return Group(prompt, trajectories)

@@ -15,6 +15,7 @@ from arpo.rewards.terms import TERMS, Judgement, TermEvidence, Terms, load_terms
 from arpo.selection import is_dead, teaching
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
+derive_segments = FORMS["tags"].rules.derive_segments
 LOADED = ("search", "python")
 
 
@@ -29,10 +30,7 @@ def make_group(answers=("Paris", "London"), num_tokens=(5, 5)) -> Group:
         text = response(answer)
         call = ToolCall("search", f"query {i}", f"result {i}", ok=True)
         t = Trajectory("q-0", str(i), [0] * count, [1] * count, [0.0] * count, stop_reason=StopReason.EOS, text=text)
-        t.segments, t.turns = (
-            FORMS["tags"].rules.derive_segments(text),
-            [Turn(0, 2, 3, tool_calls=[call]), Turn(3, count, count)],
-        )
+        t.segments, t.turns = derive_segments(text), [Turn(0, 2, 3, tool_calls=[call]), Turn(3, count, count)]
         trajectories.append(t)
     return Group(prompt, trajectories)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from arpo.protocol.calls import TRUNCATION_MARK, Call
-from arpo.protocol.codec import REWRITES, Codec, Rendered
+from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.tags.text import (
     PAPER_TOOLS,
     escape_result,
@@ -82,38 +81,19 @@ class TagsCodec(Codec):
 
     # -- conversations of SFT
 
-    def render_conversation(
-        self,
-        messages: list[dict[str, str]],
-        *,
-        mask_results: bool = True,
-        train_turns: Literal["all", "last"] = "all",
-    ) -> Rendered:
-        """Tokenise a conversation as `Codec.render_conversation` says; the spans of <result> are results."""
-        messages = merge_tool_messages(messages, self.tools)
-        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        row = Rendered([], [], [])
-        done = ""
-        for i in assistant if train_turns == "all" else assistant[-1:]:
-            prompt = self._template(messages[:i], generation=True)
-            if not prompt.startswith(done):
-                raise ValueError(REWRITES)
-            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
-            text = messages[i]["content"].strip() if self._trims else messages[i]["content"]
-            if self._opened:
-                text = self._after_opening(text)
-            self._add_assistant(row, text, mask_results)
-            done = prompt + self._marked(text) + self.tokenizer.eos_token
-        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
-        return row
+    def _as_the_template_takes_it(
+        self, messages: list[dict[str, str]], functions: list[dict] | None
+    ) -> tuple[list[dict[str, str]], None]:
+        return merge_tool_messages(messages, self.tools), None
 
-    def _add_assistant(self, row: Rendered, text: str, mask_results: bool) -> None:
-        position = 0
+    def _add_run(self, row: Rendered, run: list[dict[str, str]], mask_results: bool) -> str:
+        """Add one turn, of which the spans of <result> are results."""
+        text, position = self._said(run[0]), 0
         for span in _RESULT_SPAN.finditer(text):
             self._add(row, self.encode(text[position : span.start()]), True)
             row.turn_ends.append(len(row.token_ids))
             self._add(row, self.encode(span.group()), not mask_results)
             position = span.end()
-        self._add(row, self.encode(text[position:]), True)
-        self._add(row, [self.tokenizer.eos_token_id], True)
+        self._add(row, [*self.encode(text[position:]), self.tokenizer.eos_token_id], True)
         row.turn_ends.append(len(row.token_ids))
+        return self._marked(text) + self.tokenizer.eos_token
