@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from arpo.branching import RULES, BranchBudget, Evidence, Path, initial_rollouts
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol.tags import LIMIT_REACHED, TOOL_LIMIT_REACHED
+from arpo.protocol.calls import LIMIT_REACHED, TOOL_LIMIT_REACHED
 from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
 

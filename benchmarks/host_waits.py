@@ -39,7 +39,7 @@ from helpers.updates import CASES
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
@@ -151,7 +151,7 @@ def main() -> None:
         write_model(f"{folder}/engine")
         from transformers import AutoTokenizer
 
-        codec = Codec(AutoTokenizer.from_pretrained(f"{folder}/engine"))
+        codec = TagsCodec(AutoTokenizer.from_pretrained(f"{folder}/engine"))
         cfg = EngineConfig(kv_cache_gib=0.5, max_num_seqs=NUM_SEQUENCES, gpu_memory_utilization=0.3)
         engine = MeasuredEngine(f"{folder}/engine", cfg, max_model_len=1024, seed=0)
     ours, vllm = decode(engine, codec, num_tokens, repeats)

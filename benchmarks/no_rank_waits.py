@@ -40,15 +40,15 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arpo.dispatch import ExpectedLengths, PromptQueue, RefilledQueue
 from transformers import AutoTokenizer
 
 from arpo.config.sections import RunConfig
-from arpo.dispatch import ExpectedLengths, PromptQueue, RefilledQueue
 from arpo.engine.team import Team
 from arpo.log import Console, RunLog
 from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.validation import Validation
@@ -313,7 +313,7 @@ def main() -> None:
         parser.error("--workload must name long, of which the last line is")
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder)
-        found = table(args.workload, args.ranks, args.quick, Codec(AutoTokenizer.from_pretrained(folder)))
+        found = table(args.workload, args.ranks, args.quick, TagsCodec(AutoTokenizer.from_pretrained(folder)))
     size = max(ranks for _, ranks, _ in found if ranks <= MOST_RANKS_OF_ALL_MODES)
     print(json.dumps(summary(found, size)))
 

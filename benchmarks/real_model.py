@@ -41,7 +41,7 @@ from arpo.errors import UserError, exit_with
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import resolve_layout
 from arpo.model.optim import build_optimizer
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.ranks import Ranks, init
 from arpo.rollout import rollout
 from arpo.tools import make_tools
@@ -194,7 +194,7 @@ def main() -> None:
     num_prompts, repeats = (2, 1) if args.quick else (8, 3)
     cfg = config(args.model, args.train, num_prompts, args.dtype)
     dist = init()
-    codec = Codec(load_tokenizer(cfg.model.path), tools=cfg.tools.names)
+    codec = TagsCodec(load_tokenizer(cfg.model.path), tools=cfg.tools.names)
     prompts = load_prompts(args.train)[:num_prompts]
     prompts = tokenize_prompts(prompts, codec.render_prompt, cfg.data.max_prompt_tokens, "drop", args.train)
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=0)

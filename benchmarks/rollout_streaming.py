@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.tags import stop_strings
 from arpo.rollout import rollout
 from arpo.tools.base import ToolResult, ToolRunner
@@ -179,7 +179,7 @@ class Bench:
             write_model(folder)
             from transformers import AutoTokenizer
 
-            self.codec = Codec(AutoTokenizer.from_pretrained(folder))
+            self.codec = TagsCodec(AutoTokenizer.from_pretrained(folder))
             cfg = EngineConfig(kv_cache_gib=0.25, max_num_seqs=64, gpu_memory_utilization=0.3)
             self.engine = TimedEngine(folder, cfg, max_model_len=4096, seed=0)
         self.tool = SlowTool()

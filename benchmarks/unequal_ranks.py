@@ -32,7 +32,7 @@ from arpo.engine import Engine
 from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import Sampler
 from arpo.trajectory import Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
@@ -53,7 +53,7 @@ def on_rank(rank: int, port: int, folder: str, repeats: int, results: mp.SimpleQ
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     place = ranks.init()
-    team, codec = Team(place), Codec(AutoTokenizer.from_pretrained(folder))
+    team, codec = Team(place), TagsCodec(AutoTokenizer.from_pretrained(folder))
     cfg = EngineConfig(kv_cache_gib=0.1, max_num_seqs=MAX_NUM_SEQS, gpu_memory_utilization=0.2)
     engine = Engine(folder, cfg, max_model_len=1024, seed=rank)
     engine.llm.collective_rpc(PrescribedTokens(codec, length=letters).install)

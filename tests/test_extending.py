@@ -82,7 +82,7 @@ USE_LEDGER = """
 from helpers.fakes import ScriptedEngine, byte_tokenizer
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.tools import make_tools, system_prompt_for
 from arpo.tools.base import ToolRunner
@@ -90,7 +90,7 @@ from arpo.config.tools import ToolsConfig
 from arpo.trajectory import Prompt
 
 tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=("ledger",)))
-codec, runner = Codec(tokenizer, tools=tools), ToolRunner(tools)
+codec, runner = TagsCodec(tokenizer, tools=tools), ToolRunner(tools)
 ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
 script = lambda _prompt, path, turn: f"<ledger>{turn - len(path)}</ledger>" if turn < 3 else "done"
 [group] = rollout(
@@ -122,7 +122,7 @@ import json
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 import arpo.rollout
 from arpo.config.load import load_config
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from train_rl import RLConfig
@@ -141,7 +141,7 @@ def script(prompt_id, path, turn):
     return text, [1.5] * 4 + [0.1] * 4 if turn == 1 else [1.2] * 8
 
 tokenizer = byte_tokenizer()
-codec = Codec(tokenizer)
+codec = TagsCodec(tokenizer)
 messages = [{"role": "user", "content": "question"}]
 prompt = Prompt("p", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))
 
@@ -275,7 +275,7 @@ from arpo.evals.grading import well_formed
 from arpo.evals.records import group_records
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
 from arpo.rollout import rollout
 from arpo.tools import make_tools, system_prompt_for
@@ -311,7 +311,7 @@ SCRIPTS = {
 }
 tokenizer = byte_tokenizer()
 loaded = make_tools(cfg.tools) | {"python": EchoTool("python", "6.67")}
-codec, runner = Codec(tokenizer, tools=loaded), ToolRunner(loaded)
+codec, runner = TagsCodec(tokenizer, tools=loaded), ToolRunner(loaded)
 ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
 prompts = [Prompt(name, [{"role": "user", "content": "q"}], ["4"], "gsm8k", token_ids=ids) for name in SCRIPTS]
 groups = rollout(

@@ -12,7 +12,7 @@ from helpers.stateful import ForkedNotes, Notes
 
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig
-from arpo.protocol.hermes_codec import HermesCodec
+from arpo.protocol import HermesCodec
 from arpo.protocol.schema import ToolSchema
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Prompt, StopReason

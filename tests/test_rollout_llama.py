@@ -8,8 +8,8 @@ from helpers.families import dialogue, llama_codec
 from helpers.scripted_rollout import SHORT, play
 
 from arpo.options import BranchingConfig, RewardConfig
-from arpo.protocol.llama import A_CALL
-from arpo.protocol.llama_codec import LlamaCodec
+from arpo.protocol import LlamaCodec
+from arpo.protocol.llama.text import A_CALL
 from arpo.rewards import score_groups
 from arpo.trajectory import Prompt, StopReason
 from arpo.viewer.groups import trajectory_view

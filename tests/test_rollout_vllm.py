@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Loop, rollout
 from arpo.tools.base import ToolRunner
@@ -28,7 +28,7 @@ BRANCHING = BranchingConfig(num_initial_rollouts=3, weight=2.0, entropy_tokens=8
 @pytest.fixture(scope="module")
 def parts(tiny_model_dir):
     """(codec, groups): a rollout of four prompts with branching, tools answering after random delays."""
-    codec = Codec(AutoTokenizer.from_pretrained(tiny_model_dir))
+    codec = TagsCodec(AutoTokenizer.from_pretrained(tiny_model_dir))
     engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=32)
     engine = Engine(str(tiny_model_dir), engine_cfg, max_model_len=500, seed=0)
     tools = [EchoTool("search", "the book", jitter_s=0.02), EchoTool("python", "42", jitter_s=0.02)]

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from arpo.errors import check_name, require
+from arpo.errors import check_name, names_of, require
+
+FORMS = names_of("protocol/__init__", "FORMS")
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class ModelConfig:
 class ProtocolConfig:
     """The form in which the model calls tools: the same in SFT, RL and evaluation."""
 
-    format: Literal["tags", "hermes", "llama"] = "tags"
+    format: Literal[*FORMS] = "tags"
     """tags = <python> code </python>, all within one assistant turn, as the papers' models; hermes = JSON in
     <tool_call> blocks, with the chat template's own list of tools and its turns for results, as Qwen2.5, Qwen3 and
     Hermes models were trained to; llama = likewise, but a call is JSON that is a whole turn, as of Llama 3.1 and later.

@@ -1,14 +1,14 @@
 """Prompts of files, and an order over them that survives a restart."""
 
 from arpo.data.order import PromptOrder
-from arpo.data.prompts import load_prompts, parse_message, parse_prompt, tokenize_prompts
-from arpo.data.rows import BadRow, read_rows
+from arpo.data.prompts import load_prompts, parse_prompt, tokenize_prompts
+from arpo.data.rows import read_rows
+from arpo.protocol.messages import BadRow
 
 __all__ = [
     "BadRow",
     "PromptOrder",
     "load_prompts",
-    "parse_message",
     "parse_prompt",
     "read_rows",
     "tokenize_prompts",

@@ -14,26 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from arpo.data.rows import BadRow, read_rows
+from arpo.data.rows import read_rows
 from arpo.errors import UserError
+from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, parse_message
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
 ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth")
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-# The published RL files were written with "\boxed" in a Python string without r"": \b became a backspace character.
-DAMAGED_BOX, BOX = "\x08oxed", "\\boxed"
 MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
 
 
@@ -115,21 +104,6 @@ def _messages(value: object) -> list[dict[str, str]]:
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise BadRow("the question's last message must be a user message with text")
     return messages
-
-
-def parse_message(value: object, role_key: str, text_key: str) -> dict[str, str]:
-    """Return a message of any style as {role: system | user | assistant | tool, content}. Raises BadRow."""
-    if not isinstance(value, dict) or role_key not in value:
-        raise BadRow(f"a message must be an object with {role_key!r} and {text_key!r}, not {str(value)[:80]!r}")
-    role = ROLES.get(value[role_key])
-    if role is None:
-        raise BadRow(f"{role_key} {value[role_key]!r} is unknown; use one of {', '.join(ROLES)}")
-    text = value.get(text_key)
-    if isinstance(text, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in text):
-        text = "".join(part["text"] for part in text)  # OpenAI's content parts
-    if not isinstance(text, str):
-        raise BadRow(f"{text_key} of the {role} message must be text, not {type(text).__name__}")
-    return {"role": role, "content": text}
 
 
 def _answers(value: object, field: str) -> list[str]:

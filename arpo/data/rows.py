@@ -10,10 +10,6 @@ from typing import BinaryIO
 from arpo.errors import UserError
 
 
-class BadRow(ValueError):
-    """One row that cannot be used; the message names the field and what is wrong with it."""
-
-
 def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
 

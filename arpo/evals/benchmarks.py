@@ -13,7 +13,7 @@ from typing import Literal
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.errors import UserError
 from arpo.evals.prompts import asked_as, is_chinese
-from arpo.rewards.format import last_box
+from arpo.protocol.format_rules import last_box
 from arpo.trajectory import Prompt
 
 

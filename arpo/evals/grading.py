@@ -24,9 +24,10 @@ from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.options import RewardConfig
-from arpo.rewards import FORMATS, score_trajectories
+from arpo.protocol import FORMS
+from arpo.protocol.format_rules import last_box, model_text
+from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
-from arpo.rewards.format import last_box, model_text
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import option_letter, qa_accuracy, tokens, wanted_option
 from arpo.trajectory import Prompt, ToolCall, Trajectory, Turn
@@ -88,7 +89,7 @@ def grade_records(
 
 def segments_of(record: Record) -> list[tuple[str, bool]]:
     """Return a record's (text, written by the model) runs, which are derived if only the text is known."""
-    derive = FORMATS[record.protocol].derive_segments
+    derive = FORMS[record.protocol].rules.derive_segments
     return [(text, bool(by_model)) for text, by_model in record.segments] or derive(record.text, record.tools)
 
 
@@ -99,7 +100,7 @@ def prediction_of(record: Record) -> str:
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
     """Return the answer that a response in this protocol.format gives; "" = none."""
-    return extract_prediction([(FORMATS[form].answer_text(segments), True)])
+    return extract_prediction([(FORMS[form].rules.graded_text(segments), True)])
 
 
 def extract_prediction(segments: list[tuple[str, bool]]) -> str:
@@ -182,7 +183,7 @@ def question_digest(question: str, answers: list[str]) -> str:
 
 def well_formed(record: Record) -> bool:
     """Return whether the response is in the format of training."""
-    return not FORMATS[record.protocol].format_error(segments_of(record), record.tools)
+    return not FORMS[record.protocol].rules.format_error(segments_of(record), record.tools)
 
 
 def write_grades(path: Path, grades: Sequence[Grade]) -> None:

@@ -1,28 +1,21 @@
-"""Text to tokens and back, for one tokenizer and its chat template; the same in SFT, RL and evaluation."""
+"""Text to tokens and back, for one tokenizer and its chat template; the same in SFT, RL and evaluation.
+
+What depends on the form of calls is in the folders of the forms, and in template_codec.py.
+"""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from arpo.errors import UserError
-from arpo.protocol.tags import (
-    PAPER_TOOLS,
-    TRUNCATION_MARK,
-    Call,
-    escape_result,
-    merge_tool_messages,
-    parse_call,
-    render_result,
-    reserved_tags,
-    stop_strings,
-)
+from arpo.protocol.calls import Call
 from arpo.protocol.token_texts import TokenTexts
 from arpo.trajectory import ToolCall
 
-_RESULT_SPAN = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
 # Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
 DATE_STRING = "26 Jul 2024"
 DATA = "\U0010ffff"
@@ -45,9 +38,8 @@ class Rendered(NamedTuple):
     """Token counts at which the row may be cut: up to the end of each turn (a call before its result, an EOS)."""
 
 
-class Codec:
-    """Turns text into tokens and back, with calls in tags. What the model sampled is never re-tokenised; only our own
-    text is. (For calls in JSON see hermes_codec.py.)
+class Codec(ABC):
+    """Turns text into tokens and back. What the model sampled is never re-tokenised; only our own text is.
 
     Special tokens that a question, a tool result or an assistant message of SFT contains are plain characters, so that
     none of these can end a turn. But a tag of the protocol that the tokenizer declares special stays the one token that
@@ -57,11 +49,11 @@ class Codec:
     prompt, assistant turns that do not end with the tokenizer's EOS.
     """
 
-    format = "tags"
+    format: str
     """Value of protocol.format."""
 
-    def __init__(self, tokenizer, *, tools: Sequence[str] = PAPER_TOOLS, enable_thinking: bool = False):
-        """`tools` are the tags of the loaded tools, which are escaped in results."""
+    def __init__(self, tokenizer, *, tools: Sequence[str], enable_thinking: bool = False):
+        """`tools` are the names of the loaded tools."""
         name = tokenizer.name_or_path
         if not tokenizer.chat_template:
             raise UserError(f"{name}: the tokenizer has no chat template; add chat_template.jinja to it")
@@ -82,17 +74,18 @@ class Codec:
         self._min_result_tokens = self._count_min_result_tokens()
 
     @property
+    @abstractmethod
     def reserved(self) -> tuple[str, ...]:
-        """Names of the protocol's tags."""
-        return reserved_tags(self.tools)
+        """Names of the tags that have a meaning in this form."""
 
     @property
     def origin(self) -> dict[str, Any]:
         """Return all that tokens depend on besides tokenizer, thinking and names of tools, in plain types."""
         return {}
 
+    @abstractmethod
     def _count_min_result_tokens(self) -> int:
-        return len(self.encode(render_result(TRUNCATION_MARK)))
+        """Return the tokens of an empty result with the mark that it was cut."""
 
     def encode(self, text: str) -> list[int]:
         """Tokenise text that is data: without BOS, and with special tokens in it as plain characters, except tags."""
@@ -174,24 +167,25 @@ class Codec:
         _, think, rest = prompt.removeprefix(asked).rpartition(THINK)
         return closing[len(eos) :], trims, think + rest if think and "</think>" not in rest else ""
 
+    @abstractmethod
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
         """Tokenise chat messages up to where the response begins. `tools` are those that the prompt offers, None = all;
         with tags it is the system prompt that speaks of them."""
-        return self._encode_rendered(self._template(messages, generation=True))
 
+    @abstractmethod
     def answer_text(self, answer: str) -> str:
         """Return a short well-formed response without calls, as the model would write it."""
-        return self._with_thought(rf"<answer> \boxed{{{answer}}} </answer>")
 
     def _with_thought(self, text: str) -> str:
         return f"{THINK if not self._opened else ''} It is known. </think>{text}"
 
     # -- a turn's calls and their results
 
+    @abstractmethod
     def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:
         """Return the texts, besides end tokens, that end a turn where these tools are offered."""
-        return stop_strings(tuple(offered))
 
+    @abstractmethod
     def calls(
         self, token_ids: Sequence[int], finish: str, stop_string: str | None, offered: Sequence[str]
     ) -> list[Call]:
@@ -199,8 +193,8 @@ class Codec:
 
         `finish` and `stop_string` are those of the engine's last chunk.
         """
-        return [parse_call(self.decode(token_ids), stop_string.strip("</>"))] if finish == "stop" else []
 
+    @abstractmethod
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
     ) -> tuple[list[str], list[int]] | None:
@@ -209,28 +203,6 @@ class Codec:
         `last_token` is the last one that the model sampled. Returns (results as the model reads them, token ids); None
         where results are too long and there is not even room for the mark that they were cut.
         """
-        rendered = self.encode_result(calls[0].result, max_tokens)
-        return rendered and ([rendered[0]], rendered[1])
-
-    def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
-        """Escape, render and tokenise a result within `max_tokens`; return (text as the model reads it, token ids).
-
-        Returns None for a result that is too long where not even the truncation mark fits.
-        """
-        text = escape_result(text, self.tools)
-        token_ids = self.encode(render_result(text))
-        if len(token_ids) <= max_tokens:
-            return text, token_ids
-        if max_tokens < self._min_result_tokens:
-            return None
-        body = self.encode(text)
-        keep = max_tokens - self._min_result_tokens
-        while True:  # cutting tokens and encoding again may give a few tokens more: then cut a little deeper
-            cut = self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK
-            token_ids = self.encode(render_result(cut))
-            if len(token_ids) <= max_tokens:
-                return cut, token_ids
-            keep -= len(token_ids) - max_tokens
 
     def segments(self, token_ids: list[int], loss_mask: list[int]) -> list[tuple[str, bool]]:
         """Return the response as (text, written by the model) runs.
@@ -257,41 +229,62 @@ class Codec:
             counts += map(len, pieces)
         return counts
 
+    # -- conversations of SFT
+
     def render_conversation(
         self,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         *,
         mask_results: bool = True,
         train_turns: Literal["all", "last"] = "all",
+        functions: list[dict] | None = None,
     ) -> Rendered:
-        """Tokenise an SFT conversation; the mask is 1 on assistant text and its EOS, but not on <result> spans.
+        """Tokenise an SFT conversation; the mask is 1 on what the assistant says, its calls and its end tokens.
 
-        The template renders what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant
-        says is never put through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands
-        as the file has it, each result tokenised apart from the text around it, as in a rollout.
+        From a question to its answer a row is what a rollout would have made of the same texts. The template renders
+        what the model is asked, exactly as `render_prompt` does in a rollout; what the assistant says is never put
+        through it (Qwen3's would drop every <think> block of a trajectory but the first) and stands as the file has
+        it, each result tokenised apart from the text around it, as in a rollout.
 
+        An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
+        it in the order of the calls. `functions` is the template's `tools=` where it lists the tools.
         `mask_results=False` trains on results too, as the released code does; `train_turns="last"` trains only on the
         last assistant turn.
         Where the generation prompt opens a <think>, the one with which the assistant's text begins is left out of it.
         Raises ValueError where the template rewrites earlier turns, so that one row cannot hold them all, and where it
         opens a <think> that the assistant's text does not have.
         """
-        messages = merge_tool_messages(messages, self.tools)
-        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        row = Rendered([], [], [])
-        done = ""
-        for i in assistant if train_turns == "all" else assistant[-1:]:
-            prompt = self._template(messages[:i], generation=True)
+        messages, functions = self._as_the_template_takes_it(messages, functions)
+        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
+        row, done = Rendered([], [], []), ""
+        for start in asked if train_turns == "all" else asked[-1:]:
+            prompt = self._template(messages[:start], generation=True, tools=functions)
             if not prompt.startswith(done):
                 raise ValueError(REWRITES)
             self._add(row, self._encode_rendered(prompt[len(done) :]), False)
-            text = messages[i]["content"].strip() if self._trims else messages[i]["content"]
-            if self._opened:
-                text = self._after_opening(text)
-            self._add_assistant(row, text, mask_results)
-            done = prompt + self._marked(text) + self.tokenizer.eos_token
+            done = prompt + self._add_run(row, _run(messages, start), mask_results)
         self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
         return row
+
+    @abstractmethod
+    def _as_the_template_takes_it(
+        self, messages: list[dict[str, Any]], functions: list[dict] | None
+    ) -> tuple[list[dict[str, Any]], list[dict] | None]:
+        """Return messages and functions of a file as the template takes them."""
+
+    @abstractmethod
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
+        """Add the assistant's turns up to its answer, and the results between them. Returns what was written."""
+
+    def _said(self, message: dict[str, Any]) -> str:
+        """Return what the assistant says, as the file has it, without the <think> that the prompt has opened."""
+        text = message["content"].strip() if self._trims else message["content"]
+        text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
+        return self._after_opening(text) if self._opened else text
+
+    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
+        """Return the text of a message and, behind it, the calls that it has in a field; with tags it has none."""
+        return text
 
     def _after_opening(self, text: str) -> str:
         """Return an assistant's text without the <think> at its start, which the generation prompt has written."""
@@ -303,17 +296,6 @@ class Codec:
             )
         return text.removeprefix(self._opened if text.startswith(self._opened) else THINK)
 
-    def _add_assistant(self, row: Rendered, text: str, mask_results: bool) -> None:
-        position = 0
-        for span in _RESULT_SPAN.finditer(text):
-            self._add(row, self.encode(text[position : span.start()]), True)
-            row.turn_ends.append(len(row.token_ids))
-            self._add(row, self.encode(span.group()), not mask_results)
-            position = span.end()
-        self._add(row, self.encode(text[position:]), True)
-        self._add(row, [self.tokenizer.eos_token_id], True)
-        row.turn_ends.append(len(row.token_ids))
-
     @staticmethod
     def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:
         row.token_ids.extend(token_ids)
@@ -323,3 +305,12 @@ class Codec:
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of any of these texts, longer ones first; no texts = no match."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _run(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
+    """Return an assistant's message and what follows it up to its answer: results, and its turns after results."""
+    end = start + 1
+    roles = [message["role"] for message in messages]
+    while roles[end : end + 1] == ["tool"] or roles[end - 1 : end + 1] == ["tool", "assistant"]:
+        end += 1
+    return messages[start:end]

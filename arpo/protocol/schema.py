@@ -1,4 +1,4 @@
-"""Schemas of tools, made from functions; arguments, checked against a schema; and the texts of calls.
+"""Schemas of tools; arguments, checked against a schema; and the texts of calls.
 
 The text of a call is what the tags hold and what records show. Where a tool takes one text and nothing else, it is that
 text; else it is a JSON object:
@@ -9,16 +9,12 @@ text; else it is a JSON object:
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from arpo.errors import UserError
+from typing import Any
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
@@ -35,7 +31,6 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "null": type(None),
 }
-_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -164,37 +159,6 @@ def read_json(text: str) -> Any:
     raise ValueError("it is too deep")
 
 
-def schema_of(function: Callable[..., Any]) -> ToolSchema:
-    """Return the schema that a function's name, docstring, types and defaults say.
-
-    Types are str, int, float, bool, list, dict, their list[...] and dict[str, ...], Literal, Optional and unions of
-    these. The docstring's first paragraph is the description; the lines `name: text` under its `Args:` describe the
-    arguments. Raises UserError for a function that does not say enough.
-    """
-    where = f"{function.__module__}.{function.__name__}"
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    if not paragraphs[0]:
-        raise UserError(f"{where}: a tool's function needs a docstring, for the model reads it; write what it does")
-    hints, described = get_type_hints(function), _described_arguments(function.__doc__)
-    properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"{where}: a tool's arguments have names; the function must not take {parameter}")
-        if name not in hints:
-            raise UserError(f"{where}: the argument {name!r} has no type; annotate it, like {name}: str")
-        properties[name] = _schema_of_type(hints[name], f"{where}: the argument {name!r}")
-        if name in described:
-            properties[name]["description"] = described[name]
-        if parameter.default is parameter.empty:
-            required.append(name)
-        elif parameter.default is not None:
-            properties[name]["default"] = parameter.default
-    if unknown := described.keys() - properties.keys():
-        raise UserError(f"{where}: the docstring's Args describe {min(unknown)!r}, which is no argument; correct it")
-    parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
-    return ToolSchema(function.__name__, " ".join(paragraphs[0].split()), parameters)
-
-
 # ---- checking
 
 
@@ -303,48 +267,3 @@ def _shown(value: Any) -> str:
     """Return a value as one line of JSON, cut where it is long."""
     text = json.dumps(value)  # in ASCII: a wrong value may hold what no text can
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
-
-
-# ---- from a function
-
-
-def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
-    """Return the schema of a type. Raises UserError for one that JSON has not."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return {}
-    if hint is None or hint is type(None):
-        return {"type": "null"}
-    if hint in _NAMES:
-        return {"type": _NAMES[hint]}
-    if origin is Literal and all(isinstance(choice, str | int | bool) for choice in inner):
-        kinds = {_NAMES[type(choice)] for choice in inner}
-        return ({"type": kinds.pop()} if len(kinds) == 1 else {}) | {"enum": list(inner)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema_of_type(one, where) for one in inner]}
-    if origin is list:
-        return {"type": "array", "items": _schema_of_type(inner[0], where)}
-    if origin is dict and inner[0] is str:
-        return {"type": "object", "additionalProperties": _schema_of_type(inner[1], where)}
-    raise UserError(
-        f"{where} has the type {hint}; use str, int, float, bool, list[...], dict[str, ...], Literal or unions of these"
-    )
-
-
-def _described_arguments(docstring: str | None) -> dict[str, str]:
-    """Return the texts of the arguments under `Args:`. A line that is indented deeper goes on with the one above."""
-    lines = inspect.cleandoc(docstring or "").split("\n")
-    start = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines)) + 1
-    described: dict[str, str] = {}
-    name, indent = "", 0
-    for line in lines[start:]:
-        depth = len(line) - len(line.lstrip())
-        if not line.strip() or not depth:
-            break
-        match = re.match(r"\s+(\w+)(?: \(.*?\))?:\s*(.*)", line)
-        if match and (not name or depth <= indent):
-            name, indent = match[1], depth
-            described[name] = match[2].strip()
-        elif name:
-            described[name] = f"{described[name]} {line.strip()}".strip()
-    return described

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from arpo.options import RewardConfig
+from arpo.protocol import FORMS
+from arpo.protocol.format_rules import Segments
 from arpo.protocol.tags import PAPER_TOOLS
-from arpo.rewards import format as tags_format
-from arpo.rewards import hermes_format, llama_format
 from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
-from arpo.rewards.format import Segments
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
 from arpo.rewards.qa import qa_accuracy
 from arpo.rewards.terms import RewardResult, Terms, score_terms
@@ -39,8 +38,6 @@ REWARDS: dict[str, RewardFn] = {
 }
 """Data source -> accuracy. A prompt's own `ability` comes first; sources of mixed content are not listed."""
 
-FORMATS = {"tags": tags_format, "hermes": hermes_format, "llama": llama_format}
-"""protocol.format -> module with its derive_segments, answer_text, extract_answer, format_error and answered_calls."""
 _LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
 
 
@@ -65,13 +62,13 @@ def score(
     if compat == "upstream":
         total, f1, bonus, reason = upstream_score(response_text, answers)
         return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
-    judge = FORMATS[form]
-    segments = judge.derive_segments(response_text, tools) if segments is None else segments
-    answer, _ = judge.extract_answer(segments)
+    rules = FORMS[form].rules
+    segments = rules.derive_segments(response_text, tools) if segments is None else segments
+    answer, _ = rules.extract_answer(segments)
     accuracy = 0.0 if answer is None else accuracy_function(answers, data_source, ability)(answer, answers)
-    reason = judge.format_error(segments, tools)
+    reason = rules.format_error(segments, tools)
     if tool_calls is None:
-        successful = judge.answered_calls(segments, tools)
+        successful = rules.answered_calls(segments, tools)
     else:
         successful = {call.tag for call in tool_calls if call.ok and call.executed}
     earns_bonus = not reason and accuracy > 0 and bonus_tools and set(bonus_tools) <= successful

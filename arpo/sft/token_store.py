@@ -29,13 +29,12 @@ from tqdm import tqdm
 from arpo.batch import Row
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
-from arpo.protocol import Codec
+from arpo.protocol import FORMS, Codec
 from arpo.protocol.codec import Rendered
+from arpo.protocol.messages import Conversation
 from arpo.protocol.prompts import with_system_prompt
 from arpo.ranks import Ranks
-from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
-from arpo.sft.json_calls import Conversation
 from arpo.tools import system_prompt_for
 
 logger = logging.getLogger(__name__)
@@ -154,12 +153,12 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
     try:
         with _part(folder, dist.rank).open("wb") as file:
             part_of_all = {"part": dist.rank, "num_parts": dist.world_size}
-            conversations = read_conversations(path, **part_of_all, parse=PARSERS[codec.format])
+            conversations = read_conversations(path, **part_of_all, parse=FORMS[codec.format].parse_row)
             silent = not (dist.is_main and sys.stderr.isatty())
             for place, conversation in tqdm(
                 conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent
             ):
-                rendered = render(conversation, cfg, codec, place)
+                rendered = render_row(conversation, cfg, codec, place)
                 num_tokens = len(rendered.token_ids)
                 kept = num_tokens if num_tokens <= cfg.max_tokens else _cut(rendered.turn_ends, cfg)
                 if kept < num_tokens:
@@ -177,12 +176,15 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
     return part
 
 
-def render(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
-    options = {"mask_results": cfg.mask_results, "train_turns": cfg.train_turns}
-    if isinstance(conversation, Conversation):
-        conversation, options["functions"] = conversation
+def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
+    messages, functions = conversation if isinstance(conversation, Conversation) else (conversation, None)
     try:
-        return codec.render_conversation(with_system_prompt(conversation, cfg.system_prompt), **options)
+        return codec.render_conversation(
+            with_system_prompt(messages, cfg.system_prompt),
+            mask_results=cfg.mask_results,
+            train_turns=cfg.train_turns,
+            functions=functions,
+        )
     except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
         raise UserError(f"{place}: {error}") from None
 

@@ -16,7 +16,7 @@ from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import check_installed
-from arpo.sft import PARSERS
+from arpo.protocol import FORMS
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_schemas
 
@@ -36,7 +36,8 @@ def check_inputs(cfg: Any) -> None:
 def _check_sft(cfg: Any) -> None:
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        for _ in islice(read_conversations(local_file(path), parse=PARSERS[cfg.protocol.format]), NUM_ROWS):
+        parse = FORMS[cfg.protocol.format].parse_row
+        for _ in islice(read_conversations(local_file(path), parse=parse), NUM_ROWS):
             pass
 
 

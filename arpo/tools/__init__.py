@@ -17,7 +17,7 @@ from importlib import import_module
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.protocol import JSON_CODECS, Codec
+from arpo.protocol import FORMS, Codec
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
@@ -151,10 +151,10 @@ def make_codec(
 
     Raises UserError for a chat template that the format cannot be used with.
     """
-    if cfg.format == "tags":
-        return Codec(tokenizer, tools=tuple(tools), enable_thinking=enable_thinking)
-    schemas = tools if isinstance(tools, Mapping) else {name: schema_of_tool(name) for name in tools}
-    return JSON_CODECS[cfg.format](tokenizer, tools=list(schemas.values()), enable_thinking=enable_thinking)
+    form = FORMS[cfg.format]
+    if form.template_lists_tools:
+        tools = [tools[name] if isinstance(tools, Mapping) else schema_of_tool(name) for name in tools]
+    return form.codec(tokenizer, tools=tuple(tools), enable_thinking=enable_thinking)
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
@@ -166,7 +166,7 @@ def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSche
     if setting != "default":
         return setting
     names = list(tools)
-    if form != "tags":
+    if FORMS[form].template_lists_tools:
         return json_system_prompt(names)
     ours = {name: tool_class(name) for name in TOOLS if name in names}
     listed = tools if isinstance(tools, Mapping) else {}

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from arpo.errors import UserError
-from arpo.protocol.schema import arguments_of, schema_of
+from arpo.protocol.function_schema import schema_of
+from arpo.protocol.schema import arguments_of
 from arpo.tools.base import ToolResult
 from arpo.tools.threads import on_thread
 

@@ -10,7 +10,7 @@ import pytest
 
 from arpo.demo import llm
 from arpo.errors import UserError
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 
 
 class WheelFile(PurePosixPath):
@@ -77,7 +77,7 @@ def smollm2() -> Codec:
     from transformers import AutoTokenizer
 
     [file] = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
-    return Codec(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), tools=("python",))
+    return TagsCodec(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), tools=("python",))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from arpo.engine.server_engine import ServerEngine, left_open
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
@@ -205,7 +205,7 @@ def test_vllm_serve_samples_what_our_own_engine_samples(vllm_serve, tiny_model_d
     """The same seeds, prompts and tool results: token by token the same trajectories, tool calls included."""
     from transformers import AutoTokenizer
 
-    codec = Codec(AutoTokenizer.from_pretrained(tiny_model_dir))
+    codec = TagsCodec(AutoTokenizer.from_pretrained(tiny_model_dir))
     messages = [{"role": "user", "content": "who wrote the book?"}]
     prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(4)]
     cfg = RolloutConfig(group_size=4, max_response_tokens=300, max_result_tokens=60, answer_reserve_tokens=20)

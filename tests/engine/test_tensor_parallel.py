@@ -21,7 +21,7 @@ from arpo.errors import UserError
 from arpo.model import Policy, load_policy
 from arpo.model.optim import build_optimizer
 from arpo.options import BranchingConfig, OptimConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.rollout import rollout
 from arpo.sampling.sampler import Sampler
@@ -45,7 +45,7 @@ def echo_tools() -> dict[str, EchoTool]:
 def sampled(
     engine: Engine, runner: ToolRunner, folder: str, step: int, branching: BranchingConfig = BRANCHING, score=None
 ) -> list[Group]:
-    codec = Codec(AutoTokenizer.from_pretrained(folder))
+    codec = TagsCodec(AutoTokenizer.from_pretrained(folder))
     messages = [{"role": "user", "content": "who wrote the book?"}]
     token_ids = tuple(codec.render_prompt(messages))
     prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=token_ids) for i in range(NUM_PROMPTS)]
@@ -93,7 +93,9 @@ def two_steps_of_a_team(ranks: Ranks, folder: str) -> dict:
     engine.sync_weights(policy.hf_parameters())
     second = sampled(engine, runner, folder, step=2)
     mixed = BranchingConfig(selector="mixed", num_initial_rollouts=3)
-    sampler = Sampler(engine, runner, Codec(AutoTokenizer.from_pretrained(folder)), team, log=None, seed=1, score=coin)
+    sampler = Sampler(
+        engine, runner, TagsCodec(AutoTokenizer.from_pretrained(folder)), team, log=None, seed=1, score=coin
+    )
     by_reward = sampled(engine, runner, folder, step=3, branching=mixed, score=sampler.score_alike)
     mismatches = (at_first, outdated, largest_mismatch(policy, second, ranks))
     once = team.exchange(first, NUM_PROMPTS)

@@ -17,9 +17,7 @@ from arpo.evals.grading import grade_records, well_formed
 from arpo.evals.records import append_records, read_records
 from arpo.evals.resume import what_decides
 from arpo.options import RolloutConfig
-from arpo.protocol import JSON_CODECS
-from arpo.rewards import FORMATS
-from arpo.sft import PARSERS
+from arpo.protocol import FORMS
 from arpo.tools import make_codec, system_prompt_for
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
@@ -94,10 +92,9 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
     assert "tools" not in system_prompt_for("default", (), form="hermes").lower()
 
 
-def test_each_format_of_calls_has_its_codec_reward_and_parser():
-    values = get_args(get_type_hints(ProtocolConfig)["format"])
-    assert set(values) == set(FORMATS) == set(PARSERS) == {"tags", *JSON_CODECS}
-    assert all(codec.format == name for name, codec in JSON_CODECS.items())
+def test_each_form_of_calls_is_a_value_of_the_option_and_its_codec_knows_its_name():
+    assert get_args(get_type_hints(ProtocolConfig)["format"]) == tuple(FORMS) == ("tags", "hermes", "llama")
+    assert all(form.codec.format == name for name, form in FORMS.items())
 
 
 def test_the_codec_of_a_format_gets_the_schemas_of_our_tools():

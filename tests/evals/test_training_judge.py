@@ -20,7 +20,7 @@ from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
 from arpo.metrics import MAX_BAD_BATCHES, ToolHealth, rollout_metrics
 from arpo.options import TrainingRewardConfig
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.rewards.terms import Judgement
 from arpo.sampling.scoring import Scoring
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
@@ -233,7 +233,7 @@ def test_in_json_the_answer_is_the_last_turns_not_a_box_before_a_call(service, t
 
 
 def codec() -> Codec:
-    return Codec(build_tiny_tokenizer())
+    return TagsCodec(build_tiny_tokenizer())
 
 
 @pytest.fixture

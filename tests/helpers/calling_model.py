@@ -7,10 +7,10 @@ from helpers.families import CHATML, LLAMA, TEMPLATES, words_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from arpo.protocol import hermes, llama
-from arpo.protocol.hermes import BAD_JSON
-from arpo.protocol.hermes_codec import HermesCodec
-from arpo.protocol.llama_codec import LlamaCodec
+from arpo.protocol import HermesCodec, LlamaCodec
+from arpo.protocol.calls import BAD_JSON
+from arpo.protocol.hermes import text as hermes
+from arpo.protocol.llama import text as llama
 from arpo.tools import tool_class
 
 MAX_STEPS, LEARNT = 600, 0.05  # nats of its least likely token

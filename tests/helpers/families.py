@@ -5,9 +5,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from arpo.protocol import Codec
-from arpo.protocol.hermes_codec import HermesCodec
-from arpo.protocol.llama_codec import LlamaCodec
+from arpo.protocol import Codec, HermesCodec, LlamaCodec, TagsCodec
 from arpo.protocol.schema import ToolSchema
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
@@ -53,7 +51,7 @@ def family_tokenizer(family: str, **changes: str) -> PreTrainedTokenizerFast:
 
 
 def codec_of(family: str, *, enable_thinking: bool = True, **changes: str) -> Codec:
-    return Codec(family_tokenizer(family, **changes), enable_thinking=enable_thinking)
+    return TagsCodec(family_tokenizer(family, **changes), enable_thinking=enable_thinking)
 
 
 HERMES_FAMILIES = ("qwen2_5", "qwen3", "hermes")

@@ -3,12 +3,12 @@
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import BranchDecision, Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
-CODEC = Codec(byte_tokenizer())
+CODEC = TagsCodec(byte_tokenizer())
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--<script>"
 
 

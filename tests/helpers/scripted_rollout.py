@@ -3,13 +3,13 @@
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 
 TOKENIZER = byte_tokenizer()
-CODEC = Codec(TOKENIZER)
+CODEC = TagsCodec(TOKENIZER)
 CALL = "<think>t</think><search>q</search>"
 ANSWER = "<think>t</think><answer>\\boxed{1}</answer>"
 SHORT = RolloutConfig(group_size=4, max_response_tokens=600, max_result_tokens=200, answer_reserve_tokens=60)

@@ -9,7 +9,7 @@ from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.web_service import WebService
 
 from arpo.engine import SamplingSpec
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 
 
 class ScriptedServer(WebService):
@@ -19,7 +19,7 @@ class ScriptedServer(WebService):
     def __init__(self, script, *, plain: bool = False, max_model_len: int | None = 700):
         super().__init__(plan=[self.answer])
         self.script, self.plain, self.max_model_len = script, plain, max_model_len
-        self.codec = Codec(byte_tokenizer())
+        self.codec = TagsCodec(byte_tokenizer())
 
     async def answer(self, request: web.Request) -> web.Response:
         if request.path.endswith("/models"):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arpo.protocol.hermes import A_CALL, call_bodies, parse_calls
+from arpo.protocol.hermes.text import A_CALL, call_bodies, parse_calls
 from arpo.protocol.schema import ToolSchema, arguments_of
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}

@@ -6,8 +6,9 @@ import pytest
 from helpers.families import HERMES_FAMILIES, SCHEMAS, dialogue, hermes_codec, pieces
 
 from arpo.errors import UserError
-from arpo.protocol.hermes_codec import HermesCodec, longest_share
-from arpo.protocol.tags import TRUNCATION_MARK
+from arpo.protocol import HermesCodec
+from arpo.protocol.calls import TRUNCATION_MARK
+from arpo.protocol.template_codec import longest_share
 from arpo.trajectory import ToolCall
 
 FUNCTIONS = [schema.as_function() for schema in SCHEMAS]

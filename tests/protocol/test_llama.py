@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arpo.protocol.llama import A_CALL, call_body, parse_calls
+from arpo.protocol.llama.text import A_CALL, call_body, parse_calls
 from arpo.protocol.schema import ToolSchema
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}

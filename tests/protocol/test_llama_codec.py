@@ -4,8 +4,8 @@ import pytest
 from helpers.families import SCHEMAS, TEMPLATES, dialogue, hermes_codec, llama_codec, pieces
 
 from arpo.errors import UserError
-from arpo.protocol.llama_codec import END_OF_MESSAGE, LlamaCodec
-from arpo.protocol.tags import TRUNCATION_MARK
+from arpo.protocol.calls import TRUNCATION_MARK
+from arpo.protocol.llama.codec import END_OF_MESSAGE, LlamaCodec
 from arpo.trajectory import ToolCall
 
 FUNCTIONS = [schema.as_function() for schema in SCHEMAS]

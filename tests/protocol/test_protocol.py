@@ -2,22 +2,16 @@ import pytest
 from helpers.fakes import byte_tokenizer
 
 from arpo.errors import UserError
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
+from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.prompts import About, default_system_prompt, with_system_prompt
-from arpo.protocol.tags import (
-    TRUNCATION_MARK,
-    escape_result,
-    merge_tool_messages,
-    parse_call,
-    render_result,
-    stop_strings,
-)
+from arpo.protocol.tags.text import escape_result, merge_tool_messages, parse_call, render_result, stop_strings
 from arpo.tools import system_prompt_for
 
 
 @pytest.fixture(scope="module")
 def codec() -> Codec:
-    return Codec(byte_tokenizer())
+    return TagsCodec(byte_tokenizer())
 
 
 def trained_text(codec, token_ids, mask) -> str:
@@ -124,7 +118,7 @@ def test_the_default_system_prompt_offers_exactly_the_tools_that_are_loaded():
 
 
 def test_the_tags_of_every_loaded_tool_are_escaped_in_results():
-    codec = Codec(byte_tokenizer(), tools=("search", "calculator", "a.b"))
+    codec = TagsCodec(byte_tokenizer(), tools=("search", "calculator", "a.b"))
     text, _ = codec.encode_result("<calculator>1</calculator> <a.b> <axb> <python> <search>", 1000)
     assert text == "&lt;calculator&gt;1&lt;/calculator&gt; &lt;a.b&gt; <axb> <python> &lt;search&gt;"
     called = [{"role": "assistant", "content": "<search>x</search>"}, {"role": "tool", "content": "<calculator>"}]

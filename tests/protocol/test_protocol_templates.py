@@ -6,7 +6,7 @@ import pytest
 from helpers.families import BEGIN, EOS, FAMILIES, TEMPLATES, codec_of, dialogue, family_tokenizer, pieces
 
 from arpo.errors import UserError
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.protocol.tags import merge_tool_messages
 
 DEFAULT_SYSTEM = {
@@ -157,7 +157,7 @@ def test_special_tokens_that_the_assistant_writes_out_are_characters():
 
 def test_the_date_of_the_day_is_not_in_the_prompt():
     template = (TEMPLATES / "llama3_1.jinja").read_text().replace("'26 Jul 2024'", "strftime_now('%d %b %Y')")
-    codec = Codec(family_tokenizer("llama3_1", chat_template=template))
+    codec = TagsCodec(family_tokenizer("llama3_1", chat_template=template))
     assert "26 Jul 2024" in codec.tokenizer.decode(codec.render_prompt(dialogue("u:q")))
 
 
@@ -171,4 +171,4 @@ def test_the_date_of_the_day_is_not_in_the_prompt():
 )  # fmt: skip
 def test_a_template_that_cannot_be_exact_is_refused_with_the_fix(changes, message):
     with pytest.raises(UserError, match=message):
-        Codec(family_tokenizer("qwen2_5", **changes))
+        TagsCodec(family_tokenizer("qwen2_5", **changes))

@@ -6,8 +6,9 @@ from typing import Any, Literal, Optional
 import pytest
 
 from arpo.errors import UserError
+from arpo.protocol.function_schema import schema_of
 from arpo.protocol.prompts import About, default_system_prompt
-from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, schema_of, text_schema
+from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, text_schema
 
 TEXT = {"type": "string"}
 

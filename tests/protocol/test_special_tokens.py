@@ -3,8 +3,8 @@
 import pytest
 from helpers.families import BEGIN, EOS, FAMILIES, TEMPLATES, codec_of, dialogue, family_tokenizer, pieces
 
-from arpo.protocol import Codec
-from arpo.protocol.tags import parse_call, render_result, reserved_tags
+from arpo.protocol import Codec, TagsCodec
+from arpo.protocol.tags.text import parse_call, render_result, reserved_tags
 from arpo.rewards import score
 
 TAGS = [f"<{slash}{tag}>" for tag in reserved_tags(("python", "search")) for slash in ("", "/")]
@@ -64,7 +64,7 @@ def test_sft_rows_begin_with_the_prompt_of_a_rollout_then_too(family):
 def tagged(request) -> Codec:
     tokenizer = family_tokenizer(request.param)
     tokenizer.add_special_tokens({"additional_special_tokens": TAGS})
-    return Codec(tokenizer)
+    return TagsCodec(tokenizer)
 
 
 def test_tags_that_are_special_tokens_survive_and_the_eos_does_not(tagged):
@@ -107,7 +107,7 @@ def opening_tokenizer(**changes: str):
 
 
 def test_a_thought_that_the_prompt_has_opened_is_part_of_the_response():
-    codec = Codec(opening_tokenizer())
+    codec = TagsCodec(opening_tokenizer())
     assert codec.decode(codec.render_prompt(dialogue("u:q"))).endswith("assistant\n<think>\n")
     sampled = codec.encode(r"so </think><answer> \boxed{2} </answer>")
     segments = codec.segments(sampled, [1] * len(sampled))
@@ -117,7 +117,7 @@ def test_a_thought_that_the_prompt_has_opened_is_part_of_the_response():
 
 
 def test_only_the_first_run_has_the_opened_thought():
-    codec = Codec(opening_tokenizer())
+    codec = TagsCodec(opening_tokenizer())
     call, result = codec.encode("look </think><search> who </search>"), codec.encode(render_result("r"))
     runs = codec.segments([*call, *result, *call], [1] * len(call) + [0] * len(result) + [1] * len(call))
     assert [text.count("<think>") for text, _ in runs] == [1, 0, 0]
@@ -125,7 +125,7 @@ def test_only_the_first_run_has_the_opened_thought():
 
 @pytest.mark.parametrize("text", ["<think>\nso </think>2", "\n<think>\nso </think>2"])
 def test_sft_does_not_train_the_opening_that_the_prompt_holds(text):
-    codec = Codec(opening_tokenizer())
+    codec = TagsCodec(opening_tokenizer())
     messages = dialogue("u:q", f"a:{text}")
     row = codec.render_conversation(messages)
     prompt = codec.render_prompt(messages[:1])
@@ -135,7 +135,7 @@ def test_sft_does_not_train_the_opening_that_the_prompt_holds(text):
 
 def test_sft_refuses_a_message_without_the_thought_that_the_prompt_opens():
     with pytest.raises(ValueError, match=r"opens <think> for the assistant, whose message does not begin with it"):
-        Codec(opening_tokenizer()).render_conversation(dialogue("u:q", "a:2"))
+        TagsCodec(opening_tokenizer()).render_conversation(dialogue("u:q", "a:2"))
 
 
 @pytest.mark.parametrize("enable_thinking", [True, False])

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from arpo.protocol import Codec
+from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.tags import render_result
 from arpo.protocol.token_texts import BYTE_NAMES
 
@@ -42,14 +42,14 @@ def test_the_tokens_texts_one_after_the_other_are_the_response(family, text):
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last_of_them():
-    codec = Codec(byte_tokenizer())
+    codec = TagsCodec(byte_tokenizer())
     assert chars(codec, codec.encode("a😀é")) == ("a😀é", [1, 0, 0, 0, 1, 0, 1])
 
 
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_what_is_no_whole_character_is_shown_as_the_decoder_shows_it(part):
     """A response that is cut within a character, or goes on with another one."""
-    codec = Codec(byte_tokenizer())
+    codec = TagsCodec(byte_tokenizer())
     broken = codec.encode("😀")[:part]
     for ids in (broken, broken + codec.encode("ab"), codec.encode("😀") + broken * 3):
         decoded, counts = chars(codec, ids)
@@ -60,7 +60,7 @@ def test_results_are_counted_apart_and_an_opened_thought_belongs_to_no_token():
     template = (TEMPLATES / "qwen2_5.jinja").read_text().rstrip()
     ending = "<|im_start|>assistant\\n' }}\n{%- endif %}"
     opened = template.removesuffix(ending) + "<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}\n"
-    codec = Codec(family_tokenizer("qwen2_5", chat_template=opened))
+    codec = TagsCodec(family_tokenizer("qwen2_5", chat_template=opened))
     call, result = codec.encode("so</think><search> é </search>"), codec.encode(render_result("é"))
     mask = [1] * len(call) + [0] * len(result) + [1] * len(call)
     decoded, counts = chars(codec, [*call, *result, *call], mask)
@@ -78,7 +78,7 @@ def sentence_tokenizer(decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
 
 
 def test_a_decoder_that_drops_the_first_space_is_followed():
-    codec = Codec(sentence_tokenizer(decoders.Metaspace()))
+    codec = TagsCodec(sentence_tokenizer(decoders.Metaspace()))
     assert chars(codec, [3, 2, 1, 2]) == ("b the a the", [1, 4, 2, 4])
     assert chars(codec, [2, 1]) == ("the a", [3, 2])
 
@@ -97,13 +97,13 @@ def test_random_tokens_have_characters_too():
 
 def test_bytes_of_a_sentencepiece_vocabulary_make_characters():
     tokenizer = sentence_tokenizer(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
-    codec = Codec(tokenizer)
+    codec = TagsCodec(tokenizer)
     ids = tokenizer.convert_tokens_to_ids(["b", "<0xC3>", "<0xA9>", "b"])
     assert chars(codec, ids) == ("béb", [1, 0, 1, 1])
 
 
 def test_no_counts_where_the_text_is_not_made_of_the_tokens_texts():
-    class Reversed(Codec):
+    class Reversed(TagsCodec):
         """A decoder that looks at all tokens at once."""
 
         def decode(self, token_ids) -> str:

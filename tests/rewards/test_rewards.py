@@ -11,12 +11,14 @@ from helpers.families import TEMPLATES, codec_of, hermes_codec
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig
+from arpo.protocol import FORMS
+from arpo.protocol.format_rules import last_box
 from arpo.rewards import load_custom, math_answer, score, score_groups, score_trajectories
-from arpo.rewards.format import derive_segments, last_box
 from arpo.rewards.math_answer import exact_accuracy, math_equal
 from arpo.rewards.qa import qa_accuracy, token_f1
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
+derive_segments = FORMS["tags"].rules.derive_segments
 LOADED = ("python", "search")
 T = "<think>t</think>"
 S = "<search>q</search> <result>\nr\n</result>"

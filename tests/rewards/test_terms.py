@@ -9,12 +9,13 @@ from helpers.families import codec_of
 
 from arpo.errors import UserError
 from arpo.options import RewardConfig, TrainingRewardConfig
+from arpo.protocol import FORMS
 from arpo.rewards import load_custom, score_groups
-from arpo.rewards.format import derive_segments
 from arpo.rewards.terms import TERMS, Judgement, TermEvidence, Terms, load_terms, overlong
 from arpo.selection import is_dead, teaching
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
+derive_segments = FORMS["tags"].rules.derive_segments
 LOADED = ("search", "python")
 
 

@@ -24,7 +24,7 @@ from arpo.engine.team import Team
 from arpo.growing import GroupState
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.sampler import Sampler
@@ -395,7 +395,7 @@ class HeldTool(EchoTool):
 def on_real_engines(ranks: Ranks, folder: str) -> dict:
     """The same rollouts on vLLM, whose own seed differs by rank. In the one that is "held", rank 1 gets no result of a
     tool until rank 0 has sampled all that it can."""
-    team, codec = Team(ranks), Codec(AutoTokenizer.from_pretrained(folder))
+    team, codec = Team(ranks), TagsCodec(AutoTokenizer.from_pretrained(folder))
     engine = Engine(folder, ENGINE, max_model_len=300, seed=100 + ranks.rank)
     messages = [{"role": "user", "content": "who wrote the book?"}]
     questions = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(24)]

@@ -12,7 +12,8 @@ from helpers.files import write_jsonl, write_parquet
 
 from arpo.data import BadRow, read_rows
 from arpo.errors import UserError
-from arpo.sft.conversations import parse_conversation, read_conversations
+from arpo.protocol.tags.rows import parse_row
+from arpo.sft.conversations import read_conversations
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -50,7 +51,7 @@ HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}\n</to
 
 def test_a_json_call_in_the_text_becomes_a_tag():
     row = conversation(("human", f"q {HERMES}"), ("gpt", f"Hm.\n{HERMES}\n"), ("observation", "r"), ("gpt", "ok"))
-    assert [m["content"] for m in parse_conversation(row)] == [
+    assert [m["content"] for m in parse_row(row)] == [
         f"q {HERMES}",
         "Hm.\n<search> Paris </search>",
         "r",
@@ -82,9 +83,9 @@ def test_function_calls_of_llama_factory_and_openai_become_tags(tmp_path):
     tags["conversations"][1]["value"] = "<search> who? </search>"
     two = json.loads(json.dumps(openai))  # parquet gives both calls both arguments, those of the other as None
     two["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"query": "who?", "code": None}
-    expected = parse_conversation(tags)
+    expected = parse_row(tags)
     assert [m["content"] for m in expected] == ["q", "<search> who? </search>", "found", "a"]
-    assert parse_conversation(factory) == parse_conversation(openai) == parse_conversation(two) == expected
+    assert parse_row(factory) == parse_row(openai) == parse_row(two) == expected
     assert messages_of(write_parquet(tmp_path / "c.parquet", [two])) == [expected]
 
 
@@ -98,7 +99,7 @@ def test_text_before_a_call_is_kept():
             {"role": "assistant", "content": "2"},
         ]
     }
-    assert parse_conversation(row)[1]["content"] == "<think>x</think><python> 1+1 </python>"
+    assert parse_row(row)[1]["content"] == "<think>x</think><python> 1+1 </python>"
 
 
 def conversation(*turns: tuple[str, str]) -> dict:
@@ -133,7 +134,7 @@ def test_bad_conversation_is_named_by_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"sft\.jsonl:2: .*{message}"):
         messages_of(write_jsonl(tmp_path / "sft.jsonl", [GOOD, row]))
     with pytest.raises(BadRow, match=message):
-        parse_conversation(row)
+        parse_row(row)
 
 
 # ---- parts of a file

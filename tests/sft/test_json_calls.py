@@ -11,10 +11,12 @@ from helpers.ranks import run_ranks
 from arpo.config.sft import SFTDataConfig
 from arpo.data import BadRow
 from arpo.errors import UserError
+from arpo.protocol import FORMS
+from arpo.protocol.messages import Conversation
 from arpo.sft.conversations import read_conversations
-from arpo.sft.json_calls import Conversation, parse_conversation, parse_for_llama
-from arpo.sft.token_store import ConversationRows, render, tokenise
+from arpo.sft.token_store import ConversationRows, render_row, tokenise
 
+parse_conversation, parse_for_llama = FORMS["hermes"].parse_row, FORMS["llama"].parse_row
 SFT = SFTDataConfig(train="x")
 CODE = {"name": "python", "arguments": {"code": "1+1"}}
 QUERY = {"name": "search", "arguments": {"query": "who"}}
@@ -118,7 +120,9 @@ def test_for_llama_blocks_become_fields_and_json_that_is_a_turn_stays():
     assert called == {"role": "assistant", "content": whole}
     codec = llama_codec()
     rows = [
-        render(parse_for_llama({"messages": [turns[0], {"role": "assistant", **said}, *turns[2:]]}), SFT, codec, "x:1")
+        render_row(
+            parse_for_llama({"messages": [turns[0], {"role": "assistant", **said}, *turns[2:]]}), SFT, codec, "x:1"
+        )
         for said in ({"content": text_of(QUERY)}, {"content": whole}, {"content": "", "tool_calls": [QUERY]})
     ]
     assert rows[0] == rows[1] == rows[2] and whole in codec.tokenizer.decode(rows[0].token_ids)
@@ -136,7 +140,7 @@ def test_for_llama_blocks_become_fields_and_json_that_is_a_turn_stays():
 def test_what_llamas_form_has_not_is_refused_in_one_line(said, error):
     row = {"messages": dialogue("u:q", f"a:{said}", "t:x", "a:\\boxed{2}")}
     with pytest.raises((BadRow, UserError), match=re.escape(error)):
-        render(parse_for_llama(row), SFT, llama_codec(), "x:1")
+        render_row(parse_for_llama(row), SFT, llama_codec(), "x:1")
 
 
 def test_parquet_gives_calls_the_arguments_of_others_as_nothing(tmp_path):
@@ -162,11 +166,11 @@ def test_system_messages_that_list_tools_get_no_second_list_and_those_of_tags_ar
 
 def test_a_row_is_rendered_with_its_own_functions_and_the_systems_prompt_of_the_options():
     codec, cfg = hermes_codec("qwen2_5"), SFTDataConfig(train="x", system_prompt="Be brief.")
-    row = render(Conversation(MESSAGES, [{"type": "function", "function": CLOCK}]), cfg, codec, "x:1")
+    row = render_row(Conversation(MESSAGES, [{"type": "function", "function": CLOCK}]), cfg, codec, "x:1")
     text = codec.tokenizer.decode(row.token_ids)
     assert "system\nBe brief.\n\n# Tools" in text and '"clock"' in text and '"description": "The python' not in text
     with pytest.raises(UserError, match=r"x:1: .*speaks of <python>"):
-        render(Conversation(MESSAGES, None), SFTDataConfig(train="x", system_prompt="<python>"), codec, "x:1")
+        render_row(Conversation(MESSAGES, None), SFTDataConfig(train="x", system_prompt="<python>"), codec, "x:1")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.sft.token_store import OVERLONG, ConversationRows, tokenise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def tokenise_on(num_ranks: int, path: Path, folder: Path, cfg: SFTDataConfig = C
 
 
 def _tokenise(ranks, path, folder, cfg) -> None:
-    tokenise(path, cfg, Codec(build_tiny_tokenizer()), folder, ranks)
+    tokenise(path, cfg, TagsCodec(build_tiny_tokenizer()), folder, ranks)
 
 
 def arrays(rows: ConversationRows) -> list[tuple]:
@@ -57,7 +57,7 @@ def rows(data, tmp_path_factory) -> ConversationRows:
 
 
 def test_a_row_is_the_rendered_conversation_cut_at_its_first_loss_token(rows):
-    codec = Codec(build_tiny_tokenizer())
+    codec = TagsCodec(build_tiny_tokenizer())
     rendered = [codec.render_conversation(row["messages"]) for row in conversations()]
     rendered = [r for r in rendered if len(r.token_ids) <= 200]
     assert len(rows) == len(rendered) == 27 and rows.num_tokens == sum(len(r.token_ids) for r in rendered)
@@ -77,7 +77,7 @@ def test_overlong_conversations_are_left_out_counted_and_listed(rows, data):
 def test_overlong_conversations_can_be_cut_at_the_end_of_a_turn(data, tmp_path):
     rows = tokenise_on(1, data, tmp_path / "train", replace(CFG, overlong="truncate"))
     assert (len(rows), rows.num_dropped, rows.num_truncated) == (30, 0, 3)
-    codec = Codec(build_tiny_tokenizer())
+    codec = TagsCodec(build_tiny_tokenizer())
     row = rows[5]
     text = codec.tokenizer.decode(row.response_ids)
     assert 150 < row.num_tokens <= 200 and text.endswith("</python>") and row.loss_mask[-1] == 1
@@ -130,7 +130,7 @@ def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path):
 
 def _error(ranks, path, folder) -> str:
     with pytest.raises(UserError) as caught:
-        tokenise(path, CFG, Codec(build_tiny_tokenizer()), folder, ranks)
+        tokenise(path, CFG, TagsCodec(build_tiny_tokenizer()), folder, ranks)
     return str(caught.value)
 
 
@@ -145,7 +145,7 @@ def _refused(ranks, path, folder) -> str:
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
     with pytest.raises(UserError) as caught:
-        tokenise(path, CFG, Codec(tokenizer), folder, ranks)
+        tokenise(path, CFG, TagsCodec(tokenizer), folder, ranks)
     return str(caught.value)
 
 
@@ -162,10 +162,10 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
         "from helpers.models import build_tiny_tokenizer\n"
         "from arpo import ranks\n"
         "from arpo.config.sft import SFTDataConfig\n"
-        "from arpo.protocol import Codec\n"
+        "from arpo.protocol import TagsCodec\n"
         "from arpo.sft.token_store import tokenise\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "dist, codec = ranks.init(), Codec(build_tiny_tokenizer())\n"
+        "dist, codec = ranks.init(), TagsCodec(build_tiny_tokenizer())\n"
         "cfg = SFTDataConfig(train='x', max_tokens=500)\n"
         "def run(file, folder):\n"
         "    rows = tokenise(file, cfg, codec, Path(folder), dist)\n"

@@ -21,7 +21,7 @@ from arpo.config.sections import EngineConfig
 from arpo.config.tools import NotebookConfig, SqlConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.tools.base import ToolContext, ToolRunner
 from arpo.tools.notebook import NotebookTool
@@ -61,7 +61,7 @@ def test_siblings_read_what_fresh_sessions_that_are_asked_the_same_read(tiny_mod
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     tools = {"notebook": start(NOTEBOOK, kind=NotebookTool), "sql": SqlTool(SqlConfig())}
-    codec = Codec(AutoTokenizer.from_pretrained(folder), tools=tuple(tools))
+    codec = TagsCodec(AutoTokenizer.from_pretrained(folder), tools=tuple(tools))
     engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=32)
     engine = Engine(str(folder), engine_cfg, max_model_len=2000, seed=0)
     runner = ToolRunner(tools)

@@ -12,7 +12,7 @@ from helpers.python_tools import SMALL, run, start
 from arpo.config.tools import PythonConfig, SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
@@ -110,7 +110,7 @@ def test_a_replay_of_nothing_is_refused(tmp_path):
 
 
 TOKENIZER = byte_tokenizer()
-CODEC = Codec(TOKENIZER)
+CODEC = TagsCodec(TOKENIZER)
 ROLLOUT = RolloutConfig(group_size=4, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60)
 BRANCHING = BranchingConfig(num_initial_rollouts=2, entropy_tokens=5)
 

@@ -19,7 +19,7 @@ from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
 from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.start.inputs import check_inputs
 from arpo.tools import make_tools, take_restarts
@@ -77,7 +77,7 @@ def test_each_trajectory_has_its_own_server_and_a_branch_one_in_the_state_of_its
     server = entry("--tools", "note,count", "--log", str(log), max_sessions=3)
     prompts = [prompt(f"p{i}", tools=("note", "count")) for i in range(2)]
     with running(server) as runner:
-        codec, engine = Codec(TOKENIZER, tools=("note", "count")), ScriptedEngine(TOKENIZER, wandering)
+        codec, engine = TagsCodec(TOKENIZER, tools=("note", "count")), ScriptedEngine(TOKENIZER, wandering)
         groups = rollout(prompts, engine, runner, codec, CFG, RANDOM, seed=0)
     trajectories = [t for group in groups for t in group.trajectories]
     for t in trajectories:

@@ -19,7 +19,7 @@ from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
 from arpo.rollout import rollout
 from arpo.start.inputs import check_inputs
@@ -44,7 +44,7 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
     }
     cfg = ToolsConfig(names=(), mcp=(ENTRY,), price_per_call=("add=0.5",))
     schemas, tokenizer, runner = tool_schemas(cfg), byte_tokenizer(), ToolRunner(make_tools(cfg))
-    codec = Codec(tokenizer, tools=tuple(schemas))
+    codec = TagsCodec(tokenizer, tools=tuple(schemas))
     messages = [{"role": "system", "content": system_prompt_for("default", schemas)}, {"role": "user", "content": "q"}]
     ids = tuple(codec.render_prompt(messages))
     prompts = [Prompt(name, messages, ["4"], "gsm8k", token_ids=ids) for name in scripts]

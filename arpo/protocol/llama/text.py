@@ -3,7 +3,7 @@ r"""Calls in JSON, as Llama 3.1 and later write them: what the model writes, and
     <think> ... </think>{"name": "search", "parameters": {"query": "Paris"}}
 
 A turn is one call and nothing else, but for thoughts, or it is the final answer. It ends with the model's end token,
-and the chat template writes what follows: see llama_codec.py.
+and the chat template writes what follows: see template_codec.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from arpo.protocol.hermes import read_call
+from arpo.protocol.calls import Call, read_call
 from arpo.protocol.schema import ToolSchema
-from arpo.protocol.tags import Call
 
 RESERVED = ("think",)
 """Tags that have a meaning in this protocol, and so are escaped in results."""

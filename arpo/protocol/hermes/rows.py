@@ -1,6 +1,4 @@
-"""SFT conversations with calls in JSON, which stay what they are in the file: fields, or text.
-
-With protocol.format=llama, whose text has no blocks, calls in <tool_call> blocks become fields.
+"""SFT rows with calls in JSON, which stay what they are in the file: fields, or text in <tool_call> blocks.
 
 A row may bring its own functions in `tools` (OpenAI's form or bare, as a list or as its JSON); else those of data.tools
 are listed, unless the system message lists some itself.
@@ -10,24 +8,15 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
-from arpo.data import BadRow, parse_message
-from arpo.protocol.hermes import BLOCKS, call_bodies
-from arpo.sft.conversations import parse_turns, whole_call
+from arpo.protocol.hermes.text import call_bodies
+from arpo.protocol.messages import BadRow, Conversation, parse_message, parse_turns, whole_call
 
 RESPONSE, END = "<tool_response>", "</tool_response>"
 
 
-class Conversation(NamedTuple):
-    """A conversation whose messages may have `tool_calls`, [{"name", "arguments"}, ...]."""
-
-    messages: list[dict[str, Any]]
-    functions: list[dict] | None
-    """The template's `tools=`; None = the loaded tools."""
-
-
-def parse_conversation(row: dict) -> Conversation:
+def parse_row(row: dict) -> Conversation:
     """Parse one conversation of any style. Raises BadRow."""
     messages: list[dict[str, Any]] = []
     names, ids = [], []  # of the newest calls
@@ -45,24 +34,6 @@ def parse_conversation(row: dict) -> Conversation:
                 message.setdefault("name", names[number] if number < len(names) else "unknown")
         messages += turns
     return Conversation(messages, _functions(row.get("tools")))
-
-
-def parse_for_llama(row: dict) -> Conversation:
-    """Parse one conversation of any style, with the calls of <tool_call> blocks in fields. Raises BadRow."""
-    conversation = parse_conversation(row)
-    return conversation._replace(messages=[_with_fields(message) for message in conversation.messages])
-
-
-def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
-    bodies = call_bodies(message["content"]) if message["role"] == "assistant" else []
-    if not bodies:
-        return message
-    try:
-        found = [json.loads(body) for body, _ in bodies]
-    except ValueError:
-        raise BadRow("the text of a <tool_call> is not valid JSON") from None
-    said = BLOCKS.sub(lambda block: "" if block[1] is not None else block[0], message["content"])
-    return {**message, "content": said.strip(), "tool_calls": [whole_call(call) for call in found]}
 
 
 def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:

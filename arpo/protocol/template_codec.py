@@ -1,4 +1,4 @@
-"""The codec of calls in JSON: prompts, results and conversations as the model's own chat template has them.
+"""The codec of forms that the chat template writes: prompts, results and conversations as the model knows them.
 
 Token in, token out: what the model sampled stays as it is. What the template writes between the end token of a turn
 with calls and the first token of the next depends on the results alone, not on the turn. It is taken from a short
@@ -9,17 +9,17 @@ and thoughts before the newest question) is never given the chance.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import ceil
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from arpo.errors import UserError
-from arpo.protocol.codec import DATA, REWRITES, Codec, Rendered
-from arpo.protocol.hermes import RESERVED, UNKNOWN, parse_calls
+from arpo.protocol.calls import TRUNCATION_MARK, UNKNOWN, Call, escape_tags, tag_pattern
+from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.schema import ToolSchema
-from arpo.protocol.tags import TRUNCATION_MARK, Call, escape_tags, tag_pattern
 from arpo.trajectory import ToolCall
 
 MARK = "here the call ends"
@@ -27,23 +27,20 @@ MARK = "here the call ends"
 QUESTION = {"role": "user", "content": "question"}
 
 
-class HermesCodec(Codec):
-    """Codec for models whose chat template lists tools, and has calls as JSON in <tool_call> blocks.
+class TemplateCodec(Codec):
+    """Codec for models whose chat template lists tools, and has turns for calls and results.
 
-    Raises UserError, besides that of Codec, for a template that does not.
+    Raises UserError, besides that of Codec, for a template that has not, or has calls of another form.
     """
 
-    format = "hermes"
-    call_form = "calls as <tool_call> JSON </tool_call>"
+    call_form: str
     """The form in which the template must write calls, for messages."""
+    tools_mark: str
+    """What a system message of a file contains that lists tools itself."""
 
     def __init__(self, tokenizer, *, tools: Sequence[ToolSchema], enable_thinking: bool = False):
         self.schemas = {schema.name: schema for schema in tools}
         super().__init__(tokenizer, tools=tuple(self.schemas), enable_thinking=enable_thinking)
-
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        return RESERVED
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
@@ -77,9 +74,18 @@ class HermesCodec(Codec):
         if MARK not in self._after_calls([UNKNOWN], [MARK]):
             raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
 
+    @abstractmethod
     def _writes_calls(self, called: str) -> bool:
-        """Return whether the template, which has rendered `_conversation`, writes calls in this protocol's form."""
-        return "<tool_call>" in called
+        """Return whether the template, which has rendered `_conversation`, writes calls in this form."""
+
+    @staticmethod
+    @abstractmethod
+    def parse_calls(text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
+        """Return the calls of a turn in order, malformed ones with what is wrong. `offered` are the tools, by name."""
+
+    @abstractmethod
+    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
+        """Return the text of a message and, behind it, its calls as the template writes them."""
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
         """Return `tools=` of the template, in the order in which the tools are loaded; None for no tools."""
@@ -112,10 +118,7 @@ class HermesCodec(Codec):
     ) -> list[Call]:
         if finish != "eos":
             return []
-        return self._parse(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
-
-    def _parse(self, text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
-        return parse_calls(text, offered)
+        return self.parse_calls(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
 
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
@@ -154,43 +157,21 @@ class HermesCodec(Codec):
 
     # -- conversations of SFT
 
-    def render_conversation(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        mask_results: bool = True,
-        train_turns: Literal["all", "last"] = "all",
-        functions: list[dict] | None = None,
-    ) -> Rendered:
-        """Tokenise an SFT conversation; the mask is 1 on what the assistant says, its calls and its end tokens.
-
-        An assistant's message may have `tool_calls`, [{"name", "arguments"}, ...]; messages of the role `tool` follow
-        it in the order of the calls. `functions` is the template's `tools=`, None = the loaded tools, or none where the
-        system message lists some itself. From a question to its answer a row is what a rollout would have made of the
-        same texts. For the rest see Codec.
-        """
+    def _as_the_template_takes_it(
+        self, messages: list[dict[str, Any]], functions: list[dict] | None
+    ) -> tuple[list[dict[str, Any]], list[dict] | None]:
+        """Without functions of the file the loaded tools are listed, unless the system message lists some itself."""
         if error := self._system_error(messages):
             raise ValueError(error)
-        lists_tools = messages[0]["role"] == "system" and self._lists_tools(messages[0]["content"])
+        lists_tools = messages[0]["role"] == "system" and self.tools_mark in messages[0]["content"]
         functions = self._functions(None) if functions is None and not lists_tools else functions or None
-        messages = [self._as_the_template_takes_it(message) for message in messages]
-        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
-        row, done = Rendered([], [], []), ""
-        for start in asked if train_turns == "all" else asked[-1:]:
-            prompt = self._template(messages[:start], generation=True, tools=functions)
-            if not prompt.startswith(done):
-                raise ValueError(REWRITES)
-            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
-            done = prompt + self._add_run(row, _run(messages, start), mask_results)
-        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
-        return row
+        return [self._with_entries(message) for message in messages], functions
 
     def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
-        """Add the assistant's turns up to its answer, and the results between them. Returns what was written."""
         written = ""
         for role, group in groupby(run, key=itemgetter("role")):
             if role == "assistant":
-                text = self._assistant_text(next(group))
+                text = self._said(next(group))
                 self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], True)
                 row.turn_ends.append(len(row.token_ids))
                 written += self._marked(text) + self.tokenizer.eos_token
@@ -202,24 +183,7 @@ class HermesCodec(Codec):
                 written += after
         return written
 
-    def _assistant_text(self, message: dict[str, Any]) -> str:
-        """Return what the assistant says, as the file has it, and its calls as the template writes them."""
-        text = message["content"].strip() if self._trims else message["content"]
-        text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
-        return self._after_opening(text) if self._opened else text
-
-    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
-        """Return the text and, behind it, the calls of the message as the template writes them."""
-        asked = self._template([QUESTION], generation=False)
-        whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
-        calls = whole[whole.index("<tool_call>") : whole.rindex(self.tokenizer.eos_token)]
-        return text + "\n" * bool(text) + calls
-
-    def _lists_tools(self, system: str) -> bool:
-        """Return whether a system message of a file lists tools itself."""
-        return "<tools>" in system
-
-    def _as_the_template_takes_it(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_entries(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] == "tool":
             return {"name": UNKNOWN, **message, "content": escape_tags(message["content"], self.reserved)}
         if message.get("tool_calls"):
@@ -252,12 +216,3 @@ def _conversation(names: Sequence[str], results: Sequence[str]) -> list[dict[str
         for i, name, result in zip(ids, names, results, strict=True)
     ]
     return [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]
-
-
-def _run(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-    """Return an assistant's message and what follows it up to its answer: results, and its turns after results."""
-    end = start + 1
-    roles = [message["role"] for message in messages]
-    while roles[end : end + 1] == ["tool"] or roles[end - 1 : end + 1] == ["tool", "assistant"]:
-        end += 1
-    return messages[start:end]

@@ -10,35 +10,20 @@ A turn ends when the model closes a tool's tag or emits EOS. The result is appen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+
+from arpo.protocol.calls import Call, escape_tags
 
 PAPER_TOOLS = ("search", "python")
 """Tags of the tools of the published runs; the default wherever tools are not named."""
 
-TRUNCATION_MARK = "\n[... result truncated]"
 UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
 EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
-LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
-TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without {tag}."
 
 
 def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
     """Return all tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
     return ("think", *tools, "result", "answer")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A parsed tool call. Only a malformed one has an `error_kind`, and an `error` that tells the model the mistake."""
-
-    argument: str
-    error_kind: str | None = None
-    error: str = ""
-    tag: str = ""
-    """Name of the tool."""
 
 
 def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
@@ -69,17 +54,6 @@ def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
     'see &lt;answer&gt;4&lt;/answer&gt;'
     """
     return escape_tags(text, reserved_tags(tools))
-
-
-def escape_tags(text: str, tags: tuple[str, ...]) -> str:
-    """Make these tags plain text: no tokenizer that has a token for one of them takes it for that."""
-    return tag_pattern(tags).sub(r"&lt;\1\2&gt;", text)
-
-
-@cache
-def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of an opening or closing tag, with groups "" or "/" and the name; no tags = no match."""
-    return re.compile(rf"<(/?)({'|'.join(map(re.escape, tags)) or '(?!)'})>")
 
 
 def render_result(text: str) -> str:

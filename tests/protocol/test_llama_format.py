@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from arpo.protocol import FORMS
+from arpo.protocol.format_rules import Segments
 from arpo.rewards import score
-from arpo.rewards.format import Segments
-from arpo.rewards.llama_format import derive_segments, extract_answer, format_error
+
+RULES = FORMS["llama"].rules
 
 
 def call(name: str = "search", **parameters: str) -> str:
@@ -46,7 +48,7 @@ BAD: list[tuple[Segments, str]] = [
 
 @pytest.mark.parametrize("segments", GOOD)
 def test_a_well_formed_response_is_scored_by_its_last_turn(segments):
-    assert format_error(segments) == "" and extract_answer(segments) == ("4", "")
+    assert RULES.format_error(segments) == "" and RULES.extract_answer(segments) == ("4", "")
     text = "".join(text for text, _ in segments)
     scored = score(text, ["4"], "math", segments=segments, bonus_tools=(), form="llama")
     assert (scored.total, scored.reason) == (1.0, "")
@@ -54,14 +56,14 @@ def test_a_well_formed_response_is_scored_by_its_last_turn(segments):
 
 @pytest.mark.parametrize(("segments", "reason"), BAD)
 def test_a_defect_costs_the_reward_and_has_a_name(segments, reason):
-    assert format_error(segments) == reason
+    assert RULES.format_error(segments) == reason
     scored = score("".join(text for text, _ in segments), ["4"], "math", segments=segments, form="llama")
     assert (scored.total, scored.reason, scored.parts["format"]) == (-1.0, reason, 0.0)
 
 
 @pytest.mark.parametrize("segments", [s for s in GOOD if not s[-2:][0][0].endswith("<think>\n")])
 def test_a_response_that_is_known_as_text_has_the_same_segments(segments):
-    assert derive_segments("".join(text for text, _ in segments)) == segments
+    assert RULES.derive_segments("".join(text for text, _ in segments)) == segments
 
 
 def test_without_calls_the_bonus_is_for_tools_whose_results_are_no_errors():

@@ -1,0 +1,93 @@
+"""What the forms of calls share: a parsed call, what the model is told of a wrong one, and results as plain text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from arpo.protocol.schema import ToolSchema, argument_of, check_arguments, read_json
+
+UNKNOWN = "unknown"
+"""Tag of a call that names none of the tools: what a model may make up is no name for a metric."""
+MAX_NAME_CHARS = 60
+
+TRUNCATION_MARK = "\n[... result truncated]"
+LIMIT_REACHED = "The limit of {limit} tool calls is reached. Give the final answer now."
+TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without {tag}."
+BAD_JSON = "Error: the call is not valid JSON ({reason}). Write {call}."
+NO_CALL = "Error: the call is no JSON object with a name and {key}. Write {call}."
+UNKNOWN_TOOL = "Error: there is no tool {name}. There are: {tools}."
+EMPTY_CALL = 'Error: the argument "{argument}" of {tool} is empty.'
+
+
+@dataclass(frozen=True)
+class Call:
+    """A parsed tool call. Only a malformed one has an `error_kind`, and an `error` that tells the model the mistake."""
+
+    argument: str
+    error_kind: str | None = None
+    error: str = ""
+    tag: str = ""
+    """Name of the tool."""
+
+
+def escape_tags(text: str, tags: tuple[str, ...]) -> str:
+    """Make these tags plain text: no tokenizer that has a token for one of them takes it for that."""
+    return tag_pattern(tags).sub(r"&lt;\1\2&gt;", text)
+
+
+@cache
+def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of an opening or closing tag, with groups "" or "/" and the name; no tags = no match."""
+    return re.compile(rf"<(/?)({'|'.join(map(re.escape, tags)) or '(?!)'})>")
+
+
+def read_call(body: str, offered: Mapping[str, ToolSchema], keys: Sequence[str], a_call: str) -> Call:
+    """Return the call that a JSON text is, or what is wrong with it. `a_call` shows a right one.
+
+    `keys` are those under which the arguments may stand; the last one is the form's own.
+    """
+    try:
+        call = read_json(body)
+    except ValueError as error:
+        return Call(body.strip(), "bad_json", BAD_JSON.format(reason=error, call=a_call), UNKNOWN)
+    if not is_call(call, keys):
+        return Call(body.strip(), "bad_json", NO_CALL.format(key=keys[-1], call=a_call), UNKNOWN)
+    return checked_call(body, call["name"], _arguments(call, keys), offered)
+
+
+def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, ToolSchema]) -> Call:
+    """Return the call of a tool, or what is wrong with it; `body` is what the model wrote."""
+    if name not in offered:
+        shown = json.dumps(name[:MAX_NAME_CHARS])  # in ASCII: it may hold what no text can
+        error = UNKNOWN_TOOL.format(name=shown, tools=", ".join(offered) or "none")
+        return Call(body.strip(), "unknown_tool", error, UNKNOWN)
+    schema = offered[name]
+    if error := check_arguments(schema, arguments):
+        return Call(body.strip(), "bad_arguments", error, name)
+    argument = argument_of(schema, arguments).strip()
+    if not argument:
+        return Call(body.strip(), "empty_call", EMPTY_CALL.format(argument=schema.text_argument, tool=name), name)
+    return Call(argument, tag=name)
+
+
+def is_call(value: object, keys: Sequence[str]) -> bool:
+    """Return whether a value is an object with a name and, under one of the keys, whatever stands for arguments."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and any(key in value for key in keys)
+
+
+def is_well_formed(body: str, keys: Sequence[str]) -> bool:
+    """Return whether a JSON text is an object with a name and, under the first of the keys that it has, an object."""
+    try:
+        call = read_json(body)
+    except ValueError:
+        return False
+    return is_call(call, keys) and isinstance(_arguments(call, keys), dict)
+
+
+def _arguments(call: dict[str, Any], keys: Sequence[str]) -> Any:
+    return next(call[key] for key in keys if key in call)
