@@ -1,4 +1,4 @@
-"""The way to a first run: what README and docs/data.md promise of it is what configs, code and catalogue say."""
+"""The way to a first run: what README and docs/data.md promise of it is what configs, code and tables say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arpo.config.load import load_config
-from arpo.data.hub_catalog import CATALOG
+from arpo.data.hub import TRAIN_FILES
 from arpo.start.memory import GIB, Job, Memory, Shape, memory, misfits
 from evaluate import EvalConfig
 from train_rl import RLConfig
@@ -47,7 +47,7 @@ def test_the_first_runs_follow_each_other_and_end_with_the_line_that_is_promised
     found = {words[0]: words[1:] for words in commands(section(title)) if words and words[0] in CONFIGS}
     sft, rl = load_config(SFTConfig, found["arpo-sft"]), load_config(RLConfig, found["arpo-rl"])
     assert rl.model.path == f"runs/{sft.run.name}/hf"
-    assert {sft.data.train, rl.data.train} <= CATALOG.keys()
+    assert {sft.data.train, rl.data.train} <= TRAIN_FILES.keys()
     assert f"The last line is `tensorboard --logdir runs/{rl.run.name}/tb`" in section(title)
 
 
@@ -78,13 +78,14 @@ def test_the_memory_that_is_promised_is_what_the_start_of_a_run_reckons(monkeypa
     assert f"6 hours, and {need(QWEN_7B, rl, 8, large).rollout / GIB:.0f} GiB" in eight
 
 
-def test_the_page_about_data_has_every_repository_with_link_size_and_licence():
-    rows = [line.split(" | ") for line in (ROOT / "docs/data.md").read_text().splitlines() if line.startswith("| [")]
-    table = {
-        cells[0].removeprefix("| "): (cells[1].replace("`", ""), cells[2], cells[3].rstrip(" |")) for cells in rows
-    }
-    expected = {f"[{repo}]({e.url(repo)})": (e.what, e.size, e.licence) for repo, e in CATALOG.items()}
-    assert table == expected
-    for repo, entry in CATALOG.items():
-        if entry.kind == "dataset":
-            assert f"[{repo}]({entry.url(repo)}) | {entry.size} | {entry.licence} |" in README
+def test_every_repository_has_link_size_and_licence_and_the_papers_data_sets_are_in_both_tables():
+    page = (ROOT / "docs/data.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| [")]
+    found = {row[0].partition("]")[0][1:]: row for row in rows}
+    assert len(found) == 19
+    for repo, (link, what, size, licence) in found.items():
+        kind = "datasets/" if repo in TRAIN_FILES else ""
+        assert link == f"[{repo}](https://huggingface.co/{kind}{repo})" and what and size and licence
+    for repo in TRAIN_FILES:
+        link, _, size, licence = found[repo]
+        assert f"{link} | {size} | {licence} |" in README

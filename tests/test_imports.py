@@ -76,8 +76,8 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (search(name, []) for name in sorted(arrows))), [])
 
 
-def test_the_package_never_imports_a_script():
-    assert not {name for name, path in NAMES.items() if packages_of(path) & set(SCRIPTS)}
+def test_the_package_never_imports_a_script_nor_an_extra():
+    assert not {name for name, path in NAMES.items() if packages_of(path) & {*SCRIPTS, "extras"}}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

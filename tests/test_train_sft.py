@@ -37,6 +37,7 @@ def test_the_loss_falls_on_training_and_validation_conversations(trained):
 
 def test_the_run_leaves_a_model_that_loads_and_a_curve(trained):
     model = AutoModelForCausalLM.from_pretrained(trained / "hf")
+    assert "by supervised fine-tuning with tool calls, 12 steps" in (trained / "hf" / "README.md").read_text()
     assert model.config.num_hidden_layers == 2 and (trained / "curve.png").stat().st_size > 1000
 
 

@@ -75,18 +75,24 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
             )
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return the settings of the run in `folder` by dotted keys, as they were changed last. Raises UserError."""
+    try:
+        settings = leaves(yaml.safe_load((folder / CONFIG).read_text()))
+        for line in (folder / CHANGES).read_text().splitlines() if (folder / CHANGES).exists() else ():
+            settings |= {key: now for key, (_, now) in json.loads(line)["changes"].items()}
+    except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: its settings cannot be read ({reason}); choose another run.name") from None
+    return settings
+
+
 def changes(folder: Path, cfg: Any) -> dict[str, tuple[object, object]]:
     """Return (before, now) of the keys of `cfg` whose values are others than those of the run in `folder`, in order.
 
     A key that one of the two lacks is an option of another version of the code, and says nothing. Raises UserError.
     """
-    try:
-        before = leaves(yaml.safe_load((folder / CONFIG).read_text()))
-        for line in (folder / CHANGES).read_text().splitlines() if (folder / CHANGES).exists() else ():
-            before |= {key: now for key, (_, now) in json.loads(line)["changes"].items()}
-    except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: its settings cannot be read ({reason}); choose another run.name") from None
+    before = settings_of(folder)
     now = json.loads(json.dumps(leaves(cfg)))  # lists instead of tuples, as the file has them
     return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
 

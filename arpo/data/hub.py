@@ -6,30 +6,37 @@
 
 A config is pinned before torch is imported, so that a mistake shows at once, and what a run's config.yaml has is the
 commit: a run goes on with the rows that it was begun with, whatever happens to the data set. Files lie in the Hub's own
-cache (HF_HOME). Ranks need not wait for each other here: the cache locks a file that is being fetched, and a disk that
-is not shared gets its own.
+cache (HF_HOME), whose lock lets one rank of a disk fetch. HF_ENDPOINT names a mirror, HF_TOKEN opens what is behind a
+form, and HF_HUB_OFFLINE=1 keeps to the cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arpo.data.hub_catalog import CATALOG
-from arpo.data.hub_remote import digest_of, remote_files, said
 from arpo.errors import UserError
 
 C = TypeVar("C")
 SUFFIXES = (".parquet", ".jsonl", ".json")
-DATA_OPTIONS = ("data.train", "data.valid", "eval.files")
-"""Options that take a data set's name."""
+TIMEOUT_S = 30.0
+TRAIN_FILES = {
+    "dongguanting/ARPO-SFT-54K": "final_*.jsonl",
+    "dongguanting/ARPO-RL-Reasoning-10K": "train_10k.parquet",
+    "dongguanting/ARPO-RL-DeepSearch-1K": "hard_search*.parquet",
+}
+"""The papers' data sets: pattern of the file to train on, which may have others beside it."""
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^:]+))?(?::(?P<file>.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,10 @@ class HubFile:
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}:{self.file}"
+
+    @property
+    def is_pinned(self) -> bool:
+        return bool(_COMMIT.fullmatch(self.revision) and self.file)
 
 
 def parse(name: str) -> HubFile | None:
@@ -58,22 +69,31 @@ def pin_config(cfg: C) -> C:
     A run that was begun goes on with the commit that it was begun with, unless the name has a revision.
     """
     begun = _begun_with(cfg)
+    for name in ("train", "valid"):
+        if file := getattr(getattr(cfg, "data", None), name, ""):
+            pinned = pin(f"data.{name}", file, begun.get(name, ""))
+            cfg = replace(cfg, data=replace(cfg.data, **{name: pinned}))
+    if hasattr(cfg, "eval"):
+        files = tuple(pin("eval.files", file) for file in cfg.eval.files)
+        cfg = replace(cfg, eval=replace(cfg.eval, files=files))
+    return cfg
 
-    def walk(node: Any, prefix: str) -> Any:
-        changed = {}
-        for field in fields(node):
-            key, value = f"{prefix}{field.name}", getattr(node, field.name)
-            if is_dataclass(value):
-                changed[field.name] = walk(value, f"{key}.")
-            elif key in DATA_OPTIONS:
-                several = isinstance(value, tuple)
-                changed[field.name] = (
-                    tuple(pin(key, name) for name in value) if several else pin(key, value, begun.get(key, ""))
-                )
-        changed = {name: value for name, value in changed.items() if value != getattr(node, name)}
-        return replace(node, **changed) if changed else node
 
-    return walk(cfg, "")
+def _begun_with(cfg: Any) -> dict[str, str]:
+    """Return train and valid of the run's settings (arpo/config/run_folder.py has its files); {} for a new run."""
+    import yaml
+
+    folder = Path(cfg.run.dir) / cfg.run.name
+    try:
+        data = yaml.safe_load((folder / "config.yaml").read_text())["data"]
+        begun = {name: data[name] for name in ("train", "valid")}
+        changes = folder / "changes.jsonl"
+        for line in changes.read_text().splitlines() if changes.exists() else ():
+            changed = json.loads(line)["changes"]
+            begun |= {name: changed[f"data.{name}"][1] for name in begun if f"data.{name}" in changed}
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError):
+        return {}  # a new run, or a folder of which check_run_folder says what is wrong
+    return begun
 
 
 def pin(option: str, name: str, begun: str = "") -> str:
@@ -83,7 +103,7 @@ def pin(option: str, name: str, begun: str = "") -> str:
     with the option, where the data set cannot be had, or has several files.
     """
     wanted = parse(name)
-    if wanted is None or (_COMMIT.fullmatch(wanted.revision) and wanted.file):
+    if wanted is None or wanted.is_pinned:
         return name
     if Path(wanted.repo.partition("/")[0]).is_dir() and not wanted.file:
         raise UserError(f"{option}={name}: no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)")
@@ -97,40 +117,10 @@ def pin(option: str, name: str, begun: str = "") -> str:
     return str(pinned)
 
 
-def _begun_with(cfg: Any) -> dict[str, str]:
-    """Return data.train and data.valid of the run's folder; {} for a new run."""
-    import yaml
-
-    folder = Path(cfg.run.dir) / cfg.run.name
-    try:
-        data = yaml.safe_load((folder / "config.yaml").read_text())["data"]
-        begun = {f"data.{name}": data[name] for name in ("train", "valid")}
-        changes = folder / "changes.jsonl"
-        for line in changes.read_text().splitlines() if changes.exists() else ():
-            begun |= {key: now for key, (_, now) in json.loads(line)["changes"].items() if key in begun}
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError):
-        return {}  # a new run, or a folder of which check_run_folder says what is wrong
-    return begun
-
-
 def local_file(name: str) -> Path:
     """Return the file of a pinned name, fetched unless it lies in the cache; of a path, that path. Raises UserError."""
     wanted = parse(name)
-    if wanted is None:
-        return Path(name)
-    return _cached(wanted) or _fetch(name, wanted)[1]
-
-
-def check_hub_model(option: str, name: str) -> None:
-    """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach.
-
-    transformers finds that out too, but only after minutes of retries.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        with said(f"{option}={name}", name, "model", lead="no such folder here, and "):
-            remote_files(name, "model")
+    return _fetch(name, wanted)[1] if wanted else Path(name)
 
 
 def source_of(name: str) -> str:
@@ -139,52 +129,125 @@ def source_of(name: str) -> str:
     return wanted.repo.partition("/")[2] if wanted else ""
 
 
-def _choose(what: str, wanted: HubFile, files: list[str]) -> str:
-    data = [file for file in files if file.endswith(SUFFIXES)]
-    if wanted.file in files:
-        return wanted.file
-    pattern = wanted.file or (CATALOG[wanted.repo].train if wanted.repo in CATALOG else "")
-    found = [file for file in data if fnmatch(file, pattern)] or ([] if wanted.file else data)
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join((found or data)[:8]) + (", ..." if len(found or data) > 8 else "")
-    if not data:
-        raise UserError(
-            f"{what}: the data set has no parquet, jsonl or json file; see https://hf.co/datasets/{wanted.repo}"
-        )
-    if not found:
-        raise UserError(f"{what}: the data set has no {wanted.file}; choose one of {listed}")
-    raise UserError(f"{what}: the data set has {len(found)} files; choose one: {wanted.repo}:FILE, of {listed}")
+def check_hub_model(option: str, name: str) -> None:
+    """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach.
 
+    transformers finds that out too, but only after minutes of retries.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
-def _cached(wanted: HubFile) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(wanted.repo, wanted.file, revision=wanted.revision, repo_type="dataset")
-    return Path(path) if isinstance(path, str) else None
+    if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        with _said(f"{option}={name}", name, "model", lead="no such folder here, and "):
+            HfApi().model_info(name, timeout=TIMEOUT_S)
 
 
 def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
-    """Fetch a file into the cache, unless it is there, and compare its bytes with the checksum on the Hub."""
-    from huggingface_hub import hf_hub_download
+    """Fetch a file into the cache, unless it is there, and compare its bytes with the checksum on the Hub.
+
+    huggingface_hub names files of the cache after the commit and the checksum that the server says. A mirror's could
+    point out of the cache, so both are looked at before anything is fetched.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars
 
     if not _is_main():
         disable_progress_bars()
-    if _COMMIT.fullmatch(wanted.revision) and wanted.file and (path := _cached(wanted)):
-        return wanted, path
-    with said(what, wanted.repo, "dataset", lead="no file here, and "):
-        commit, files = remote_files(wanted.repo, "dataset", wanted.revision)
-        found = HubFile(wanted.repo, commit, _choose(what, wanted, list(files)))
-        if path := _cached(found):
-            return found, path
-        path = Path(hf_hub_download(found.repo, found.file, repo_type="dataset", revision=commit))
-    digest = files[found.file].digest
-    if digest and digest_of(path, like=digest) != digest:
+    with _said(what, wanted.repo, "data set", lead="no file here, and "):
+        if not wanted.is_pinned:
+            commit, files = _commit_and_files(wanted)
+            wanted = HubFile(wanted.repo, commit, _choose(what, wanted, files))
+        repo, commit, file = wanted.repo, wanted.revision, wanted.file
+        cached = try_to_load_from_cache(repo, file, repo_type="dataset", revision=commit)
+        if isinstance(cached, str):
+            return wanted, Path(cached)
+        answer = get_hf_file_metadata(hf_hub_url(repo, file, repo_type="dataset", revision=commit))
+        if answer.commit_hash != commit or not _DIGEST.fullmatch(digest := answer.etag or ""):
+            raise ValueError(f"not the Hub's answer: commit {answer.commit_hash}, checksum {answer.etag}")
+        path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=commit))
+    if _digest_of(path, like=digest) != digest:
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise UserError(f"{what}: came with a wrong checksum and was thrown away; run the same command again")
-    return found, path
+    return wanted, path
+
+
+def _commit_and_files(wanted: HubFile) -> tuple[str, list[str]]:
+    """Return the commit of the revision and the names of its files; with HF_HUB_OFFLINE=1, the newest in the cache."""
+    from huggingface_hub import HfApi, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound, OfflineModeIsEnabled
+
+    wish = wanted.revision
+    with suppress(OfflineModeIsEnabled):
+        info = HfApi().dataset_info(wanted.repo, revision=wish or None, timeout=TIMEOUT_S)
+        if not _COMMIT.fullmatch(info.sha or ""):
+            raise ValueError(f"not the Hub's answer: commit {info.sha}")
+        return info.sha, [one.rfilename for one in info.siblings or ()]
+    with suppress(CacheNotFound):
+        repos = [one for one in scan_cache_dir().repos if (one.repo_id, one.repo_type) == (wanted.repo, "dataset")]
+        there = [c for repo in repos for c in repo.revisions if not wish or wish in (c.commit_hash, *c.refs)]
+        if newest := max(there, key=lambda commit: commit.last_modified, default=None):
+            return newest.commit_hash, [str(f.file_path.relative_to(newest.snapshot_path)) for f in newest.files]
+    raise OfflineModeIsEnabled(wanted.repo)
+
+
+def _choose(what: str, wanted: HubFile, files: list[str]) -> str:
+    if wanted.file in files:
+        return wanted.file
+    data = [file for file in files if file.endswith(SUFFIXES)]
+    pattern = wanted.file or TRAIN_FILES.get(wanted.repo, "")
+    found = [file for file in data if fnmatch(file, pattern)] or ([] if wanted.file else data)
+    if len(found) == 1:
+        return found[0]
+    if not data:
+        reason = f"has no parquet, jsonl or json file; see https://hf.co/datasets/{wanted.repo}"
+    else:
+        listed = ", ".join((found or data)[:8]) + (", ..." if len(found or data) > 8 else "")
+        choice = f"has {len(found)} files; choose one: {wanted.repo}:FILE, of {listed}"
+        reason = choice if found else f"has no {wanted.file}; choose one of {listed}"
+    raise UserError(f"{what}: the data set {reason}")
+
+
+def _digest_of(path: Path, like: str) -> str:
+    """Return the digest of a file's bytes, in the kind of `like`: git's SHA-1 has 40 digits, SHA-256 has 64."""
+    git = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256" if len(like) == 64 else git.copy).hexdigest()
+
+
+@contextmanager
+def _said(what: str, repo: str, kind: str, lead: str) -> Iterator[None]:
+    """Turn the Hub's errors into a UserError that begins with `what`, and says what to do. `lead` stands before those
+    that a misspelt path has too."""
+    from huggingface_hub import errors
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    page = f"{endpoint}/{'' if kind == 'model' else 'datasets/'}{repo}"
+    token = f"HF_TOKEN (now {'set' if os.environ.get('HF_TOKEN') else 'not set'})"
+    try:
+        yield
+        return
+    except errors.GatedRepoError:
+        reason = f"behind a form; accept it at {page}, then set {token}"
+    except errors.RevisionNotFoundError:
+        reason = f"{page} has no such revision (@...)"
+    except errors.RepositoryNotFoundError:
+        reason = f"{lead}{endpoint} has no {kind} {repo}, or a private one: correct the name, or set {token}"
+    except errors.HfHubHTTPError as error:
+        code = error.response.status_code
+        fix = f"set {token} to a token that is valid" if code in (401, 403) else "try again later"
+        reason = f"{endpoint} answered HTTP {code}; {fix}"
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
+        fix = "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
+        reason = f"{lead}{endpoint} cannot be reached; check the network or the proxy, {fix} ({_short(error)})"
+        if os.environ.get("HF_HUB_OFFLINE"):
+            reason = f"{lead}it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
+    except (OSError, ValueError) as error:  # a full disk, a name that cannot be, a server that is no Hub
+        reason = f"{_short(error)}; check the name, HF_ENDPOINT and the disk's space, and run the same command again"
+    raise UserError(f"{what}: {reason}")
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error.__cause__ or error).split())[:160] or type(error).__name__
 
 
 def _is_main() -> bool:

@@ -1,41 +1,83 @@
-"""The card's parts, where a run did not end as it should have, and where its settings name places."""
+"""The card of an export: what a run's settings and the model that it began with say, and no place on this machine."""
 
 import json
+from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
-from arpo.checkpoint.card import _data_sets, _on_hub, _plain, _results
-
-
-def test_half_a_line_that_a_killed_run_left_is_no_result(tmp_path):
-    rows = [{"step": step, "reward/mean": step / 4} for step in (1, 2)]
-    whole = "".join(json.dumps(row) + "\n" for row in rows)
-    for end in range(len(whole) - 1, len(whole) - 12, -1):
-        (tmp_path / "metrics.jsonl").write_text(whole[:end])
-        assert _results(tmp_path, 9)[-1] == "| `reward/mean` | 0.25 | 1 |"
-    (tmp_path / "metrics.jsonl").write_text(whole)
-    assert _results(tmp_path, 9)[-1] == "| `reward/mean` | 0.5 | 2 |"
+from arpo.checkpoint.card import card_of
+from arpo.config.load import load_config, save_config
+from train_rl import RLConfig
+from train_sft import SFTConfig
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("/home/me/secret/mine.py", "mine.py"),
-        ("secret/mine.py", "mine.py"),
-        ("~/secret/model", "model"),
-        ("models/mine", "mine"),
-        (["answer=1", "secret/mine.py:style=0.2"], "answer=1, mine.py:style=0.2"),
-        ("Owner/Model-7B.v2", "Owner/Model-7B.v2"),
-        (0.5, "0.5"),
-        ("a|b", "a\\|b"),
-    ],
-)
-def test_a_setting_names_no_folder_of_ours(value, shown):
-    assert _plain(value) == shown
+def export(runs: Path, name: str, root: type, source: str, *flags: str) -> Path:
+    """A run's folder, and in it the card of an export of step 20, as a run leaves it. Returns the export."""
+    cfg = load_config(root, ["--run.name", name, "--run.dir", str(runs), "--model.path", source, *flags])
+    exported = runs / name / "checkpoints" / "step_000020" / "hf"
+    exported.mkdir(parents=True)
+    save_config(cfg, runs / name / "config.yaml")
+    (exported / "README.md").write_text(card_of(exported.parent, source))
+    return exported
 
 
-def test_a_path_that_is_gone_is_no_name_of_the_hub():
-    gone = ("models/x", "data/x", "../x", "runs/x", "secret/mine.py")
-    assert not any(map(_on_hub, gone)) and _on_hub("Qwen/Qwen2.5-3B")
-    found = _data_sets({"data.train": "secret/x.parquet", "data.valid": "openai/gsm8k@0123:main/test.parquet"})
-    assert found == {"data.train": "", "data.valid": "openai/gsm8k"}
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A local copy of a model that names its licence."""
+    folder = tmp_path / "secret_folder" / "Qwen2.5-3B"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# Qwen\n")
+    return folder
+
+
+def test_a_card_says_what_the_model_is_made_from_and_names_no_folder(base, tmp_path):
+    flags = ["--data.train", f"{tmp_path}/secret_folder/rows.parquet", "--loss.kind", "gspo"]
+    flags += ["--reward.terms", "answer=1", f"{tmp_path}/secret_folder/mine.py:style=0.2"]
+    card = ModelCard.load(export(tmp_path / "runs", "my_rl", RLConfig, str(base), *flags) / "README.md")
+    assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "qwen-research", None)
+    assert card.data.tags == ["arpo-torch", "tool-use", "reinforcement-learning"]
+    assert "# my_rl\n" in card.text and "is not known here" not in card.text
+    assert "Trained from **Qwen2.5-3B** by reinforcement learning with tool calls, 20 steps" in card.text
+    rows = [line for line in card.text.splitlines() if line.startswith("| `")]
+    assert {"| `data.train` | rows.parquet |", "| `loss.kind` | gspo |", "| `optim.lr` | 1e-06 |"} <= {*rows}
+    assert "| `reward.terms` | answer=1, mine.py:style=0.2 |" in rows and "`loss.clip_low`" not in card.text
+    assert "secret_folder" not in card.content and str(tmp_path) not in card.content
+
+
+def test_names_of_the_hub_are_kept_and_an_unknown_licence_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    data = "openai/gsm8k@0123456789012345678901234567890123456789:main/train.parquet"
+    card = ModelCard.load(export(tmp_path, "plain", RLConfig, "Owner/Model-7B", "--data.train", data) / "README.md")
+    assert (card.data.base_model, card.data.datasets, card.data.license) == ("Owner/Model-7B", ["openai/gsm8k"], None)
+    assert "The licence of Owner/Model-7B is not known here" in card.text and f"| `data.train` | {data} |" in card.text
+
+
+def test_a_run_that_begins_with_one_of_ours_hands_on_base_and_licence(tmp_path, monkeypatch):
+    cached = tmp_path / "cache" / "models--Owner--Model-7B"
+    for file, text in {"refs/main": "0123", "snapshots/0123/README.md": "---\nlicense: mit\n---\n"}.items():
+        (cached / file).parent.mkdir(parents=True)
+        (cached / file).write_text(text)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    sft = export(tmp_path, "my_sft", SFTConfig, "Owner/Model-7B", "--data.train", "rows.jsonl")
+    card = ModelCard.load(export(tmp_path, "my_rl", RLConfig, str(sft), "--data.train", "rows.jsonl") / "README.md")
+    assert (card.data.base_model, card.data.license) == ("Owner/Model-7B", "mit")
+    assert "Trained from **my_sft**" in card.text
+    assert ModelCard.load(sft / "README.md").data.tags == ["arpo-torch", "tool-use", "sft"]
+
+
+def test_a_setting_that_was_changed_on_the_way_is_the_one_that_is_named(base, tmp_path):
+    checkpoint = export(tmp_path, "r", RLConfig, str(base), "--data.train", "rows.jsonl").parent
+    (tmp_path / "r" / "changes.jsonl").write_text(json.dumps({"step": 10, "changes": {"optim.lr": [1e-6, 5e-7]}}))
+    assert "| `optim.lr` | 5e-07 |" in card_of(checkpoint, str(base))
+
+
+@pytest.mark.parametrize("head", ["", "---\n- a\n---\n", "---\na: [\n---\n", "---\nlicense: \xff\n---\n"])
+def test_a_base_whose_card_cannot_be_read_has_no_licence(base, tmp_path, head):
+    (base / "README.md").write_bytes(head.encode("latin-1"))
+    exported = export(tmp_path, "r", RLConfig, str(base), "--data.train", "rows.jsonl")
+    assert "The licence of Qwen2.5-3B is not known here" in (exported / "README.md").read_text()
+
+
+def test_a_folder_that_no_run_made_has_no_card(tmp_path):
+    assert card_of(tmp_path / "checkpoints" / "step_000001", "Owner/Model-7B") == ""

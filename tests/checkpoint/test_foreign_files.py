@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.checkpoints import RANDOM_STATES
 from arpo.checkpoint.export import export_checkpoint
 from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
-from arpo.checkpoint.verl_import import import_verl
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer
@@ -154,15 +152,6 @@ def test_doctored_random_states_run_no_code(checkpoint, tiny_model_dir, mark):
     sign(checkpoint)
     with mesh_of_one() as mesh, pytest.raises(UserError, match=f"{RANDOM_STATES}: cannot be read"):
         Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir))
-    assert not mark.exists()
-
-
-def test_a_doctored_import_runs_no_code(tiny_model_dir, mark, tmp_path):
-    actor = tmp_path / "actor"
-    shutil.copytree(tiny_model_dir, actor / "huggingface")
-    torch.save({"model.norm.weight": Payload(mark)}, actor / "model_world_size_1_rank_0.pt")
-    with pytest.raises(UserError, match="more than tensors"):
-        import_verl(actor, tmp_path / "hf")
     assert not mark.exists()
 
 

@@ -55,7 +55,7 @@ def server(tmp_path, monkeypatch):
         ("./data/one", None),
         ("../data/one", None),
         ("a/b/c", None),
-        ("tests/hub", None),  # a folder that is there
+        ("tests/data", None),  # a folder that is there
         ("", None),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path, 
     assert pin_config(load_config(RLConfig, ["--data.train", "o/one"])).data.train == newest  # another run
 
 
-def test_of_several_files_the_catalogue_knows_the_one_to_train_on(server):
+def test_of_the_papers_data_sets_the_file_to_train_on_is_known(server):
     name = "dongguanting/ARPO-RL-DeepSearch-1K"
     assert hub.pin("data.train", name) == f"{name}@{COMMIT}:hard_search_1k.parquet"
     assert hub.pin("data.valid", f"{name}:gaia_test.jsonl") == f"{name}@{COMMIT}:gaia_test.jsonl"
@@ -137,6 +137,46 @@ def test_what_cannot_be_had_is_one_line_that_begins_with_the_option(server, tmp_
         "data/rows": "no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)",
     }
     assert not list(Path(tmp_path / "cache").rglob("questions.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "commit, etag",
+    [
+        ("../" * 9 + "tmp", ""),
+        (COMMIT[:39], ""),
+        (COMMIT, "../../../../outside"),
+        (COMMIT, "/outside"),
+        (COMMIT, "abc"),
+    ],
+)
+def test_a_mirror_that_points_out_of_the_cache_writes_nothing(server, tmp_path, commit, etag):
+    server.commit, server.etag = commit, etag
+    with pytest.raises(UserError, match=r"^data\.train=o/one: not the Hub's answer: commit .*; check the name, HF_END"):
+        hub.pin("data.train", "o/one")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_bytes_with_another_checksum_are_thrown_away_and_fetched_again(server, tmp_path, monkeypatch, small):
+    """Small files have git's checksum, large ones SHA-256 on another server, to which no token goes."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    server.small |= {"data/questions.jsonl"} if small else set()
+    server.corrupt.add("data/questions.jsonl")
+    with pytest.raises(UserError, match=r"^data\.train=o/one: came with a wrong checksum and was thrown away"):
+        hub.pin("data.train", "o/one")
+    assert not list((tmp_path / "cache").rglob("questions.jsonl"))
+    server.corrupt.clear()
+    assert hub.local_file(hub.pin("data.train", "o/one")).read_bytes() == TRAIN
+    sent = {path.startswith("/blob"): headers.get("authorization") for _, path, headers in server.requests}
+    assert sent == {False: "Bearer hf_secret"} | ({} if small else {True: None})
+
+
+def test_what_goes_wrong_besides_is_one_line(server):
+    with pytest.raises(UserError, match=r"^data\.train=o--b/one: .*; check the name, HF_ENDPOINT and the disk's space"):
+        hub.pin("data.train", "o--b/one")
+    line = r"^x: .*No space left on device; .* and the disk's space"
+    with pytest.raises(UserError, match=line), hub._said("x", "o/one", "model", ""), open("/dev/full", "wb") as full:
+        full.write(b"x")
 
 
 def test_without_a_network_the_cache_has_what_was_fetched(server, monkeypatch):

@@ -3,8 +3,6 @@
     python -m arpo.tools.cache stats  cache.sqlite
     python -m arpo.tools.cache import cache.sqlite search_cache.json other_node.sqlite ...
     python -m arpo.tools.cache export cache.sqlite search_cache.json
-    python -m arpo.tools.cache repair cache.sqlite
-    python -m arpo.tools.cache prune  cache.sqlite --older-than-days 30 [--backend local] [--no-results]
 
 Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
 """
@@ -28,37 +26,24 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m arpo.tools.cache", description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="stats|import|export|repair|prune")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="stats|import|export")
     about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON"}
-    about |= {"repair": "move a corrupt file aside, and save what is intact", "prune": "delete some"}
     sub = {name: commands.add_parser(name, help=text) for name, text in about.items()}
     for command in sub.values():
         command.add_argument("file", metavar="FILE", help="the cache: SQLite, released JSON, or redis://host:port/db")
     sub["import"].add_argument("sources", nargs="+", metavar="SOURCE", help="released JSON or other caches")
     sub["export"].add_argument("target", type=Path, metavar="JSON")
-    sub["prune"].add_argument("--older-than-days", type=float, default=0.0, metavar="N", help="recorded that long ago")
-    sub["prune"].add_argument("--backend", default="", help="only what this backend answered (import = imported)")
-    sub["prune"].add_argument("--no-results", action="store_true", help="only answers that found nothing")
     return parser
 
 
-def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    if args.command == "prune" and not (args.older_than_days or args.backend or args.no_results):
-        parser.error("prune needs --older-than-days, --backend or --no-results")
-    if args.command == "prune" and not args.older_than_days >= 0:  # nan too
-        parser.error(f"--older-than-days must not be negative, and not {args.older_than_days}")
-    changes = args.command in ("import", "prune", "repair")
-    cache = open_cache(args.file, read_only=not changes)
+def _run(args: argparse.Namespace) -> None:
+    cache = open_cache(args.file, read_only=args.command != "import")
     if not cache.usable:
         raise UserError(f"{args.file}: not writable; copy it to a folder of yours")
-    if args.command in ("stats", "repair"):  # which opening it for writing has done
+    if args.command == "stats":
         print("\n".join(stats(cache)))
     elif args.command == "export":
         print(f"{write_released(cache, args.target)} entries written to {args.target}")
-    elif args.command == "prune":
-        older_than_s = args.older_than_days * 86400
-        num_deleted = cache.prune(older_than_s=older_than_s, backend=args.backend, no_results=args.no_results)
-        print(f"{num_deleted} entries deleted")
     else:
         for source in args.sources:
             num_new = import_json(cache, Path(source)) if source.endswith(".json") else merge(cache, source)
@@ -67,10 +52,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        _run(args, parser)
+        _run(args)
     except (OSError, sqlite3.Error) as error:
         exit_with(UserError(f"{args.file}: {args.command} failed ({error})"))
     except UserError as error:

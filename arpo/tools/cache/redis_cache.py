@@ -94,7 +94,7 @@ class RedisCache(Cache):
         An import that is killed is begun anew by the next one: only a complete one is marked as done.
         """
         if replace:
-            self.prune(backend=IMPORTED)
+            self._drop_imported()
             self._client.delete(_IMPORTS)
         num_new = self.add(self.imported_rows(entries))
         self._client.sadd(_IMPORTS, _stamp(source_stat))
@@ -114,14 +114,10 @@ class RedisCache(Cache):
             found = self._each(batch, lambda pipeline, name: pipeline.hmget(name, _FIELDS))
             yield from (_parse(name, values) for name, values in zip(batch, found, strict=True) if values[2])
 
-    def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
-        """Delete the entries that meet all given conditions. Return their number."""
-        newest_s, num_deleted = time.time() - older_than_s, 0
-        doomed = (r for r in self.rows() if r[5] <= newest_s and backend in ("", r[1]) and (r[4] or not no_results))
-        for batch in _batches(doomed):
+    def _drop_imported(self) -> None:
+        for batch in _batches(row for row in self.rows() if row[1] == IMPORTED):
             self._each(batch, lambda pipeline, row: pipeline.lrem(_list_of(row[2]), 0, _entry(row[0])))
-            num_deleted += sum(self._each(batch, lambda pipeline, row: pipeline.delete(_entry(row[0]))))
-        return num_deleted
+            self._each(batch, lambda pipeline, row: pipeline.delete(_entry(row[0])))
 
     def close(self) -> None:
         self._client.close()

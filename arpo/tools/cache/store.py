@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from arpo.errors import UserError
 from arpo.tools.cache.rows import FORMAT, DamagedEntry, Row, cache_key, clean_query, make_row, unpack
-from arpo.tools.cache.salvage import salvaged_rows
 from arpo.tools.cache.sqlite_files import network_filesystem
 
 logger = logging.getLogger(__name__)
@@ -112,10 +111,10 @@ class CacheFile(Cache):
     """One cache file, for any number of processes and threads; each thread has a connection of its own."""
 
     failures = (sqlite3.Error, DamagedEntry)
-    remedy = "save what is intact with `python -m arpo.tools.cache repair`, or record it anew"
+    remedy = "save what is intact with `sqlite3 OLD .recover | sqlite3 NEW` (docs/tools.md), or record it anew"
 
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Makes a missing file. A corrupt one is moved aside with a warning, and its intact entries are saved.
+        """Makes a missing file. A corrupt one is moved aside with a warning, and a new one begun.
 
         `setting` is the config field that names it.
 
@@ -192,13 +191,6 @@ class CacheFile(Cache):
         sql = "SELECT key, backend, query, value, negative, created_s FROM entries ORDER BY id"
         return self.connection().execute(sql)
 
-    def prune(self, *, older_than_s: float = 0.0, backend: str = "", no_results: bool = False) -> int:
-        """Delete the entries that meet all given conditions, and give the space back. Return their number."""
-        sql = "DELETE FROM entries WHERE created_s <= ? AND ? IN ('', backend) AND (negative OR NOT ?)"
-        deleted = self.connection().execute(sql, (time.time() - older_than_s, backend, no_results))
-        self.connection().execute("VACUUM")
-        return deleted.rowcount
-
     def _text(self, sql: str, values: tuple) -> str | None:
         def find() -> str | None:
             found = self.connection().execute(sql, values).fetchone()
@@ -240,9 +232,8 @@ class CacheFile(Cache):
                     raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
                 aside = self._move_aside()
                 self._check(thorough=False)
-                num_saved = self.add(salvaged_rows(aside))
-                logger.warning("%s: corrupt cache (%s); %d entries saved from it, it is kept as %s",
-                               self.path, error, num_saved, aside.name)  # fmt: skip
+                logger.warning("%s: corrupt cache (%s), kept as %s; a new one is begun, or stop and %s",
+                               self.path, error, aside.name, self.remedy)  # fmt: skip
             else:
                 raise
         if self._lock is not None:

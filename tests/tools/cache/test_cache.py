@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import resource
 import signal
 import sqlite3
@@ -22,7 +21,7 @@ from arpo.errors import UserError
 from arpo.tools.cache import sqlite_files
 from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.cache import merge, open_cache, read_released
-from arpo.tools.cache.rows import NO_RESULTS, cache_key, clean_query, make_row, unpack
+from arpo.tools.cache.rows import NO_RESULTS, cache_key, clean_query, unpack
 from arpo.tools.cache.store import CacheFile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -210,6 +209,7 @@ def test_a_corrupt_file_is_kept_aside_and_the_run_goes_on(path, caplog, damage):
     [aside] = path.parent.glob("cache.sqlite.corrupt-*")
     assert aside.read_bytes() == broken
     assert [r.levelname for r in caplog.records] == ["WARNING"] and aside.name in caplog.text
+    assert "cache.sqlite: corrupt cache" in caplog.text and "sqlite3 OLD .recover | sqlite3 NEW" in caplog.text
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -217,7 +217,7 @@ def test_a_replay_refuses_a_corrupt_file_and_leaves_it(path, damage):
     filled(path)
     damage(path)
     broken = path.read_bytes()
-    with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the cache"):
+    with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the cache .*\.recover"):
         CacheFile(path, read_only=True)
     assert path.read_bytes() == broken and not list(path.parent.glob("*.corrupt-*"))
 
@@ -277,49 +277,6 @@ def test_an_index_that_does_not_fit_its_table_is_noticed(path):
         CacheFile(path, read_only=True)
 
 
-@pytest.mark.parametrize("place", range(12))
-def test_a_flipped_bit_costs_the_rows_of_one_page_at_most(path, place):
-    """Wherever it is: in the table, in an index, in a page that points to others."""
-    cache = CacheFile(path)
-    cache.add(make_row(cache_key("b", {}, f"q{i}"), "b", f"q{i}", f"answer {i}") for i in range(5000))
-    cache.close()
-    blob = bytearray(path.read_bytes())
-    spot = 4096 + random.Random(place).randrange(len(blob) - 4096)
-    blob[spot] ^= 1 << (place % 8)
-    path.write_bytes(blob)
-    cache = CacheFile(path)
-    answers = {i: get(cache, f"q{i}", backend="b") for i in range(5000)}
-    assert {text for text in answers.values() if text} <= {f"answer {i}" for i in range(5000)}
-    assert sum(text == f"answer {i}" for i, text in answers.items()) >= 4900
-
-
-def test_a_damaged_page_of_pointers_costs_nothing_that_can_still_be_reached(path):
-    cache = CacheFile(path)
-    cache.add(make_row(cache_key("b", {}, f"q{i}"), "b", f"q{i}", os.urandom(60).hex()) for i in range(20_000))
-    [root] = cache.connection().execute("SELECT rootpage FROM sqlite_master WHERE name = 'entries'").fetchone()
-    cache.close()
-    blob = bytearray(path.read_bytes())
-    start = (root - 1) * 4096
-    assert blob[start] == 5  # an inner page: pointers to others, with the largest id below each
-    num_cells = int.from_bytes(blob[start + 3 : start + 5], "big")
-    middle = start + 12 + num_cells // 2 * 2
-    cell = start + int.from_bytes(blob[middle : middle + 2], "big")
-    blob[cell : cell + 4] = (2**31 - 1).to_bytes(4, "big")  # one of them now points behind the file's end
-    path.write_bytes(blob)
-    assert 10_000 < sum(1 for _ in CacheFile(path).rows()) < 20_000
-
-
-def test_a_repaired_cache_can_be_replayed(path, capsys):
-    filled(path)
-    damage_truncate(path)
-    with pytest.raises(UserError, match=r"python -m arpo\.tools\.cache repair"):
-        CacheFile(path, read_only=True)
-    main(["repair", str(path)])
-    num_saved = int(capsys.readouterr().out.split()[1])
-    assert 20 < num_saved < 200
-    assert len(list(entries_of(CacheFile(path, read_only=True)))) == num_saved
-
-
 def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
     filled(path)
     damage_truncate(path)
@@ -332,7 +289,7 @@ def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
     assert in_processes(start, 6) == [True] * 6
     assert len(list(path.parent.glob("*.corrupt-*"))) == 1
     queries = [query for query, _ in entries_of(CacheFile(path))]
-    assert {f"rank {n}" for n in range(6)} <= set(queries) and len(queries) > 20  # with what was saved of the old one
+    assert {f"rank {n}" for n in range(6)} == set(queries)
 
 
 def test_a_file_that_breaks_while_another_run_uses_it_is_not_moved_under_it(path, caplog):
@@ -547,7 +504,7 @@ def test_a_malformed_released_cache_is_refused(tmp_path, content, complaint):
 # ---- the command line
 
 
-def test_import_stats_export_and_prune(released, tmp_path, capsys):
+def test_import_stats_and_export(released, tmp_path, capsys):
     file, copy = str(tmp_path / "cache.sqlite"), tmp_path / "copy.json"
     main(["import", file, str(released)])
     main(["import", file, str(released)])
@@ -560,20 +517,6 @@ def test_import_stats_export_and_prune(released, tmp_path, capsys):
     assert lines[:3] == ["entries     1000", "  import    1000", "no results  1"]
     main(["export", file, str(copy)])
     assert copy.read_bytes() == released.read_bytes()
-    main(["prune", file, "--no-results"])
-    assert capsys.readouterr().out.endswith("1 entries deleted\n")
-    assert sum(1 for _ in entries_of(CacheFile(file))) == 999
-
-
-def test_prune_deletes_what_meets_all_conditions(path):
-    cache = CacheFile(path)
-    for backend in ("one", "two"):
-        put(cache, "old", "x", backend)
-        put(cache, "new", "x", backend)
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE entries SET created_s = created_s - 40 * 86400 WHERE query = 'old'")
-    assert cache.prune(older_than_s=30 * 86400, backend="one") == 1
-    assert get(cache, "old", "one") is None and get(cache, "old", "two") == "x" and get(cache, "new", "one") == "x"
 
 
 def test_the_caches_of_two_nodes_can_be_merged(tmp_path):
@@ -590,8 +533,6 @@ def test_the_caches_of_two_nodes_can_be_merged(tmp_path):
     [
         (["stats", "nowhere.sqlite"], "nowhere.sqlite: there is no such cache"),
         (["import", "c.sqlite", "nowhere.json"], "nowhere.json: cannot be imported"),
-        (["prune", "c.sqlite"], "prune needs --older-than-days, --backend or --no-results"),
-        (["prune", "c.sqlite", "--older-than-days=-1"], "--older-than-days must not be negative, and not -1.0"),
         (["polish", "c.sqlite"], "invalid choice: 'polish'"),
     ],
 )

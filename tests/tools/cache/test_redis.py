@@ -17,7 +17,7 @@ from helpers.redis_server import redis_server
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.__main__ import main
-from arpo.tools.cache.cache import merge, open_cache
+from arpo.tools.cache.cache import import_json, merge, open_cache
 from arpo.tools.cache.redis_client import PASSWORD_VARIABLE
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
 from arpo.tools.cache.store import CacheFile
@@ -63,7 +63,7 @@ def entries_of(cache) -> list[tuple[str, str]]:
 def make_older(cache, seconds: float) -> None:
     """Let time pass: the rows are taken out, and put back with an earlier date."""
     rows = list(cache.rows())
-    cache.prune()
+    cache.connection().execute("DELETE FROM entries") if isinstance(cache, CacheFile) else cache._client.flushdb()
     cache.add([(*row[:5], row[5] - seconds) for row in rows])
 
 
@@ -110,9 +110,20 @@ def test_imported_answers_serve_every_backend_and_come_back_in_order(place, tmp_
     assert get(cache, 'search query: what is "5"?', backend="whatever") == "Page 1: 5\nPage 2: «5» …"
     put(cache, "search query: what is 5?", "my own", backend="local")
     assert get(cache, "search query: what is 5?", backend="local") == "my own"
-    assert cache.prune(backend="local") == 1
     main(["export", place, str(copy)])
     assert copy.read_bytes() == released.read_bytes()
+
+
+def test_a_changed_import_may_replace_the_earlier_one_but_not_what_was_recorded(place, tmp_path):
+    released = tmp_path / "released.json"
+    released.write_text(json.dumps({"otter": "wet", "fox": "red"}))
+    cache = open_cache(place, read_only=False)
+    put(cache, "owl", "awake")
+    assert import_json(cache, released, replace=True) == 2
+    released.write_text(json.dumps({"fox": "asleep now"}))
+    assert import_json(cache, released, replace=True) == 1
+    assert entries_of(cache) == [("owl", "awake"), ("fox", "asleep now")]
+    assert (get(cache, "otter"), get(cache, "fox")) == (None, "asleep now")
 
 
 def test_the_command_line_looks_after_either(place, tmp_path, capsys):
@@ -123,20 +134,7 @@ def test_the_command_line_looks_after_either(place, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [f"2 new entries from {released}", f"0 new entries from {released}"]
     main(["stats", place])
     assert capsys.readouterr().out.splitlines()[:3] == ["entries     2", "  import    2", "no results  1"]
-    main(["prune", place, "--no-results"])
-    assert capsys.readouterr().out == "1 entries deleted\n"
-    assert entries_of(open_cache(place, read_only=True)) == [("otter", "wet")]
-
-
-def test_prune_deletes_what_meets_all_conditions(place):
-    cache = open_cache(place, read_only=False)
-    for backend in ("one", "two"):
-        put(cache, "old", "x", backend)
-    make_older(cache, 40 * 86400)
-    put(cache, "new", "x", "one")
-    assert cache.prune(older_than_s=30 * 86400, backend="one") == 1
-    assert get(cache, "old", "one") is None and get(cache, "new", "one") == "x"
-    assert cache.get_any("old") == get(cache, "old", "two") == "x"
+    assert entries_of(open_cache(place, read_only=True)) == [("otter", "wet"), ("fox", NO_RESULTS)]
 
 
 def test_files_and_servers_can_be_merged_into_each_other(url, tmp_path):

@@ -1,6 +1,6 @@
 """Import of the released code's checkpoints (verl, FSDP) to Hugging Face folders, from which every script starts.
 
-    python -m arpo.checkpoint import RUN/global_step_100/actor OUT [--model FOLDER]
+    python -m extras.verl_import RUN/global_step_100/actor OUT [--model FOLDER]
 
 The folder holds one file per rank, model_world_size_W_rank_R.pt: parameter names -> the rank's shard, as a DTensor over
 the mesh ("fsdp",) or ("ddp", "fsdp"), or a plain tensor. Config and tokenizer lie in its huggingface/, or in FOLDER.
@@ -8,6 +8,7 @@ the mesh ("fsdp",) or ("ddp", "fsdp"), or a plain tensor. Config and tokenizer l
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from arpo.checkpoint.export import source_dtype, write_hf
-from arpo.errors import UserError
+from arpo.errors import UserError, exit_with
 from arpo.model.loading import build_on_meta
 
 FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -107,3 +108,20 @@ def join_dtensors(shards: list[DTensor], what: str) -> torch.Tensor:
         )
     line = ranks.movedim(sharded[0], -1).reshape(-1, ranks.shape[sharded[0]])[0]
     return torch.cat([shards[rank].to_local() for rank in line.tolist()], dim=shards[0].placements[sharded[0]].dim)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.verl_import", description=__doc__.splitlines()[0])
+    parser.add_argument("actor", type=Path, help="RUN/global_step_100/actor")
+    parser.add_argument("out", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--model", default="", help="folder with config and tokenizer, if they have moved")
+    args = parser.parse_args()
+    try:
+        import_verl(args.actor, args.out, model=args.model)
+    except UserError as error:
+        exit_with(error)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

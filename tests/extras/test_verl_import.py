@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from arpo.checkpoint.__main__ import main as checkpoint_command
-from arpo.checkpoint.verl_import import import_verl
 from arpo.errors import UserError
+from extras.verl_import import import_verl, main
 
 
 def hf_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -55,8 +54,8 @@ def actor(request, tmp_path_factory):
 
 def test_the_files_of_all_ranks_become_the_model_they_were_cut_from(actor, tmp_path, monkeypatch, capsys):
     folder, model = actor
-    monkeypatch.setattr(sys, "argv", ["checkpoint", "import", str(folder), str(tmp_path / "hf")])
-    checkpoint_command()
+    monkeypatch.setattr(sys, "argv", ["verl_import", str(folder), str(tmp_path / "hf")])
+    main()
     assert capsys.readouterr().out == f"{tmp_path / 'hf'}\n"
     ours, expected = hf_state(tmp_path / "hf"), hf_state(model)
     assert ours.keys() == expected.keys() and all(torch.equal(ours[n], expected[n]) for n in ours)
