@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arpo.config import checks, reward_checks
+from arpo.config import checks
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, ProtocolConfig, RunConfig
@@ -84,9 +84,9 @@ class RLConfig:
         checks.check_result_room(self.tools.search, self.rollout)
         checks.check_parallel(self.model, self.advantage, self.loss)
         checks.check_loss(self.loss)
-        reward_checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
-        reward_checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
-        reward_checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
+        checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
+        checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
+        checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
         checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 
 

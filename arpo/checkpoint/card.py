@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from arpo.config.checks import leaves
+from arpo.config.facts import leaves
 from arpo.errors import UserError
 from arpo.evals.about import code_version
 from arpo.options import (

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
-from arpo.config.checks import ignored, out_of_range
+from arpo.config.facts import ignored, out_of_range
 from arpo.data.hub import pin_config
 from arpo.errors import UserError, exit_with
 

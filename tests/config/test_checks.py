@@ -6,7 +6,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from ablate import AblationConfig
-from arpo.config.checks import NEEDS, RANGES, half_chosen_aepo, ignored, leaves, needs_of
+from arpo.config.checks import half_chosen_aepo
+from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
 from arpo.config.load import field_names, load_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, LossConfig
@@ -29,7 +30,7 @@ CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
 REUSE = ["--rollout.reuse_last_epoch", "True"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
-# What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
+# What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
 ALWAYS = {
     "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
     "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s",
@@ -61,7 +62,11 @@ def defaults(root: type) -> dict[str, object]:
 
 
 KNOBS = {key for root in ROOTS for key, kind in field_names(root).items() if kind != "section"}
-SECTIONS = {key for root in ROOTS for key, kind in field_names(root).items() if kind == "section"}
+FACTS = {knob: facts for root in ROOTS for knob, facts in facts_of(root).items()}
+
+
+def needs_of(knob: str) -> list[Needs]:
+    return [need for need in of_kind(Needs, FACTS[knob]) if need.owner]
 
 
 def test_every_knob_is_known_to_need_something_or_to_matter_always():
@@ -71,13 +76,13 @@ def test_every_knob_is_known_to_need_something_or_to_matter_always():
     assert not always & dependent
 
 
-def test_all_that_the_tables_name_exists():
-    assert NEEDS.keys() <= KNOBS | SECTIONS
-    assert {need.owner for needs in NEEDS.values() for need in needs} <= KNOBS
-    assert {knob for knobs in RANGES.values() for knob in knobs.split()} <= KNOBS
+def test_all_that_the_facts_name_exists():
+    assert FACTS.keys() == KNOBS
+    assert {need.owner for knob in KNOBS for need in needs_of(knob)} <= KNOBS
+    assert {decides.when[0] for facts in FACTS.values() for decides in of_kind(Decides, facts) if decides.when} <= KNOBS
 
 
-# ---- each knob of the table: changed while what it needs is off, and while it is on
+# ---- each knob that needs something: changed while what it needs is off, and while it is on
 
 ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
     "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
