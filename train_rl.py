@@ -15,7 +15,7 @@ from typing import ClassVar
 from arpo.config import checks
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, OptimConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.options import (
@@ -23,12 +23,11 @@ from arpo.options import (
     BranchingConfig,
     CriticConfig,
     LossConfig,
-    OptimConfig,
     RolloutConfig,
     TrainingRewardConfig,
     UpdateConfig,
 )
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_rl
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class RLConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(RLConfig, check_inputs) if __name__ == "__main__" else None
+CONFIG = load_or_exit(RLConfig, check_rl) if __name__ == "__main__" else None
 
 from pathlib import Path
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.sections import ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.sections import ModelConfig, OptimConfig, ProtocolConfig, RunConfig
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import require
-from arpo.options import OptimConfig
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_sft
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class SFTConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(SFTConfig, check_inputs) if __name__ == "__main__" else None
+CONFIG = load_or_exit(SFTConfig, check_sft) if __name__ == "__main__" else None
 
 from pathlib import Path
 

@@ -1,9 +1,7 @@
-"""The algorithm's config sections, from the rollout to the optimizer. The defaults are the paper's 7B reasoning recipe.
+"""The algorithm's config sections, from the rollout to the update. The defaults are the paper's 7B reasoning recipe.
 
-Those of the run, the model, the data and the engine are in run_options.py.
-
-Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
-root config (see the top of `train_rl.py`). This file imports next to nothing, so that `--help` answers at once.
+Each field's docstring is its `--help` text: unit, effect, special values; `Annotated` has its range and what it needs
+(config/facts.py). Scripts compose these sections, and those of config/sections.py, into their own root config.
 """
 
 from __future__ import annotations
@@ -298,10 +296,6 @@ class LossConfig:
         False
     )
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
-    balanced_clipping_tokens: Annotated[
-        Literal["all", "high_entropy"], Needs("loss.entropy_balanced_clipping", use="True")
-    ] = "all"
-    """Tokens under balanced clipping: all (paper, released code); high_entropy = those above the mini-batch's mean."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use="True")] = 0.2
@@ -360,25 +354,3 @@ class UpdateConfig:
     """packed = trajectories one after the other; tree = the tokens that they share (prompt, before a fork) are computed
     once, with the same loss and gradients. auto = tree, but packed for groups of one, and for sliding windows under
     flex_attention, whose tree mask has none."""
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW and its schedule."""
-
-    lr: Annotated[float, AtLeast(0)] = 1e-6
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW betas."""
-    weight_decay: Annotated[float, AtLeast(0)] = 0.01
-    """Weight decay of matrices; norms and biases are not decayed."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up; linear and cosine end at lr * min_lr_ratio."""
-    warmup_ratio: Annotated[float, Between(0, 1)] = 0.0
-    """Share of all optimizer steps with linearly rising learning rate."""
-    decay_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear")] = 1.0
-    """linear: share of all optimizer steps, at the end, over which the rate falls."""
-    min_lr_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear", "cosine")] = 0.0
-    """Final learning rate as a share of lr."""
-    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
-    """Gradient clipping by global norm."""

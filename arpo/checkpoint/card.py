@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from arpo.config.facts import leaves
+from arpo.config.sections import OptimConfig
 from arpo.errors import UserError
 from arpo.evals.about import code_version
 from arpo.options import (
@@ -22,7 +23,6 @@ from arpo.options import (
     BranchingConfig,
     CriticConfig,
     LossConfig,
-    OptimConfig,
     RolloutConfig,
     TrainingRewardConfig,
     UpdateConfig,

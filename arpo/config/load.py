@@ -66,6 +66,14 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     return resolve(root, settings, where)
 
 
+def save_config(config: object, path: Path) -> None:
+    """Write the resolved config as YAML that `load_config` reads back."""
+    import yaml
+
+    plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))
+
+
 def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
     """Return the config of the settings, without those whose effect a later file or flag has switched off.
 
@@ -257,11 +265,3 @@ def check_no_key_twice(node: Any, path: Path) -> None:
             raise UserError(f"{path}: {key.value!r} stands in lines {seen[key.value]} and {line}; drop one")
         seen[key.value] = line
         check_no_key_twice(value, path)
-
-
-def save_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back."""
-    import yaml
-
-    plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
-    path.write_text(yaml.safe_dump(plain, sort_keys=False))

@@ -1,4 +1,4 @@
-"""The config sections of the run, the model, the data and the engine, which scripts share. See options.py.
+"""The config sections of the run, model, data, engine and optimizer, which scripts share. See options.py.
 
 Imports nothing of torch, so that `--help` answers at once.
 """
@@ -172,3 +172,25 @@ class EngineConfig:
     quantization: Annotated[Literal["none", "fp8"], DECIDES] = "none"
     """fp8 = the sampler's linear layers are quantised to 8 bits at each weight sync (GPU only). That is not quite the
     policy which is trained, so train_rl asks for a loss.rollout_correction."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, AtLeast(0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW betas."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.01
+    """Weight decay of matrices; norms and biases are not decayed."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine end at lr * min_lr_ratio."""
+    warmup_ratio: Annotated[float, Between(0, 1)] = 0.0
+    """Share of all optimizer steps with linearly rising learning rate."""
+    decay_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear")] = 1.0
+    """linear: share of all optimizer steps, at the end, over which the rate falls."""
+    min_lr_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear", "cosine")] = 0.0
+    """Final learning rate as a share of lr."""
+    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
+    """Gradient clipping by global norm."""

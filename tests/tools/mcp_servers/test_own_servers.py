@@ -21,7 +21,7 @@ from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import rollout
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_rl
 from arpo.tools import make_tools, take_restarts
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from train_rl import RLConfig
@@ -152,4 +152,4 @@ def test_rollouts_that_are_reused_would_leave_a_server_behind(tmp_path, monkeypa
     flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--data.train", "good.jsonl"]
     flags += ["--tools.mcp", json.dumps(entry("--tools", "note", max_sessions=2)), "--rollout.reuse_last_epoch", "True"]
     with pytest.raises(UserError, match=r"rollout.reuse_last_epoch: .*mcp_server.py.* set its max_sessions to 0"):
-        check_inputs(load_config(RLConfig, flags))
+        check_rl(load_config(RLConfig, flags))
