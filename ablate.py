@@ -30,7 +30,6 @@ ALGORITHMS: dict[str, list[str]] = {
     "arpo_threshold": ["--branching.selector", "arpo", "--branching.rule", "threshold"],
     "standardized": ["--branching.selector", "standardized"],
     "standardized_delta": ["--branching.selector", "standardized", "--branching.signal", "delta"],
-    "mixed": ["--branching.selector", "mixed"],
     "node_parent": ["--branching.selector", "arpo", "--advantage.tree", "node_parent"],
 }
 

@@ -92,7 +92,8 @@ from arpo.model import load_tokenizer
 from arpo.protocol import Codec
 from arpo.protocol.schema import ToolSchema
 from arpo.rewards import load_custom
-from arpo.sampling.sampler import Sampler
+from arpo.sampling import Sampler
+from arpo.sampling.sources import dealt_or_pulled
 from arpo.start.memory import check_memory, read_job
 from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import MutedTool
@@ -152,23 +153,21 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- one set after the other, questions dealt out over the ranks; each finished group is saved at once
     engine = make_engine(cfg, codec, team.index) if any(todo.values()) else None
-    sampler = Sampler(engine, runner, codec, team, log, cfg.run.seed, max_num_seqs=cfg.engine.max_num_seqs)
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
     no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
+    sampler = Sampler(engine, runner, codec, team, log, cfg.run.seed, sampling, no_branching, cfg.engine.max_num_seqs)
     for name, prompts in todo.items():
         path = folder / "records" / (f"{name}.rank{dist.rank}.jsonl" if dist.rank else f"{name}.jsonl")
         of_muted = name in muted
         benchmark = chosen.get(name.removesuffix(MUTED) if of_muted else name)
         metric = benchmark.grader if benchmark else "reward"
-        replace(sampler, tools=refusing if of_muted else runner)(
-            prompts,
-            sampling,
-            no_branching,
-            description=name,
-            is_part=False,
-            on_group=partial(save_group, path, name, metric, codec) if team.is_first else None,
-            max_at_once=2 * cfg.engine.max_num_seqs,  # a batch, and those whose tools are at work
-        )
+        if not prompts:
+            continue
+        save = partial(save_group, path, name, metric, codec) if team.is_first else None
+        part = replace(sampler, tools=refusing if of_muted else runner, on_group=save)
+        # max_at_once: a batch, and those whose tools are at work
+        source = dealt_or_pulled(part, prompts, 0, label=name, max_at_once=2 * cfg.engine.max_num_seqs)
+        part.run([source], name, len(team.share(prompts)), is_part=False)
     runner.close()
     refusing.close()
     if engine is not None:

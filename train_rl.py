@@ -17,7 +17,6 @@ from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, OptimConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
-from arpo.errors import UserError
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -83,8 +82,8 @@ class RLConfig:
         checks.check_result_room(self.tools.search, self.rollout)
         checks.check_parallel(self.model, self.advantage, self.loss)
         checks.check_loss(self.loss)
-        checks.check_terms(self.reward, self.judge, self.rollout, self.branching)
-        checks.check_rewards_in_time(self.branching, self.advantage, self.loss)
+        checks.check_terms(self.reward, self.judge, self.rollout)
+        checks.check_rewards_in_time(self.advantage, self.loss)
         checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
         checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 
@@ -92,40 +91,33 @@ class RLConfig:
 # The config is read before torch is imported, so that --help and mistakes answer at once.
 CONFIG = load_or_exit(RLConfig, check_rl) if __name__ == "__main__" else None
 
-from pathlib import Path
+from functools import partial
+
+from torch.optim import Optimizer
 
 from arpo import ranks
-from arpo.branching_signal import BranchingSignal
 from arpo.checkpoint import Saver
 from arpo.config.model_folder import check_model_folder
 from arpo.config.run_folder import check_run_folder
-from arpo.data import PromptOrder, load_prompts, tokenize_prompts
-from arpo.data.hub import local_file, source_of
-from arpo.dispatch import ExpectedLengths
+from arpo.data import PromptOrder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.log import RunLog
 from arpo.log.charts import rl_charts
-from arpo.log.nonfinite import report
-from arpo.metrics import ToolHealth, console_text, distributions, memory_metrics, rollout_metrics, source_names, speeds
-from arpo.model import load_policy, load_tokenizer
+from arpo.log.nonfinite import reported_if_not_finite
+from arpo.metrics import console_text, distributions, memory_metrics, speeds
+from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
-from arpo.model.critic import fill_values, load_critic, update_critic
+from arpo.model.critic import TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion
-from arpo.protocol import Codec
-from arpo.protocol.prompts import with_system_prompt
-from arpo.sampling.carried_state import go_on_from, state_of
-from arpo.sampling.carry_over import CarryOver
-from arpo.sampling.drafts import Drafts
-from arpo.sampling.sampler import Sampler
+from arpo.sampling import Rollouts, Sampler
+from arpo.sampling.environment import Environment
 from arpo.sampling.scoring import Scoring
-from arpo.sampling.validation import Guests, Validation
-from arpo.selection import groups_to_train_on, num_to_sample, refills_from_queue
 from arpo.start.memory import Job, check_memory, read_job
-from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, take_restarts, tool_schemas
-from arpo.trajectory import Group, Metrics, Prompt
+from arpo.trajectory import Metrics
 from arpo.update import (
+    Minibatch,
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
@@ -136,133 +128,71 @@ from arpo.update import (
 
 
 def main(cfg: RLConfig) -> None:
-    timeouts = cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s
-    dist = ranks.init(*timeouts, shard_size=cfg.model.shard_size, context_parallel=cfg.model.context_parallel)
-    dist.log_devices(attention_backend(cfg.model, dist.device))
+    run, model, temperature, max_norm = cfg.run, cfg.model, cfg.rollout.temperature, cfg.optim.max_grad_norm
+    dist = ranks.init(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
 
     # ---- everything that can be wrong is found before a model is loaded
-    run_dir = Path(cfg.run.dir) / cfg.run.name
-    check_run_folder(cfg.run, cfg)
-    num_prompts = cfg.data.num_prompts_per_step
-    dist.check_multiple(num_prompts, "data.num_prompts_per_step")
-    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
-    tokenizer = load_tokenizer(cfg.model.path)
-    for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
-        if path:
-            check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
-    schemas = tool_schemas(cfg.tools)
-    codec = make_codec(tokenizer, cfg.protocol, schemas, enable_thinking=cfg.model.enable_thinking)
-    codec.check_result_room(cfg.rollout.max_result_tokens)
-    train_prompts = load_and_tokenize(cfg.data.train, cfg.data, codec, schemas)
-    valid_prompts = load_and_tokenize(cfg.data.valid, cfg.data, codec, schemas)[: cfg.data.num_valid_prompts or None]
-    order = PromptOrder(len(train_prompts), num_prompts, cfg.run.seed, option="data.num_prompts_per_step")
-    num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
-    num_updates, max_norm = num_steps * cfg.num_updates_per_step, cfg.optim.max_grad_norm
-    team = form_team(dist, cfg.engine.tensor_parallel, cfg.model.path)
-    score = Scoring(cfg.reward, cfg.judge, team, codec, cfg.rollout.max_response_tokens, folder=run_dir)
-    score.try_on(train_prompts[0], selector=cfg.branching.selector)
-    tools = team.tool_runner(dist.together(lambda: make_tools(cfg.tools)))
+    check_start(cfg, dist)
+    team = form_team(dist, cfg.engine.tensor_parallel, model.path)
+    env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
+    prompts = env.prompts(cfg.data.train, cfg.data)
+    valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
+    order = PromptOrder(len(prompts), cfg.data.num_prompts_per_step, run.seed, option="data.num_prompts_per_step")
+    num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
+    num_updates = num_steps * cfg.num_updates_per_step
+    score = Scoring(cfg.reward, cfg.judge, team, env.codec, cfg.rollout.max_response_tokens, folder=run.folder)
+    score.try_on(prompts[0])
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
-    saver = Saver(cfg.run, dist, source=cfg.model.path)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
-    ranks.seed_everything(cfg.run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
-    optimizer = build_optimizer(policy, cfg.optim)
-    critic = critic_optimizer = reference = None
-    if cfg.advantage.needs_critic:
-        critic = load_critic(cfg.critic_model, dist.mesh, device=dist.device)
-        critic_optimizer = build_optimizer(critic, cfg.critic_optim)
-    if cfg.loss.kl_coefficient:
-        place = {"device": dist.device, "offload": cfg.loss.offload_reference}
-        reference = load_policy(cfg.reference_model, dist.mesh, **place).requires_grad_(False)
-    done_steps = saver.resume(policy, optimizer, critic, critic_optimizer)
-    score.go_on_from(saver.progress.get("judge_calls", 0))
-    num_drawn = saver.progress.get("num_drawn", done_steps * num_prompts)  # of the data, since the run began
-    sizes = {"max_model_len": cfg.max_model_len, "seed": cfg.run.seed + team.index}
-    engine = Engine(cfg.model.path, cfg.engine, load_weights=False, **sizes)
+    policy, optimizer, critic, reference = load_models(cfg, dist, num_updates)
+    saver = Saver(run, dist, source=model.path)
+    done_steps = saver.resume(policy, optimizer, critic)
+    seed = run.seed + team.index
+    engine = Engine(model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
     engine.sync_weights(policy.hf_parameters())
-    looks = {"charts": rl_charts(cfg.rollout.temperature), "keep_dumps": cfg.run.keep_dumps}
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, trackers=cfg.run.trackers, **looks)
-    log.line(f"{len(train_prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
+    log = RunLog(
+        run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=rl_charts(temperature),
+        keep_dumps=run.keep_dumps, trackers=run.trackers,
+    )  # fmt: skip
+    log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
-    lengths = ExpectedLengths(cfg.rollout, saver.progress.get("lengths", {}))
-    drafts = Drafts(run_dir / "drafts", cfg.rollout, saver.progress.get("drafts", {}))
-    sampler = Sampler(engine, tools, codec, team, log, cfg.run.seed, score, cfg.engine.max_num_seqs, lengths, drafts)
-    carried = go_on_from(CarryOver(sampler, cfg.rollout, cfg.branching, num_prompts), saver.rank_files, train_prompts)
-    validation = Validation(sampler, log, valid_prompts, cfg.run, cfg.rollout, cfg.branching, num_steps)
-    validation.before_training(done_steps)
+    sampler = Sampler(
+        engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,
+        score=score, on_group=score.on_group,
+    )  # fmt: skip
+    rollouts = Rollouts(sampler, order, prompts, cfg.advantage, num_steps)
+    rollouts.go_on_from(saver.progress, saver.rank_files, done_steps=done_steps)
+    rollouts.validate_on(valid_prompts, log, run, done_steps)
 
-    health, sources = ToolHealth(), source_names(train_prompts)
-    signal = BranchingSignal(cfg.branching, saver.progress.get("signal", ()))
-    progress = log.progress(num_steps, "step", done=done_steps)
-    stop = ranks.StopRequest()
+    progress, stop = log.progress(num_steps, "step", done=done_steps), ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics, num_drawn_before = ranks.Timers(), Metrics(), num_drawn - carried.num_behind
+        timers, metrics = ranks.Timers(), Metrics()
 
-        # ---- rollout and reward; until enough groups can teach (dead_groups=resample) or are whole (carry_over)
-        sampled: list[Group] = []
-        num_prefilled = engine.stats.prefilled_tokens
-        while count := num_to_sample(sampled, num_prompts, cfg.advantage, cfg.rollout):
-            drawn = order.queue(num_drawn, carried.num_to_draw(count, num_steps - step + 1))
-            name = f"{step}.{len(sampled)}" if sampled else f"{step}"
-            prompts = [train_prompts[i] for i, _ in drawn]
-            more, num_cut_off = sample(carried, prompts, cfg, timers, name, signal, validation.begin())
-            sampled, num_drawn = sampled + more, carried.num_drawn_after(drawn, more, num_drawn)
-        with timers("validate"):
-            validation.end()
-        groups = groups_to_train_on(sampled, num_prompts, cfg.advantage)
-        metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
-        with timers("sync"):
-            engine.sleep()
-        share = sampled[dist.rank :: dist.world_size]  # each rank counts its share once
-        metrics.merge(rollout_metrics(share, sources, take_restarts(tools.tools), step))
-        if cfg.advantage.dead_groups == "resample":
-            metrics.sum("group/resampled_prompts", (len(sampled) - num_prompts) * dist.is_main)
-            metrics.sum("group/cut_off", num_cut_off * dist.is_main)
-            if len(groups) < num_prompts:
-                log.line(f"step {step}: only {len(groups)} groups to train on, after {len(sampled)} prompts")
-        signal_values = signal.add(sampled)
-        lengths.add(sampled)
-        drafts.add(step, sampled, dist)
+        # ---- rollout and reward
+        batch = rollouts.next(step, timers)
+        metrics.merge(batch.metrics)
 
-        # ---- mini-batches of whole groups, and what the models say of their tokens before the update
-        # (none where a tool failed so often that the batch would teach to do without it)
-        may_train = health.may_train(sampled, num_drawn_before)
-        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist) if may_train else []
-        for warning in filter(None, (signal.warning, health.warning)):
-            log.line(f"step {step}: {warning}")
-        with timers("old_logprobs"):
-            for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
-                metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
-        if reference:
-            with timers("reference"):
-                for minibatch in minibatches:
-                    fill_ref_logprobs(reference, minibatch.micros, cfg.rollout.temperature)
-        if critic:
-            with timers("values"):
-                for minibatch in minibatches:
-                    fill_values(critic, minibatch.micros)
+        # ---- mini-batches of whole groups; what the models say of their tokens before the update; advantages
+        minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, dist)
+        metrics.merge(ask_models(minibatches, policy, reference, critic, cfg, timers))
+        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, dist))
 
-        # ---- advantages; update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
-        metrics.merge(fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, dist))
+        # ---- update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
+        dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
-            try:
-                for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
-                    update = (step - 1) * cfg.num_updates_per_step + number
+            for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
+                update, micros = (step - 1) * cfg.num_updates_per_step + number, minibatch.micros
+                with reported_if_not_finite(f"step {step}, mini-batch {number + 1}", micros, run.folder, dist, dump):
                     if critic:
-                        set_learning_rate(critic_optimizer, update, num_updates, cfg.critic_optim)
-                        metrics.merge(update_critic(critic, critic_optimizer, minibatch.micros, max_norm, dist))
+                        metrics.merge(critic.update(micros, update, dist))
                     if step > cfg.critic.warmup_steps:
                         metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
-                        how = cfg.loss, cfg.rollout.temperature, max_norm, dist
-                        is_first = number == 0
-                        metrics.merge(update_policy(policy, optimizer, minibatch.micros, *how, is_first=is_first))
-            except FloatingPointError as error:
-                log.trajectories(step, sampled, kind="nonfinite")
-                raise report(error, f"step {step}, mini-batch {number + 1}", minibatch.micros, run_dir, dist) from error
+                        found = update_policy(
+                            policy, optimizer, micros, cfg.loss, temperature, max_norm, dist, is_first=number == 0
+                        )
+                        metrics.merge(found)
 
         # ---- the engine samples from the new policy
         with timers("sync"):
@@ -270,30 +200,77 @@ def main(cfg: RLConfig) -> None:
             engine.sync_weights(policy.hf_parameters())
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
-        is_last = step == num_steps
-        with timers("validate"):
-            values = validation.after(step)
+        values = batch.values | rollouts.after_update(step, timers)
         metrics.merge(memory_metrics(dist.device))
-        values |= signal_values | dist.step_times(timers) | dist.reduce_metrics(metrics).values() | score.end_step()
-        log.scalars(step, values | speeds(values, dist.world_size), distributions(sampled))
-        if cfg.run.dump_every and (is_last or step % cfg.run.dump_every == 0):
-            log.trajectories(step, sampled)
+        values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
+        is_final = step == num_steps or rollouts.must_stop or stop.agreed(dist)
+        log.scalars(step, values | speeds(values, dist.world_size), distributions(batch.sampled))
+        if run.dump_every and (step == num_steps or step % run.dump_every == 0):
+            log.trajectories(step, batch.sampled)
         progress.at(step, console_text(values), keep="valid/accuracy" in values)
-        is_final = is_last or health.must_stop or stop.agreed(dist)
-        if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            made = {"num_drawn": health.go_on_from(num_drawn), "judge_calls": score.num_judge_calls}
-            made |= {"signal": signal.state, "lengths": lengths.state, "drafts": drafts.state}
-            saver.save(step, made, None if health.must_stop else state_of(carried), is_final=is_final)
-            drafts.prune(saver.oldest_progress.get("drafts", {}))
-        if health.must_stop:
-            raise UserError(str(health))
+        saver.save_if_due(step, rollouts, is_final=is_final)
+        rollouts.raise_if_broken()
         if is_final:
             break
 
     progress.close()
     log.finish()
-    for part in (tools, score, engine, dist):
+    for part in (env.tools, score, engine, dist):
         part.close()
+
+
+def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:
+    """Raise UserError where the run's folder, a model's folder, or the memory does not fit the options."""
+    dist.log_devices(attention_backend(cfg.model, dist.device))
+    check_run_folder(cfg.run, cfg)
+    dist.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
+    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
+    check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
+    tokenizer = load_tokenizer(cfg.model.path)
+    for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
+        if path:
+            check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
+
+
+def load_models(
+    cfg: RLConfig, dist: ranks.Ranks, num_updates: int
+) -> tuple[Policy, Optimizer, TrainedCritic | None, Policy | None]:
+    """Return the policy and its optimizer; critic and reference, where the algorithm has any. Collective."""
+    ranks.seed_everything(cfg.run.seed + dist.rank)
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
+    optimizer = build_optimizer(policy, cfg.optim)
+    critic = reference = None
+    if cfg.advantage.needs_critic:
+        critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, dist)
+    if cfg.loss.kl_coefficient:
+        offload = cfg.loss.offload_reference
+        reference = load_policy(cfg.reference_model, dist.mesh, device=dist.device, offload=offload)
+        reference.requires_grad_(False)
+    return policy, optimizer, critic, reference
+
+
+def ask_models(
+    minibatches: list[Minibatch],
+    policy: Policy,
+    reference: Policy | None,
+    critic: TrainedCritic | None,
+    cfg: RLConfig,
+    timers: ranks.Timers,
+) -> Metrics:
+    """Fill what policy, reference and critic say of each token before the update."""
+    metrics = Metrics()
+    with timers("old_logprobs"):
+        for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
+            metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
+    if reference:
+        with timers("reference"):
+            for minibatch in minibatches:
+                fill_ref_logprobs(reference, minibatch.micros, cfg.rollout.temperature)
+    if critic:
+        with timers("values"):
+            for minibatch in minibatches:
+                fill_values(critic.model, minibatch.micros)
+    return metrics
 
 
 def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
@@ -302,41 +279,6 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
     reference = cfg.reference_model.path if cfg.loss.kl_coefficient and not cfg.loss.offload_reference else ""
     sizes = num_shards, cfg.update.max_tokens_per_microbatch, cfg.engine, cfg.max_model_len
     return read_job(cfg.model, *sizes, critic_path=critic, reference_path=reference)
-
-
-def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict | None = None) -> list[Prompt]:
-    prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
-    check_offered(prompts, codec.tools, file)
-    system_prompt = system_prompt_for(cfg.system_prompt, schemas or codec.tools, form=codec.format)
-
-    def render(messages: list[dict[str, str]], *tools: tuple[str, ...]) -> list[int]:
-        return codec.render_prompt(with_system_prompt(messages, system_prompt), *tools)
-
-    return tokenize_prompts(prompts, render, cfg.max_prompt_tokens, cfg.overlong, file)
-
-
-def sample(
-    source: CarryOver,
-    prompts: list[Prompt],
-    cfg: RLConfig,
-    timers: ranks.Timers,
-    name: str,
-    signal: BranchingSignal,
-    guests: Guests | None,
-) -> tuple[list[Group], int]:
-    """Return the scored groups of the prompts on every rank, in order, and the number of groups that were cut off.
-
-    Each team of ranks samples and scores its part. `name` is the rollout's: the step, and what tells it from others.
-    `guests`: the validation beside it, if any.
-    """
-    with timers("rollout"):
-        names = {"step": name, "description": f"step {name} rollout", "on_group": source.sampler.score.on_group}
-        names["num_wanted"] = cfg.data.num_prompts_per_step if refills_from_queue(cfg.advantage, cfg.rollout) else 0
-        share = source(prompts, cfg.rollout, cfg.branching, statistics=signal.statistics, guests=guests, **names)
-    with timers("reward"):
-        source.sampler.score(share.groups if source.team.is_first else [])
-    with timers("exchange"):
-        return source.exchange(share)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ class SFTConfig:
 # The config is read before torch is imported, so that --help and mistakes answer at once.
 CONFIG = load_or_exit(SFTConfig, check_sft) if __name__ == "__main__" else None
 
-from pathlib import Path
-
 import torch
 
 from arpo import ranks
@@ -59,7 +57,7 @@ from arpo.data import PromptOrder
 from arpo.data.hub import local_file
 from arpo.log import RunLog
 from arpo.log.charts import SFT_CHARTS
-from arpo.log.nonfinite import NonFinite, report
+from arpo.log.nonfinite import NonFinite, reported_if_not_finite
 from arpo.metrics import memory_metrics, speeds
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.accumulation import accumulating
@@ -74,43 +72,39 @@ from arpo.trajectory import Metrics
 
 
 def main(cfg: SFTConfig) -> None:
-    dist = ranks.init(
-        cfg.run.peer_timeout_minutes,
-        cfg.run.silence_timeout_s,
-        shard_size=cfg.model.shard_size,
-        context_parallel=cfg.model.context_parallel,
-    )
+    run, model, max_tokens = cfg.run, cfg.model, cfg.data.max_tokens_per_microbatch
+    dist = ranks.init(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
-    run_dir = Path(cfg.run.dir) / cfg.run.name
-    check_run_folder(cfg.run, cfg)
-    check_model_folder(cfg.model.path)
-    check_memory(read_job(cfg.model, dist.mesh.shape[-1], cfg.data.max_tokens_per_microbatch), dist.device)
-    tokenizer = load_tokenizer(cfg.model.path)
+    check_run_folder(run, cfg)
+    check_model_folder(model.path)
+    check_memory(read_job(cfg.model, dist.mesh.shape[-1], max_tokens), dist.device)
+    tokenizer = load_tokenizer(model.path)
     codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
-    saver = Saver(cfg.run, dist, source=cfg.model.path)
-    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run_dir / "tokens" / "train", dist)
+    saver = Saver(run, dist, source=model.path)
+    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run.folder / "tokens" / "train", dist)
     valid_rows = []
     if cfg.data.valid:
-        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, run_dir / "tokens" / "valid", dist))
+        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, run.folder / "tokens" / "valid", dist))
     order = PromptOrder(
-        len(train_rows), cfg.data.num_conversations_per_step, cfg.run.seed, option="data.num_conversations_per_step"
+        len(train_rows), cfg.data.num_conversations_per_step, run.seed, option="data.num_conversations_per_step"
     )
-    num_steps = cfg.run.num_steps or cfg.run.num_epochs * order.steps_per_epoch
+    num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
 
     # ---- policy and optimizer
-    ranks.seed_everything(cfg.run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
+    ranks.seed_everything(run.seed + dist.rank)
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = saver.resume(policy, optimizer)
-    looks = {"charts": SFT_CHARTS, "trackers": cfg.run.trackers}
-    log = RunLog(run_dir, cfg, is_main=dist.is_main, resume_step=done_steps, **looks)
+    log = RunLog(
+        run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=SFT_CHARTS, trackers=run.trackers
+    )
     log.line(
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{dist.world_size} ranks, from step {done_steps}"
     )
-    validates = bool(valid_rows and cfg.run.validate_every)
+    validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:
         start = {
             "data/conversations": len(train_rows),
@@ -119,7 +113,7 @@ def main(cfg: SFTConfig) -> None:
             "data/truncated": train_rows.num_truncated,
         }
         if validates:
-            start["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
+            start["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, dist)
             log.line(f"step 0  valid {start['valid/nll']:.4f}")
         log.scalars(0, start)
 
@@ -131,31 +125,28 @@ def main(cfg: SFTConfig) -> None:
         # ---- every rank knows the whole batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        micros = share(rows, cfg.data.max_tokens_per_microbatch, dist)
+        micros = share(rows, max_tokens, dist)
 
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
             metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
-            try:
+            with reported_if_not_finite(f"step {step}", micros, run.folder, dist):
                 metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, dist))
-            except FloatingPointError as error:
-                raise report(error, f"step {step}", micros, run_dir, dist) from error
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         is_last = step == num_steps
         metrics.merge(memory_metrics(dist.device))
         values = dist.reduce_metrics(metrics).values()
         values |= {"tokens/trained": sum(row.num_tokens for row in rows), "tokens/loss": num_loss_tokens}
-        if validates and (is_last or step % cfg.run.validate_every == 0):
+        if validates and (is_last or step % run.validate_every == 0):
             with timers("validate"):
-                values["valid/nll"] = validation_nll(policy, valid_rows, cfg.data.max_tokens_per_microbatch, dist)
+                values["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, dist)
         values |= timers.seconds(prefix="time/")
         values |= speeds(values, dist.world_size)
         log.scalars(step, values)
         progress.at(step, console_text(values), keep="valid/nll" in values)
         is_final = is_last or stop.agreed(dist)
-        if is_final or (cfg.run.save_every and step % cfg.run.save_every == 0):
-            saver.save(step, is_final=is_final)
+        saver.save_if_due(step, is_final=is_final)
         if is_final:
             break
 

@@ -21,15 +21,6 @@ def exact_turn_entropy(entropies: Sequence[float], num_tokens: int) -> float:
     return sum(head) / len(head) if head else 0.0
 
 
-def topk_entropy(logprobs: Sequence[float]) -> float:
-    """Return the entropy (nats) of a token's renormalised top logprobs; too small where the tail is heavy.
-
-    [-1, -1] -> ln 2. Those who sample through an API get no more.
-    """
-    total = math.log(sum(math.exp(lp) for lp in logprobs))
-    return -sum(math.exp(lp - total) * (lp - total) for lp in logprobs)
-
-
 def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
     """Return the released measure, a SUM over at most 20 tokens of -p ln p over the top 10, / ln V; in our units.
 
@@ -46,8 +37,6 @@ def turn_entropy(
     """Return the entropy of a turn in nats as `cfg.entropy_mode` measures it, from its first tokens."""
     if cfg.entropy_mode == "upstream":
         return upstream_turn_entropy(top_logprobs, vocab_size)
-    if cfg.entropy_mode == "topk":
-        entropies = [topk_entropy(row) for row in top_logprobs]
     return exact_turn_entropy(entropies, cfg.entropy_tokens)
 
 

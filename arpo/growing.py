@@ -23,6 +23,14 @@ class Decision:
     refused_by: str = ""
     """The tool whose open session forbids a branch: then nothing was drawn."""
 
+    def outcome(self, num_children: int) -> str:
+        """Return what became of the decision, for the record."""
+        if self.refused_by:
+            return "refused"
+        if not self.wants:
+            return "declined"
+        return "branched" if num_children else "no_budget"
+
 
 @dataclass
 class StopWatch:
@@ -69,8 +77,9 @@ class Live:
     began_at_s: float | None = None
     """Time of its first own token."""
     num_calling: int = 0
-    """Number of the current turn's calls whose results are not there yet. `has_failed`: one failed through us."""
+    """Number of the current turn's calls whose results are not there yet."""
     has_failed: bool = False
+    """True once a call of the current turn has failed through us."""
     watch: StopWatch | None = None
     """Set where the turn was cut, and a stop string may lie across the cut."""
 
@@ -80,12 +89,12 @@ class Live:
 
     @property
     def owner(self) -> tuple[str, str]:
-        """Name of the trajectory, among all of a rollout."""
-        return self.trajectory.prompt_id, self.trajectory.trajectory_id
+        """Name of the trajectory, among all that are under way."""
+        return self.group.name, self.trajectory.trajectory_id
 
     @property
     def key(self) -> str:
-        return f"{self.trajectory.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
+        return f"{self.group.name}|{self.trajectory.trajectory_id}|{self.turn_index}"
 
     def measured(self, entropy: float) -> None:
         """Note the current turn's entropy, and with its first tokens renew the evidence."""
@@ -104,6 +113,8 @@ class GroupState:
     budget: BranchBudget
     seed: str = ""
     """Name of its random numbers: the run's seed and the rollout in which it began."""
+    name: str = ""
+    """Name of the group among all that are under way: the prompt's id, but for a validation beside a rollout."""
     trajectories: dict[Path, Trajectory] = field(default_factory=dict)
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
     wall_s: dict[Path, float] = field(default_factory=dict)
@@ -112,15 +123,14 @@ class GroupState:
     """Rounds of forks that a retrospective selector has chosen."""
 
     @classmethod
-    def begin(
-        cls, prompt: Prompt, size: int, max_tool_calls: int, cfg: BranchingConfig, seed: str
-    ) -> tuple[GroupState, int]:
+    def begin(cls, prompt: Prompt, rollout: RolloutConfig, cfg: BranchingConfig, seed: str) -> tuple[GroupState, int]:
         """Return a group without trajectories, and how many roots it begins with."""
+        size = rollout.group_size
         roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
         budget = BranchBudget(
             budget=None if cfg.dynamic_budget else size - roots,
             max_children=cfg.max_branches_per_turn,
-            last_turn=max_tool_calls if RULES.get(cfg.selector) else 0,
+            last_turn=rollout.max_tool_calls if RULES.get(cfg.selector) else 0,
         )
         return cls(prompt, size, budget, seed), roots
 
@@ -154,13 +164,7 @@ class GroupState:
                 statistics=d.evidence.statistics,
                 budget_left=self.budget.budget_before(turn, path),
                 num_children=children,
-                outcome="refused"
-                if d.refused_by
-                else "declined"
-                if not d.wants
-                else "branched"
-                if children
-                else "no_budget",
+                outcome=d.outcome(children),
                 refused_by=d.refused_by,
             )
         trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]

@@ -47,13 +47,6 @@ class RolloutConfig:
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""
 
-    reuse_last_epoch: Annotated[bool, OF_TRAINING] = False
-    """Training: begin each initial trajectory with what the policy still agrees to of the prompt's newest one, checked
-    token by token (SPEC-RL). Tool results in it are those of then; tools with sessions are refused."""
-    reuse_lenience: Annotated[float, AtLeast(0), OF_TRAINING, Needs("rollout.reuse_last_epoch", use="True")] = 1.0
-    """A token of the earlier trajectory stays with probability min(1, reuse_lenience * p now / p then). 1 = as in
-    speculative decoding; more (SPEC-RL: 1.6) = longer reuse, and a rollout nearer to the older policy."""
-
     @property
     def call_limits(self) -> dict[str, int]:
         """Limit of each tool that has its own. ("python=5",) -> {"python": 5}; ValueError for what cannot be read."""
@@ -67,10 +60,6 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # which raises
-        require(
-            not (self.reuse_last_epoch and self.carry_over),
-            f"rollout.reuse_last_epoch cannot go with rollout.carry_over={self.carry_over}; set it to 0",
-        )
 
 
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary
@@ -96,11 +85,10 @@ class BranchingConfig:
     P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
     of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py).
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
-    least sure of; tail = the last turns of wrong chains; mixed = where right and wrong are most alike; or your own
-    (EXPANSIONS in arpo/retrospective.py)."""
+    least sure of; or your own (EXPANSIONS in arpo/retrospective.py)."""
     expansion_rounds: Annotated[int, AtLeast(1), Needs("branching.selector", *RETROSPECTIVE)] = 2
-    """tree_grpo, at2po, tail, mixed: rounds of forks, of equal size. A later round knows how the ones before went on,
-    and waits until all their trajectories have ended."""
+    """tree_grpo, at2po: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
+    until all their trajectories have ended."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
     rule: Annotated[Literal["bernoulli", "threshold"], RULED] = "bernoulli"
@@ -120,12 +108,10 @@ class BranchingConfig:
     """tau of the threshold rule."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
     """Children per decision (upstream: beam_size - 1)."""
-    entropy_tokens: Annotated[
-        int, AtLeast(1), Needs("branching.entropy_mode", not_in=("upstream",), use="exact or topk")
-    ] = 20
+    entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.entropy_mode", "exact")] = 20
     """k: tokens after a tool result over which the entropy is averaged."""
-    entropy_mode: Annotated[Literal["exact", "topk", "upstream"], NOTHING] = "exact"
-    """exact = full vocabulary; topk = renormalised top 10; upstream = the released code's sum over the top 10."""
+    entropy_mode: Annotated[Literal["exact", "upstream"], NOTHING] = "exact"
+    """exact = full vocabulary; upstream = the released code's sum over the top 10."""
     timing: Literal["post_result", "upstream"] = "post_result"
     """post_result = judge the tokens after the result; upstream = those before the call (one round late)."""
     dynamic_budget: bool = False

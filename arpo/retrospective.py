@@ -21,8 +21,6 @@ from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 
 SIBLING_PENALTY = 0.05
 """at2po: what each further turn sampled at the same place takes off a turn's score (nats per token)."""
-EASY_TO_LOSE = 0.75
-"""tail: right chains are forked too where at most this share of the group is right."""
 
 
 class Fork(NamedTuple):
@@ -72,11 +70,6 @@ def surprise(t: Trajectory, turn: int) -> float:
     return -sum(logprobs) / max(len(logprobs), 1)
 
 
-def is_right(t: Trajectory) -> bool:
-    """Return whether the reward is above 0, as reward/solved_share counts it."""
-    return t.reward > 0
-
-
 def best(candidates: list[Fork], budget: int, rng: random.Random) -> list[Fork]:
     """Return the `budget` candidates with the largest scores, best first; chance decides between equal ones."""
     return sorted(candidates, key=lambda fork: (-fork.score, rng.random()))[:budget]
@@ -108,55 +101,12 @@ def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -
     return best(scored, budget, rng)
 
 
-def tail(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Wrong or easy-to-lose chains at their last turn, then one turn earlier (BranPO, without its rule that samples
-    until the outcome flips).
-
-    Right chains are easy to lose where at most three quarters of the group are right. Wrong chains come first, each
-    place is forked once, and the prompt never; where nothing is left, fresh roots are. The score is 1 for a wrong
-    chain, 0 for a right one.
-    """
-    begin, sampled = starts(group), times_sampled(group)
-    chains = [t for t in group.trajectories if not is_right(t)]
-    if len(group.trajectories) - len(chains) <= EASY_TO_LOSE * len(group.trajectories):
-        chains += [t for t in group.trajectories if is_right(t)]
-    forks: dict[Start, Fork] = {}
-    for back in (1, 2):
-        for t in chains:
-            turn = len(t.turns) - back
-            if turn > 0 and sampled[start := begin[t.trajectory_id, turn]] == 1:
-                forks.setdefault(start, Fork(t.trajectory_id, turn, float(not is_right(t))))
-    return list(forks.values())[:budget]
-
-
-def mixed(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """The places from which right and wrong are most alike: largest p (1 - p), with p = (1 + right) / (2 + all) over
-    the finished trajectories that passed there (the prompt included). So a group of equal rewards is forked where
-    little was tried, which may make it a mixed one."""
-    num_right: Counter[Start] = Counter()
-    num_wrong: Counter[Start] = Counter()
-    first: dict[Start, Fork] = {}
-    by_id = {t.trajectory_id: t for t in group.trajectories}
-    for (name, turn), start in starts(group).items():
-        (num_right if is_right(by_id[name]) else num_wrong)[start] += 1
-        first.setdefault(start, Fork(name, turn))
-    scored = []
-    for start, fork in first.items():
-        right, wrong = 1 + num_right[start], 1 + num_wrong[start]
-        scored.append(fork._replace(score=right * wrong / (right + wrong) ** 2))  # the same for p and 1 - p, exactly
-    return best(scored, budget, rng)
-
-
 EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], list[Fork]]] = {
     "tree_grpo": tree_grpo,
     "at2po": at2po,
-    "tail": tail,
-    "mixed": mixed,
 }
 """Values of `branching.selector` besides those of RULES. Each returns at most `budget` forks; more are left out, and
 what is missing to the group's size after the last round is filled with fresh roots."""
-NEED_REWARDS = {"tail", "mixed"}
-"""Those that look at rewards, which must be known before the group is whole."""
 
 
 # ---- rounds of forks in a group that the rollout lets grow

@@ -14,24 +14,98 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
-from arpo.dispatch import Dealt, PromptSource
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.growing import Decision, GroupState, Live, StopWatch, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.retrospective import EXPANSIONS, NEED_REWARDS
+from arpo.retrospective import EXPANSIONS
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
 
+class Source:
+    """Prompts to sample, and the groups that become of them: here all at once, on this rank. See arpo/sampling."""
+
+    hears_others = False
+    """True where other ranks may end it: then a rank that decodes nothing does not wait for its tools alone."""
+
+    def __init__(self, loop: Rollout, prompts: Sequence[Prompt], seed: str):
+        """`seed` names the random numbers: the run's seed and the rollout among those of the run."""
+        self.loop, self.prompts, self.seed = loop, prompts, seed
+        self.left = deque(range(len(prompts)))  # places of those that are not begun
+        self.places: dict[str, int] = {}  # of those that are, by the names of their groups
+        self.groups: dict[int, Group] = {}  # whole ones, by place
+
+    def take(self) -> int | None:
+        """Return the place of the next prompt to begin now, if any."""
+        return self.left.popleft() if self.left else None
+
+    def start(self) -> None:
+        """Start all groups that may begin now."""
+        while (place := self.take()) is not None:
+            self.places[self.loop.start_group(self.prompts[place], self.seed).name] = place
+
+    def whole(self, state: GroupState) -> None:
+        """Take a group of `loop` that has become whole."""
+        self.groups[self.places[state.name]] = state.finish()
+
+    def idle(self, *, has_calls: bool) -> None:
+        """Called where the engine decodes nothing; has_calls: tools are at work."""
+        assert has_calls, "trajectories are left, but nothing is at work"
+
+    @property
+    def is_done(self) -> bool:
+        """True once it needs nothing that is unfinished here, and begins nothing more."""
+        return not (self.left or self.loop.num_unfinished)
+
+    def end(self) -> None:
+        """Called once all sources are done."""
+
+
+def drive(
+    sources: Sequence[Source], engine: Engine, tools: ToolRunner, on_round: Callable[[], None] | None = None
+) -> None:
+    """Sample until all sources are done; they share the engine and the tools, and the first says how to wait.
+
+    The only place where tokens and results come in. Raises what a tool or the engine does.
+    """
+
+    def owner(name: str) -> Rollout:  # of a request or a call
+        return next(s.loop for s in sources if name in s.loop.decoding or name in s.loop.calling)
+
+    try:
+        while True:
+            for source in sources:
+                source.start()
+            if all(source.is_done for source in sources):
+                break
+            if not engine.num_running:
+                sources[0].idle(has_calls=tools.num_pending > 0)
+            for call_id, result in tools.collect(block=not (engine.num_running or sources[0].hears_others)):
+                owner(call_id).on_tool_result(call_id, result)
+            for chunk in engine.step() if engine.num_running else ():
+                owner(chunk.request_id).on_chunk(chunk)
+            for source in sources:
+                for state in source.loop.take_whole():
+                    source.whole(state)
+            if on_round:
+                on_round()
+        for source in sources:
+            source.end()
+    except BaseException:
+        tools.abandon()  # what an exception, or Ctrl-C, leaves open
+        raise
+
+
 def rollout(
-    prompts: list[Prompt] | PromptSource,
+    prompts: Sequence[Prompt],
     engine: Engine,
     tools: ToolRunner,
     codec: Codec,
@@ -40,50 +114,16 @@ def rollout(
     *,
     seed: int,
     step: int | str = 0,
-    statistics: SignalStatistics | None = None,
-    score: Callable[[list[Group]], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    on_group: Callable[[Group, list[float]], None] | None = None,
-    max_at_once: int = 0,
-    make_loop: Callable[..., Loop] | None = None,
-    guests: Loop | None = None,
 ) -> list[Group]:
-    """Sample `cfg.group_size` trajectories per prompt. Groups come in the order of the prompts, trajectories by path.
-
-    `step` names the rollout among those of a seed. `statistics` are those of earlier steps' decisions, for the rules
-    that compare with them; `score` fills the reward of all trajectories of groups that have none, for the selectors of
-    NEED_REWARDS. `on_progress` gets the number of trajectories finished so far; `on_group` each group that is whole and
-    its trajectories' seconds. Prompts of a list are begun at once (`max_at_once`: see Dealt); another source may end
-    the rollout, and then only whole groups are returned. `make_loop` makes the Loop; `guests` is a begun one that is to
-    end too. Raises what a tool or engine does.
-    """
-    assert score or branching.selector not in NEED_REWARDS, branching.selector
-    loop = (make_loop or Loop)(engine, tools, codec, cfg, branching, statistics, score)
-    loop.guests = guests
-    source = Dealt(prompts, max_at_once) if isinstance(prompts, list) else prompts
-    groups = []
-    try:
-        while True:
-            # a source may wait for other ranks where nothing is unfinished, and the guests with it
-            while prompt := source.take(loop.num_unfinished or loop.num_guests, engine.num_running):
-                groups.append(loop.start_group(prompt, f"{seed}|{step}"))
-            if (source.is_full or not loop.num_unfinished) and not loop.num_guests:
-                break
-            assert engine.num_running or tools.num_pending, "trajectories are left, but nothing is at work"
-            for group in loop.advance(block=True):
-                if on_group:
-                    on_group(group.finish(), group.seconds)
-            if on_progress:
-                on_progress(len(groups) * cfg.group_size - loop.num_unfinished)
-        if loop.decoding:  # which nobody needs
-            engine.abort(list(loop.decoding))
-    finally:
-        tools.abandon()  # what a source that is full, an exception, or Ctrl-C leaves open
-    return [group.finish() for group in groups if len(group.wall_s) == group.size]
+    """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
+    trajectories by path. `step` names the rollout among those of a seed."""
+    source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|{step}")
+    drive([source], engine, tools)
+    return [source.groups[place] for place in sorted(source.groups)]
 
 
-class Loop:
-    """The event loop's state, and its handlers for tokens and tool results that arrive."""
+class Rollout:
+    """The trajectories that are under way, and the handlers for tokens and tool results that arrive."""
 
     def __init__(
         self,
@@ -92,42 +132,31 @@ class Loop:
         codec: Codec,
         cfg: RolloutConfig,
         branching: BranchingConfig,
-        statistics: SignalStatistics | None,
-        score: Callable[[list[Group]], None] | None,
+        statistics: SignalStatistics | None = None,
     ):
-        self.engine, self.tools, self.codec, self.score = engine, tools, codec, score
+        """`statistics` are those of earlier steps' decisions, for the rules that compare with them."""
+        self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching, self.statistics = cfg, branching, statistics
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
         self.num_unfinished = 0
-        self.guests: Loop | None = None  # another one, of other prompts, that `advance` plays along
-        self.whole: list[GroupState] = []  # groups that became so in this round
+        self._whole: list[GroupState] = []
 
-    def advance(self, *, block: bool) -> list[GroupState]:
-        """Take in tool results and the engine's next tokens, and return the groups that are whole now. `block`: where
-        no request runs, wait for a result."""
-        self.whole = []
-        for call_id, result in self.tools.collect(block=block and not self.engine.num_running):
-            self.loop_of(call_id).on_tool_result(call_id, result)
-        for chunk in self.engine.step() if self.engine.num_running else ():
-            self.loop_of(chunk.request_id).on_chunk(chunk)
-        return self.whole
-
-    @property
-    def num_guests(self) -> int:
-        return self.guests.num_unfinished if self.guests else 0
-
-    def loop_of(self, name: str) -> Loop:  # of a request or a call
-        return self.guests if self.guests and (name in self.guests.decoding or name in self.guests.calling) else self
+    def take_whole(self) -> list[GroupState]:
+        """Return the groups that have become whole since the last call."""
+        taken, self._whole = self._whole, []
+        return taken
 
     # -- new trajectories --------------------------------------------------------------------------------------------
 
-    def start_group(self, prompt: Prompt, seed: str) -> GroupState:
-        """Start a prompt's first trajectories. `seed` names the random numbers of the group."""
+    def start_group(self, prompt: Prompt, seed: str, *, name: str = "") -> GroupState:
+        """Start a prompt's first trajectories. `seed` names the random numbers of the group, and `name` the group among
+        all that are under way; "" = the prompt's id."""
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
-        group, roots = GroupState.begin(prompt, self.cfg.group_size, self.cfg.max_tool_calls, self.branching, seed)
+        group, roots = GroupState.begin(prompt, self.cfg, self.branching, seed)
+        group.name = name or prompt.prompt_id
         self.num_unfinished += group.size
         self.start_roots(group, roots, may_branch=True)
         self.grow(group)
@@ -148,7 +177,7 @@ class Loop:
         """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
         parent = group.trajectories[parent_path]
         child = group.trajectories[path] = parent.branch(_name(path), turn)
-        self.tools.sessions.fork((parent.prompt_id, parent.trajectory_id), turn, (child.prompt_id, child.trajectory_id))
+        self.tools.sessions.fork((group.name, parent.trajectory_id), turn, (group.name, child.trajectory_id))
         self.start_turn(Live(child, group, path, evidence))
 
     def grow(self, group: GroupState) -> None:
@@ -162,15 +191,13 @@ class Loop:
         elif group.budget.budget is not None and group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
         undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
-        self.tools.sessions.retain(group.prompt.prompt_id, undecided)
+        self.tools.sessions.retain(group.name, undecided)
 
     def expand(self, group: GroupState) -> None:
         """Once all trajectories have ended, fork them as a retrospective selector says; fresh roots are the rest."""
         finished = retrospective.finished_part(group)
         if finished is None or len(group.trajectories) == group.size:
             return
-        if self.score:
-            self.score([finished])
         refuses = self.tools.sessions.refusal
         forks = retrospective.next_forks(group, finished, self.branching, group.seed, refuses)
         for fork in forks:
@@ -191,7 +218,7 @@ class Loop:
         live.entropies, live.top_logprobs = [], []
         self.decoding[live.key] = live
         if live.group.budget.open.get(live.path) == live.turn_index:
-            self.tools.sessions.mark((trajectory.prompt_id, trajectory.trajectory_id), live.turn_index)
+            self.tools.sessions.mark(live.owner, live.turn_index)
         self.submit(live)
 
     def submit(self, live: Live) -> None:
@@ -303,7 +330,9 @@ class Loop:
 
     def append_results(self, live: Live) -> None:
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        rendered = self.render_results(live)
+        left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
+        room = min(self.cfg.max_result_tokens, left)
+        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=trajectory.token_ids[-1])
         if rendered is None:  # no room for results and an answer
             turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
@@ -318,13 +347,6 @@ class Loop:
         if self.branching.timing == "upstream":  # by the turn before the call, before a token of the next is sampled
             self.decide(live)
 
-    def render_results(self, live: Live) -> tuple[list[str], list[int]] | None:
-        """Return what `Codec.encode_results` makes of the current turn's results."""
-        token_ids = live.trajectory.token_ids
-        left = self.cfg.max_response_tokens - len(token_ids) - self.cfg.answer_reserve_tokens
-        room = min(self.cfg.max_result_tokens, left)
-        return self.codec.encode_results(live.trajectory.turns[-1].tool_calls, room, last_token=token_ids[-1])
-
     def end(self, live: Live, reason: StopReason) -> None:
         trajectory, group = live.trajectory, live.group
         trajectory.stop_reason = reason
@@ -332,7 +354,7 @@ class Loop:
         trajectory.text = "".join(text for text, _ in trajectory.segments)
         trajectory.token_chars = self.codec.token_chars(trajectory.token_ids, trajectory.loss_mask, trajectory.segments)
         self.num_unfinished -= 1
-        self.tools.sessions.end((trajectory.prompt_id, trajectory.trajectory_id))
+        self.tools.sessions.end(live.owner)
         group.budget.close(live.path)
         if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
             roots = group.roots_after(trajectory, self.branching.budget_weight)
@@ -342,8 +364,8 @@ class Loop:
         now_s = time.perf_counter()
         group.wall_s[live.path] = now_s - (live.began_at_s or now_s)
         if len(group.wall_s) == group.size:
-            self.whole.append(group)
-            self.tools.sessions.forget(trajectory.prompt_id)
+            self._whole.append(group)
+            self.tools.sessions.forget(group.name)
 
 
 def _name(path: br.Path) -> str:

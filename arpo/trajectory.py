@@ -149,10 +149,6 @@ class Trajectory:
     """Response index where the trajectory leaves its parent; 0 for roots."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
-    num_draft_tokens: int = 0
-    """Sampled tokens of its draft, which an earlier rollout of the prompt is (rollout.reuse_last_epoch); 0 = none."""
-    reused_until: int = 0
-    """Response index up to which its tokens, results included, are the draft's."""
     stop_reason: StopReason | None = None
     text: str = ""
     """The decoded response, tool results included."""
@@ -199,7 +195,6 @@ class Trajectory:
             self.prompt_id, trajectory_id, self.token_ids[:at], self.loss_mask[:at], self.rollout_logprobs[:at],
             turns=[replace(t, inherited=True, decision=None) for t in self.turns[:turn]],
             parent_id=self.trajectory_id, fork_at=at, versions=[v for v in self.versions if v[0] < at],
-            reused_until=min(self.reused_until, at),
         )  # fmt: skip
 
     def sampled_in(self, step: int) -> None:

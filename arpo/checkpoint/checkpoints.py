@@ -158,10 +158,6 @@ class Checkpoints:
         self.rank_files = sorted(folder.glob(RANK_FILE.replace("{rank:05d}", "*")))
         return manifest.step_of(folder)
 
-    def oldest_progress(self) -> dict:
-        """Return the `progress` of the oldest checkpoint; empty where there is none. Not collective."""
-        return next(map(_progress_in, reversed(self._all())), {})
-
     def _newest_intact(self) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
         broken = []

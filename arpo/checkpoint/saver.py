@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,12 +15,19 @@ from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
 from arpo.checkpoint.export import export_hf, point_to
 from arpo.config.sections import RunConfig
 from arpo.model import Policy
-from arpo.model.critic import Critic
+from arpo.model.critic import TrainedCritic
 from arpo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_SAVES = 3
 """Saves in a row that may fail; the next one that does ends the run."""
+
+
+class Stateful(Protocol):
+    """What a run needs besides its models to go on."""
+
+    def state(self) -> dict: ...  # the same on all ranks, as JSON can hold it
+    def rank_state(self) -> bytes | None: ...  # this rank's own; None where no rank has any
 
 
 class Saver:
@@ -38,24 +46,14 @@ class Saver:
         """The `progress` that was saved with the checkpoint which `resume` has loaded; empty where there was none."""
         return self.checkpoints.progress
 
-    @property
-    def oldest_progress(self) -> dict:
-        """The `progress` of the oldest checkpoint that is still there, on rank 0; empty elsewhere."""
-        return self.checkpoints.oldest_progress() if self.ranks.is_main else {}
-
-    def resume(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        critic: Critic | None = None,
-        critic_optimizer: torch.optim.Optimizer | None = None,
-    ) -> int:
+    def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> int:
         """Load the newest intact checkpoint and return its step, 0 if there is none. `save` will save these objects.
 
         If the run was killed in the export of that checkpoint, it is exported now: RUN/hf would stay on older weights,
         for good if no step is left to run. Raises UserError.
         """
-        self.models = policy, optimizer, critic, critic_optimizer
+        of_critic = (critic.model, critic.optimizer) if critic else (None, None)
+        self.models = policy, optimizer, *of_critic
         self.saved_step = self.checkpoints.resume(*self.models)
         if self.saved_step and self.run.save_hf:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
@@ -65,6 +63,12 @@ class Saver:
     def rank_files(self) -> list[Path]:
         """The files, by rank, that were saved as `rank_file` with that checkpoint; empty where there were none."""
         return self.checkpoints.rank_files
+
+    def save_if_due(self, step: int, rollouts: Stateful | None = None, *, is_final: bool) -> None:
+        """Save after the last step, and every run.save_every steps, with the state of the rollouts if there are any."""
+        if is_final or (self.run.save_every and step % self.run.save_every == 0):
+            state, rank_state = (rollouts.state(), rollouts.rank_state()) if rollouts else (None, None)
+            self.save(step, state, rank_state, is_final=is_final)
 
     def save(self, step: int, progress: dict | None = None, rank_file: bytes | None = None, *, is_final: bool) -> None:
         """Write the checkpoint and, under run.save_hf, the export.

@@ -109,22 +109,16 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         )
 
 
-def check_rewards_in_time(branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
+def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ValueError where something looks at rewards before the KL has been taken off them."""
-    for needs_rewards, option in (
-        (branching.selector in names_of("retrospective", "NEED_REWARDS"), f"branching.selector={branching.selector}"),
-        (advantage.dead_groups == "resample", "advantage.dead_groups=resample"),
-    ):
-        require(
-            not (needs_rewards and loss.kl_coefficient and loss.kl_in == "reward"),
-            f"{option} needs the rewards during the rollout, but loss.kl_in=reward takes the KL off them after it; "
-            "set loss.kl_in=loss",
-        )
+    require(
+        not (advantage.dead_groups == "resample" and loss.kl_coefficient and loss.kl_in == "reward"),
+        "advantage.dead_groups=resample needs the rewards during the rollout, but loss.kl_in=reward takes the KL off "
+        "them after it; set loss.kl_in=loss",
+    )
 
 
-def check_terms(
-    reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig, branching: BranchingConfig
-) -> None:
+def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError where a term of the reward cannot have a value, or has it too late."""
     require(
         reward.overlong_buffer_tokens < rollout.max_response_tokens,
@@ -134,11 +128,6 @@ def check_terms(
     if "judge" not in reward.weights:
         return
     require(judge.deadline_s > 0, f"judge.deadline_s={judge.deadline_s} must be above 0")
-    require(
-        branching.selector not in names_of("retrospective", "NEED_REWARDS"),
-        f"branching.selector={branching.selector} needs rewards while the groups still grow, and would wait for the "
-        "judge each time; choose another selector, or drop judge from reward.terms",
-    )
 
 
 def check_queue(

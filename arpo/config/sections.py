@@ -6,6 +6,7 @@ Imports nothing of torch, so that `--help` answers at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Between, Needs
@@ -58,6 +59,10 @@ class RunConfig:
     """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
     silence_timeout_s: Annotated[float, AtLeast(0)] = 300.0
     """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) / self.name
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")

@@ -20,9 +20,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arpo.errors import UserError
 from arpo.data.hub_catalog import CATALOG
 from arpo.data.hub_remote import digest_of, remote_files, said
+from arpo.errors import UserError
 
 C = TypeVar("C")
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -98,7 +98,7 @@ def pin(option: str, name: str, begun: str = "") -> str:
 
 
 def _begun_with(cfg: Any) -> dict[str, str]:
-    """Return data.train and data.valid of the run's folder (arpo/config/run_folder.py has its files); {} for a new run."""
+    """Return data.train and data.valid of the run's folder; {} for a new run."""
     import yaml
 
     folder = Path(cfg.run.dir) / cfg.run.name

@@ -22,9 +22,6 @@ class SamplingSpec:
     """Number of first tokens whose entropies are wanted; 0 = none, -1 = all."""
     num_top_logprobs: int = 0
     """Number K of largest logprobs that are wanted for each of those tokens."""
-    num_scored_tokens: int = 0
-    """Above 0: nothing is sampled. So many last tokens of the prompt come back as one chunk, with the numbers that they
-    would have if they had been sampled (entropies of all of them), and the finish "scored"."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,8 @@ class Chunk:
     len(entropies) of these tokens."""
     top_logprobs: list[list[float]] = field(default_factory=list)
     """The K largest logprobs at temperature 1, descending; one list per entropy, or empty when not asked for."""
-    finish: Literal["stop", "eos", "length", "scored"] | None = None
-    """The reason for the end: a stop string, an end token, max_tokens, or num_scored_tokens; None = the request goes
-    on."""
+    finish: Literal["stop", "eos", "length"] | None = None
+    """The reason for the end: a stop string, an end token, or max_tokens; None = the request goes on."""
     stop_string: str | None = None
     """The stop string that ended the request, or None."""
     num_cached_tokens: int = 0

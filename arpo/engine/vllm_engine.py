@@ -137,16 +137,6 @@ class Engine:
         """Return the same in vLLM's type."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        if spec.num_scored_tokens:
-            return SamplingParams(
-                max_tokens=1,  # vLLM samples at least one, which nobody gets
-                temperature=spec.temperature,
-                seed=0,  # none would be drawn from the engine's random state
-                prompt_logprobs=1 + spec.num_top_logprobs,  # vLLM then computes the whole prompt anew
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
         return SamplingParams(
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
@@ -172,8 +162,6 @@ class Engine:
 
     def chunk(self, output) -> Chunk:
         request, completion = self.running[output.request_id], output.outputs[0]
-        if request.spec.num_scored_tokens:
-            return self.scored(output, request)
         token_ids, flat = list(completion.token_ids), completion.logprobs
         # One row per token, as `sampled_and_entropy` wrote it: [sampled, entropy, top 1, ..., top K].
         rows = [flat.logprobs[start:end] for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
@@ -203,22 +191,6 @@ class Engine:
             finish=finish,
             stop_string=stop_string,
             num_cached_tokens=output.num_cached_tokens,
-        )
-
-    def scored(self, output, request: Running) -> Chunk:
-        """Return the last tokens of the prompt as if they had been sampled."""
-        assert output.finished, output.request_id
-        del self.running[output.request_id]
-        self.stats.prefilled_tokens += request.num_prompt_tokens
-        num, num_top, flat = request.spec.num_scored_tokens, request.spec.num_top_logprobs, output.prompt_logprobs
-        rows = [flat.logprobs[a:b] for a, b in zip(flat.start_indices[-num:], flat.end_indices[-num:], strict=True)]
-        return Chunk(
-            output.request_id,
-            list(output.prompt_token_ids[-num:]),
-            logprobs=[row[0] for row in rows],
-            entropies=[row[1] for row in rows],
-            top_logprobs=[row[2 : 2 + num_top] for row in rows] if num_top else [],
-            finish="scored",
         )
 
     def abort(self, request_ids: list[str]) -> None:

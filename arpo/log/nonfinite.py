@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,20 @@ class NonFinite(FloatingPointError):
     def __init__(self, message: str, losses: Sequence[torch.Tensor]):
         super().__init__(message)
         self.losses = [float(loss) for loss in losses]
+
+
+@contextlib.contextmanager
+def reported_if_not_finite(
+    name: str, micros: Sequence[MicroBatch], run_dir: Path, ranks: Ranks, also: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Turn a FloatingPointError of the update of these micro-batches into the UserError of `report`; see there. `also`
+    is called before, to dump more."""
+    try:
+        yield
+    except FloatingPointError as error:
+        if also:
+            also()
+        raise report(error, name, micros, run_dir, ranks) from error
 
 
 def report(

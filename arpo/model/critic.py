@@ -6,6 +6,8 @@ predicts it (`predict_from` in batch.py), and `gae` may compare it with what cam
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,11 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
 from arpo.config.model_folder import check_model_folder
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.losses import aggregate
 from arpo.model.accumulation import accumulating
 from arpo.model.loading import build_on_meta, read_weights
-from arpo.model.optim import clip_grad_norm
+from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import attention_implementation, hidden_states, residence, shard
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
@@ -51,6 +53,28 @@ def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> 
     shard(critic, critic.backbone, cfg, mesh, device)
     read_weights({f"{hf.base_model_prefix}.{name}": p for name, p in critic.backbone.named_parameters()}, cfg.path)
     return critic
+
+
+@dataclass(frozen=True)
+class TrainedCritic:
+    """A critic with its optimizer and its learning rate."""
+
+    model: Critic
+    optimizer: torch.optim.Optimizer
+    cfg: OptimConfig
+    num_updates: int
+    """Of the run."""
+
+    @classmethod
+    def load(cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, dist: Ranks) -> TrainedCritic:
+        """Load it, see `load_critic`. Collective."""
+        critic = load_critic(model, dist.mesh, device=dist.device)
+        return cls(critic, build_optimizer(critic, cfg), cfg, num_updates)
+
+    def update(self, micros: list[MicroBatch], update: int, dist: Ranks) -> Metrics:
+        """Do optimizer step `update` (from 0) of the run; see `update_critic`."""
+        set_learning_rate(self.optimizer, update, self.num_updates, self.cfg)
+        return update_critic(self.model, self.optimizer, micros, self.cfg.max_grad_norm, dist)
 
 
 def fill_values(critic: Critic, micros: list[MicroBatch]) -> None:

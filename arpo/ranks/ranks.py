@@ -141,7 +141,7 @@ class Ranks:
 
 
 def init(
-    timeout_minutes: float = 60.0, silence_s: float = 300.0, *, shard_size: int = 0, context_parallel: int = 1
+    timeout_minutes: float = 60.0, silence_s: float = 300.0, shard_size: int = 0, context_parallel: int = 1
 ) -> Ranks:
     """Join the process group of torchrun's environment, or make one of a single rank.
 

@@ -25,32 +25,35 @@ from arpo.trajectory import Prompt
 COMPRESSION = 1
 
 
-def state_of(carry: CarryOver) -> bytes | None:
-    """Return the file of this rank, of a CarryOver that is paused; None with rollout.carry_over=0."""
-    if not carry.is_on:
-        return None
-    loop = carry.loop
-    calling = {live.key: [] for live, _ in loop.calling.values()}
+def state_of(carry: CarryOver) -> bytes:
+    """Return the file of this rank, of a CarryOver between two steps."""
+    loop, sessions = carry.loop, carry.sampler.tools.sessions
+    calling: dict[str, list[int]] = {}
     for live, number in loop.calling.values():
-        calling[live.key].append(number)
-    by_group: dict[int, list[dict]] = {}
-    lives = {live.key: live for live in loop.decoding.values()} | {v.key: v for v, _ in loop.calling.values()}
-    for place, live in enumerate(lives.values()):  # decoding ones first, in the order in which they were submitted
-        fields = ("path", "evidence", "entropies", "top_logprobs", "has_failed")
-        entry = {name: to_plain(getattr(live, name)) for name in fields}
-        by_group.setdefault(id(live.group), []).append(entry | {"place": place, "calls": calling.get(live.key)})
-    kept = carry.sampler.tools.sessions
-    records = answered(kept.records(), lives.values(), calling, kept.name_of)
+        calling.setdefault(live.key, []).append(number)
+    # by key, for one that calls twice is one: those that decode first, in the order in which they were submitted
+    lives = list(
+        {live.key: live for live in [*loop.decoding.values(), *(v for v, _ in loop.calling.values())]}.values()
+    )
+    records = answered(sessions.records(), lives, calling, sessions.name_of)
     groups = []
-    for carried in carry.groups:
-        prompt_id = carried.state.prompt.prompt_id
-        plain = {name: to_plain(value) for name, value in vars(carried.state).items() if name != "prompt"}
-        sessions = [[*owner, name, to_plain(calls)] for owner, name, calls in records if owner[0] == prompt_id]
-        growing = {"lives": by_group.get(id(carried.state), []), "sessions": [] if carried.is_whole else sessions}
-        groups.append({"number": carried.number, "begun": carried.begun, "prompt": prompt_id, "state": plain} | growing)
+    for carried in carry.carried:
+        entry = {"number": carried.number, "begun": carried.begun, "prompt": carried.state.prompt.prompt_id}
+        entry["state"] = {name: to_plain(value) for name, value in vars(carried.state).items() if name != "prompt"}
+        own = [(place, live) for place, live in enumerate(lives) if live.group is carried.state]
+        entry["lives"] = [_plain_live(live, place, calling.get(live.key)) for place, live in own]
+        mine = () if carried.is_whole else [record for record in records if record[0][0] == carried.state.name]
+        entry["sessions"] = [[*owner, name, to_plain(calls)] for owner, name, calls in mine]
+        groups.append(entry)
     waiting = [[number, prompt.prompt_id] for number, prompt in carry.waiting.items()]
     tree = {"num_drawn": carry.num_drawn, "waiting": waiting, "groups": groups}
     return gzip.compress(json.dumps(tree).encode(), COMPRESSION)
+
+
+def _plain_live(live: Live, place: int, calls: list[int] | None) -> dict:
+    """Return what is saved of a trajectory that grows. `calls`: numbers of those under way; None where it decodes."""
+    fields = ("path", "evidence", "entropies", "top_logprobs", "has_failed")
+    return {name: to_plain(getattr(live, name)) for name in fields} | {"place": place, "calls": calls}
 
 
 def answered(
@@ -81,14 +84,10 @@ def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt
     """Return a fresh CarryOver with this rank's part of what `state_of` has saved on all ranks. Collective.
 
     On as many ranks as before each has its own groups again; else they are dealt out. Raises UserError for a file that
-    cannot be read, or that holds groups of other prompts, and where carry_over is off now.
+    cannot be read, or that holds groups of other prompts.
     """
     if not files:
         return carry
-    if not carry.is_on:
-        if not any(tree["groups"] or tree["waiting"] for tree in map(_read, files)):
-            return carry
-        raise UserError(f"{files[0]}: unfinished groups, which rollout.carry_over=0 would drop; set it to 1")
     ranks, by_id = carry.team.ranks, {prompt.prompt_id: prompt for prompt in prompts}
     if len(files) == ranks.world_size:
         tree = _read(files[ranks.rank])
@@ -110,9 +109,15 @@ def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt
         for number in entry["calls"] or ():
             carry.loop.call(live, number)
     carry.sampler.tools.park()
-    own = [Begun(c.number, c.begun, c.is_whole) for c in carry.groups]
+    own = [Begun(c.number, c.begun, c.is_whole) for c in carry.carried]
     carry.begun = sorted(entry for part in ranks.all_gather_objects(own) for entry in part)
     return carry
+
+
+def check_nothing_is_left(files: Sequence[Path]) -> None:
+    """Raise UserError where these files hold unfinished groups, for a run that goes on without carry-over."""
+    if any(tree["groups"] or tree["waiting"] for tree in map(_read, files)):
+        raise UserError(f"{files[0]}: unfinished groups, which rollout.carry_over=0 would drop; set it to 1")
 
 
 def _read(file: Path) -> dict:
@@ -128,7 +133,7 @@ def _add_group(carry: CarryOver, plain: dict, by_id: dict[str, Prompt]) -> list[
     stub = {"prompt_id": prompt.prompt_id, "messages": [], "answers": []}
     state = from_plain(GroupState, {"prompt": stub} | plain["state"])
     state.prompt = prompt
-    carry.groups.append(Carried(plain["number"], plain["begun"], state))
+    carry.carried.append(Carried(plain["number"], plain["begun"], state))
     carry.loop.num_unfinished += state.size - len(state.wall_s)
     for prompt_id, trajectory_id, name, calls in plain["sessions"]:
         carry.sampler.tools.sessions.restore((prompt_id, trajectory_id), name, from_plain(list[RecordedCall], calls))

@@ -15,7 +15,6 @@ from arpo.engine.team import Team
 from arpo.evals.training_judge import TrainingJudge
 from arpo.options import TrainingRewardConfig
 from arpo.protocol import Codec
-from arpo.retrospective import NEED_REWARDS
 from arpo.rewards import load_custom
 from arpo.rewards.terms import load_terms
 from arpo.trajectory import Group, Metrics, Prompt
@@ -47,16 +46,13 @@ class Scoring:
         """Return the judge of this team, on its first rank. Rank 0 alone asks it something; all hear what is wrong."""
         if not self.team.is_first:
             return self.team.ranks.together(lambda: None)
-        part = {"index": self.team.index, "num_parts": self.team.num_teams}
-        return self.team.ranks.together(lambda: TrainingJudge(cfg, cache, form=self.codec.format, **part))
+        index, num_parts, form = self.team.index, self.team.num_teams, self.codec.format
+        return self.team.ranks.together(lambda: TrainingJudge(cfg, cache, form=form, index=index, num_parts=num_parts))
 
-    def try_on(self, prompt: Prompt, *, selector: str) -> None:
-        """Try the user's functions on an invented response to a real prompt. Raises UserError; also for a function of
-        whole batches where the selector needs rewards while the groups still grow."""
+    def try_on(self, prompt: Prompt) -> None:
+        """Try the user's functions on an invented response to a real prompt. Raises UserError."""
         for custom in [self.custom] if self.custom else self.terms.custom.values() if self.terms else ():
             custom.try_on(prompt, self.codec)
-            if selector in NEED_REWARDS:
-                custom.require_single(f"branching.selector={selector}")
 
     @property
     def on_group(self) -> Callable[[Group, list[float]], None] | None:
@@ -68,8 +64,15 @@ class Scoring:
         terms = self.terms
         if self.judge:
             terms = replace(terms, judgements=self.judge.collect(groups))
-        written = {"tools": self.codec.tools, "form": self.codec.format}
-        rewards.score_groups(groups, self.cfg, self.custom, terms=terms, only_new=True, **written)
+        rewards.score_groups(
+            groups,
+            self.cfg,
+            self.custom,
+            tools=self.codec.tools,
+            terms=terms,
+            form=self.codec.format,
+            only_new=True,
+        )
 
     def end_step(self) -> dict[str, float]:
         """Return the judge's numbers of the step, over all ranks; none without a judge. Collective with one."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from arpo.config.model_folder import check_model_folder
 from arpo.config.run_folder import check_run_folder
-from arpo.config.tools import ToolsConfig
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
@@ -20,8 +19,7 @@ from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import check_installed
 from arpo.sft import PARSERS
 from arpo.sft.conversations import read_conversations
-from arpo.tools import check_known, tool_class, tool_schemas
-from arpo.tools.interface import is_stateful
+from arpo.tools import check_known, tool_schemas
 
 NUM_ROWS = 50
 
@@ -40,8 +38,6 @@ def check_rl(cfg: Any) -> None:
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     _check_reward_file(cfg.reward.file)
     tools = tuple(tool_schemas(cfg.tools))
-    if cfg.rollout.reuse_last_epoch:
-        _check_reuse(cfg.rollout.top_p, cfg.tools)
     for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
         if not Path(file).is_file():
             raise UserError(f"reward.terms: {file}: there is no such file; check the path")
@@ -78,17 +74,6 @@ def _check_run(cfg: Any) -> None:
 def _check_reward_file(file: str) -> None:
     if file and not Path(file).is_file():
         raise UserError(f"reward.file={file}: there is no such file; check the path")
-
-
-def _check_reuse(top_p: float, tools: ToolsConfig) -> None:
-    """Raise UserError where an earlier rollout cannot be compared with the policy of now, or not be gone on from."""
-    if top_p < 1:
-        raise UserError(f"rollout.reuse_last_epoch compares probabilities, which top_p={top_p} cuts off; set it to 1")
-    stateful = [(f"the {n} tool", f"drop {n} from tools.names") for n in tools.names if is_stateful(tool_class(n))]
-    stateful += [(server.label, "set its max_sessions to 0") for server in tools.servers if server.max_sessions]
-    for what, fix in stateful:
-        why = f"{what} has sessions, which calls that are not made again would leave behind"
-        raise UserError(f"rollout.reuse_last_epoch: {why}; set it to False, or {fix}")
 
 
 def _check_questions(path: str, tools: tuple[str, ...]) -> None:

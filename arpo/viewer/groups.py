@@ -16,7 +16,7 @@ from arpo.metrics import tokens_by_step
 from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
 
 SHOWN = (
-    "trajectory_id", "parent_id", "fork_at", "reused_until", "stop_reason",
+    "trajectory_id", "parent_id", "fork_at", "stop_reason",
     "reward", "reward_parts", "reward_reason", "kl_penalty", "advantage",
 )  # fmt: skip
 """Fields of a trajectory that the page shows as they are."""

@@ -151,7 +151,6 @@ function drawText(group, t) {
   const facts = {reward: `${short(t.reward)} (${parts})`, reason: t.reward_reason || "ok",
     advantage: short(t.advantage), "KL penalty": short(t.kl_penalty), stop: t.stop_reason,
     tokens: `${t.num_tokens}, ${t.num_sampled} sampled`, "mean logprob": short(t.mean_logprob)};
-  if (t.reused_until) facts["from its draft"] = `tokens 0–${t.reused_until}`;
   if (t.sampled_in.length) facts["tokens of step"] = t.sampled_in.map(([step, n]) => `${step}: ${n}`).join(", ");
   const turns = t.turns.map((turn, index) => [drawTurn(group, t, turn, index)]);
   const fork = el("div", {class: "fork small"}, `leaves trajectory ${t.parent_id} at token ${t.fork_at}`);

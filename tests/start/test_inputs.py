@@ -48,16 +48,6 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
         (RLConfig, ["--data.train", "good.jsonl", "--reward.file", "r.py"], "reward.file=r.py: there is no such file"),
         (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "pyton"], "unknown tool 'pyton'"),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--tools.names", "python", "sql", "--rollout.reuse_last_epoch", "True"],
-            "rollout.reuse_last_epoch: the sql tool has sessions.*set it to False, or drop sql from tools.names",
-        ),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--rollout.top_p", "0.9", "--rollout.reuse_last_epoch", "True"],
-            "rollout.reuse_last_epoch compares probabilities, which top_p=0.9 cuts off; set it to 1",
-        ),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
         (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),

@@ -1,0 +1,39 @@
+"""What a policy acts in: the form in which it calls tools, the tools, and the prompts that offer them."""
+
+from __future__ import annotations
+
+from arpo.config.sections import DataConfig, ModelConfig, ProtocolConfig
+from arpo.config.tools import ToolsConfig
+from arpo.data import load_prompts, tokenize_prompts
+from arpo.data.hub import local_file, source_of
+from arpo.engine.team import Team
+from arpo.model import load_tokenizer
+from arpo.protocol.prompts import with_system_prompt
+from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
+from arpo.trajectory import Prompt
+
+
+class Environment:
+    """Codec and tools of a run."""
+
+    def __init__(
+        self, model: ModelConfig, protocol: ProtocolConfig, tools: ToolsConfig, team: Team, max_result_tokens: int
+    ):
+        """Start the tools. Collective. Raises UserError where one cannot be, or where results of `max_result_tokens`
+        have no room for what every result has."""
+        self.schemas = tool_schemas(tools)
+        tokenizer = load_tokenizer(model.path)
+        self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
+        self.codec.check_result_room(max_result_tokens)
+        self.tools = team.tool_runner(team.ranks.together(lambda: make_tools(tools)))
+
+    def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
+        """Return the prompts of a file or of a data set on the Hub, as tokens; none of "". Raises UserError."""
+        prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
+        check_offered(prompts, self.codec.tools, file)
+        system_prompt = system_prompt_for(cfg.system_prompt, self.schemas, form=self.codec.format)
+
+        def render(messages: list[dict[str, str]], *tools: tuple[str, ...]) -> list[int]:
+            return self.codec.render_prompt(with_system_prompt(messages, system_prompt), *tools)
+
+        return tokenize_prompts(prompts, render, cfg.max_prompt_tokens, cfg.overlong, file)

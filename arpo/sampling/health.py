@@ -1,0 +1,116 @@
+"""The decision whether tools and judge worked well enough for a step to be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from arpo.trajectory import Group, StopReason, Trajectory
+
+MAX_FAILED_SHARE = 0.05
+"""A batch with a larger share of failed trajectories is not trained on."""
+MAX_MISSED_SHARE = 0.2
+"""A batch with a larger share of searches that found no recorded result is not trained on."""
+MAX_UNJUDGED_SHARE = 0.5
+"""A batch with a larger share of answers that a judge was asked about in vain is not trained on."""
+MAX_BAD_BATCHES = 3
+"""Number of such batches in a row that ends the run."""
+
+
+class ToolHealth:
+    """Watch over the batches of a run. Every rank sees all groups, so all ranks decide alike.
+
+    A trajectory that ended in a failure of one of our services is left out of the loss. Without many of them a batch
+    would be left with the questions that need no tool, and the policy would learn to do without tools. It would learn
+    the same from a search that answers from recorded results only and finds none: that is an error which the model
+    reads, and its trajectory stays in the loss.
+    A batch with many answers on which a judge gave no verdict would teach another reward than that which is wanted.
+    """
+
+    def __init__(self) -> None:
+        self.num_bad_batches = 0
+        """Bad batches in a row."""
+        self.failed_share = 0.0
+        """Share of the last batch's trajectories that ended in a failure of ours."""
+        self.missed_share = 0.0
+        """Share of the last batch's searches for which nothing is recorded. Inherited ones do not count twice."""
+        self.unjudged_share = 0.0
+        """Share of the last batch's trajectories that a judge was asked about, and gave no verdict on."""
+        self.warning = ""
+        """What the console should say of the last batch; empty for nothing. Few misses are said once in a run, and so
+        are few answers without a verdict."""
+        self._told_of_misses = self._told_of_judge = False
+        self._first_bad = 0
+
+    def may_train(self, groups: list[Group], first: int = 0) -> bool:
+        """Return False where too many trajectories failed through us, or too many searches found nothing recorded.
+
+        first: number of prompts that the run had drawn before these (see `go_on_from`).
+        """
+        trajectories = [t for group in groups for t in group.trajectories]
+        searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
+        self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
+        self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
+        self.unjudged_share = _share(_is_unjudged(t) for t in trajectories)
+        is_bad = self._too_much_failed or self.missed_share > MAX_MISSED_SHARE
+        self.num_bad_batches = self.num_bad_batches + 1 if is_bad else 0
+        if self.num_bad_batches <= 1:
+            self._first_bad = first
+        self.warning = f"warning: this batch is not trained on: {self._reason}" if is_bad else ""
+        if self.missed_share and not is_bad and not self._told_of_misses:
+            self.warning = f"warning: {self._misses}; the model reads an error in their place, and is trained on it"
+        self._told_of_misses |= self.missed_share > 0
+        if self.unjudged_share and not is_bad and not self._told_of_judge:
+            self.warning = f"warning: {self._unjudged}; judge.fallback says what becomes of them (judge/failed, late)"
+        self._told_of_judge |= self.unjudged_share > 0
+        return not is_bad
+
+    @property
+    def must_stop(self) -> bool:
+        return self.num_bad_batches >= MAX_BAD_BATCHES
+
+    def go_on_from(self, num_drawn: int) -> int:
+        """Return where in the data the next step begins: after all that was drawn or, where the run must stop, at the
+        prompts of the first of the bad batches. Nothing was learnt of those, and they come again once the tools do."""
+        return self._first_bad if self.must_stop else num_drawn
+
+    @property
+    def _too_much_failed(self) -> bool:
+        """True where the last batch is a bad one through tools or a judge that failed."""
+        return self.failed_share > MAX_FAILED_SHARE or self.unjudged_share > MAX_UNJUDGED_SHARE
+
+    @property
+    def _unjudged(self) -> str:
+        return f"the judge gave no verdict on {self.unjudged_share:.0%} of the trajectories"
+
+    @property
+    def _misses(self) -> str:
+        return f"{self.missed_share:.1%} of the searches are not in the recorded results"
+
+    @property
+    def _reason(self) -> str:
+        """What makes the last batch a bad one."""
+        failures = f"tools failed in {self.failed_share:.0%} of the trajectories"
+        if self.failed_share > MAX_FAILED_SHARE:
+            return failures
+        return self._unjudged if self.unjudged_share > MAX_UNJUDGED_SHARE else self._misses
+
+    def __str__(self) -> str:
+        """The one line that ends the run."""
+        fix = "see the warnings above, then start the same command again"
+        if not self._too_much_failed:
+            fix = (
+                "start the command again with run.resume_changed True, tools.search.mode record and "
+                "tools.search.backend brightdata or serper (each needs a key), http (a retriever) or local (a corpus)"
+            )
+        return f"{self._reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
+
+
+def _is_unjudged(t: Trajectory) -> bool:
+    """Return whether a judge was asked about its answer in vain; without a reward, it is left out for that reason."""
+    return t.reward_parts.get("judge_failed", 0.0) > 0
+
+
+def _share(events: Iterable[bool]) -> float:
+    """Return the share of true ones; 0 of none."""
+    flags = list(events)
+    return sum(flags) / max(len(flags), 1)

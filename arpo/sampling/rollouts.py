@@ -1,0 +1,187 @@
+"""The rollouts of a training: which prompts a step draws, what is sampled, and what of it can teach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from arpo.branching_signal import BranchingSignal
+from arpo.config.sections import RunConfig
+from arpo.data import PromptOrder
+from arpo.errors import UserError
+from arpo.log import RunLog
+from arpo.metrics import rollout_metrics, source_names
+from arpo.options import AdvantageConfig
+from arpo.ranks import Timers
+from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state_of
+from arpo.sampling.carry_over import CarryOver
+from arpo.sampling.health import ToolHealth
+from arpo.sampling.lengths import ExpectedLengths
+from arpo.sampling.sampler import Sampler
+from arpo.sampling.sources import Dealt, Pulled, Refilled
+from arpo.sampling.validation import Validation
+from arpo.selection import groups_to_train_on
+from arpo.tools import take_restarts
+from arpo.trajectory import Group, Metrics, Prompt, SignalStatistics
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of a step, which are the same on every rank."""
+
+    sampled: list[Group]
+    """All of them, scored, in the order of the prompts."""
+    groups: list[Group]
+    """Those that the step is trained on; none where tools failed so often that they would teach to do without them."""
+    metrics: Metrics
+    """Of this rank's share."""
+    values: dict[str, float]
+    """Metrics of all groups."""
+
+
+class EachStep:
+    """Every step samples its own prompts, and waits for all that it needs."""
+
+    num_behind = 0
+
+    def __init__(self, sampler: Sampler, num_prompts: int, advantage: AdvantageConfig, lengths: ExpectedLengths | None):
+        self.sampler, self.lengths, self.num_prompts = sampler, lengths, num_prompts
+        self.num_further = num_prompts * advantage.max_resample if advantage.dead_groups == "resample" else 0
+
+    def num_to_draw(self, steps_left: int) -> int:
+        return self.num_prompts + self.num_further
+
+    def begin_step(self, step: int, prompts: Sequence[Prompt], statistics: SignalStatistics | None) -> Dealt:
+        order = self.lengths.longest_first(prompts[: self.num_prompts]) if self.lengths else None
+        if self.num_further:
+            wanted = self.num_prompts
+            return Refilled(self.sampler, prompts, step, statistics, num_wanted=wanted, order=order)
+        if self.sampler.rollout.dispatch == "pull":
+            return Pulled(self.sampler, prompts, step, statistics, order=order)
+        return Dealt(self.sampler, prompts, step, statistics)
+
+
+class Rollouts:
+    """The rollouts of a training run, one after the other."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        order: PromptOrder,
+        prompts: Sequence[Prompt],
+        advantage: AdvantageConfig,
+        num_steps: int,
+    ):
+        """`prompts` are those of the training data, of which each step draws some in this order; num_steps: of the
+        run."""
+        self.sampler, self.order, self.prompts, self.advantage = sampler, order, prompts, advantage
+        self.num_prompts, self.num_steps = order.num_per_step, num_steps
+        self.validation: Validation | None = None
+        self.sources = source_names(prompts)
+        self.num_drawn = self.first_drawn = 0
+        """Prompts of the data that the run has drawn: so far, and before the step that is under way."""
+        self.health = ToolHealth()
+        self.go_on_from({}, (), done_steps=0)
+
+    def go_on_from(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
+        """Go on where `state` and `rank_state` of `done_steps` steps ended; {} and none: at that step of the data.
+
+        Collective. Raises UserError for files that do not fit."""
+        self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
+        self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()))
+        is_ordered = self.sampler.rollout.pull_order == "longest_first"
+        self.lengths = ExpectedLengths(state.get("lengths", {})) if is_ordered else None
+        self.sampler.score.go_on_from(state.get("judge_calls", 0))
+        if self.sampler.rollout.carry_over:
+            carried = CarryOver(self.sampler, self.num_prompts, self.lengths)
+            self.plan = go_on_from(carried, rank_files, self.prompts)
+        else:
+            check_nothing_is_left(rank_files)
+            self.plan = EachStep(self.sampler, self.num_prompts, self.advantage, self.lengths)
+
+    def state(self) -> dict:
+        """Return what the next step depends on, the same on all ranks, as JSON can hold it."""
+        state = {"num_drawn": self.health.go_on_from(self.num_drawn), "signal": self.signal.state}
+        return state | {
+            "judge_calls": self.sampler.score.num_judge_calls,
+            "lengths": self.lengths.state if self.lengths else {},
+        }
+
+    def rank_state(self) -> bytes | None:
+        """Return what this rank has of its own for the next step; None where no rank has anything."""
+        has_some = isinstance(self.plan, CarryOver) and not self.health.must_stop
+        return state_of(self.plan) if has_some else None
+
+    def validate_on(self, prompts: Sequence[Prompt], log: RunLog, run: RunConfig, done_steps: int) -> None:
+        """Validate on these prompts, now before the first step, and then as `run` says; never without any."""
+        if prompts and run.validate_every:
+            self.validation = Validation(self.sampler, log, prompts, run, self.num_steps)
+            self.validation.before_training(done_steps)
+
+    def next(self, step: int, timers: Timers) -> Batch:
+        """Sample and score a step, then put the engine to sleep. Collective."""
+        engine, team = self.sampler.engine, self.sampler.team
+        num_prefilled = engine.stats.prefilled_tokens
+        self.first_drawn = self.num_drawn - self.plan.num_behind
+        drawn = self.order.queue(self.num_drawn, self.plan.num_to_draw(self.num_steps - step + 1))
+        with timers("rollout"):
+            source = self.plan.begin_step(step, [self.prompts[i] for i, _ in drawn], self.signal.statistics)
+            beside = self.validation.begin() if self.validation else []
+            self.sampler.run([source, *beside], f"step {step} rollout", self.num_prompts // team.num_teams)
+        with timers("reward"):
+            self.sampler.score(source.to_score if team.is_first else [])
+        with timers("exchange"):
+            sampled = source.exchange()
+        self.num_drawn = source.num_drawn_after(drawn, sampled, self.num_drawn)
+        if beside:
+            with timers("validate"):
+                self.validation.end()
+        with timers("sync"):
+            engine.sleep()
+        batch = self._judged(step, sampled)
+        batch.metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
+        if isinstance(source, Refilled):
+            self._count_refill(step, batch, source)
+        return batch
+
+    def _judged(self, step: int, sampled: list[Group]) -> Batch:
+        """Return the batch of a step's scored groups, after all who hear of each step have heard of it."""
+        ranks, tools = self.sampler.team.ranks, self.sampler.tools
+        share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
+        metrics = rollout_metrics(share, self.sources, take_restarts(tools.tools), step)
+        values = self.signal.add(sampled)
+        if self.lengths:
+            self.lengths.add(sampled)
+        may_train = self.health.may_train(sampled, self.first_drawn)
+        groups = groups_to_train_on(sampled, self.num_prompts, self.advantage) if may_train else []
+        for warning in filter(None, (self.signal.warning, self.health.warning)):
+            self.sampler.log.line(f"step {step}: {warning}")
+        return Batch(sampled, groups, metrics, values)
+
+    def _count_refill(self, step: int, batch: Batch, source: Refilled) -> None:
+        is_main = self.sampler.team.ranks.is_main
+        batch.metrics.sum("group/resampled_prompts", (len(batch.sampled) - self.num_prompts) * is_main)
+        batch.metrics.sum("group/cut_off", source.num_cut_off * is_main)
+        num_mixed = len(groups_to_train_on(batch.sampled, self.num_prompts, self.advantage))
+        if num_mixed < self.num_prompts:
+            found = f"only {num_mixed} groups to train on, after {len(batch.sampled)} prompts"
+            self.sampler.log.line(f"step {step}: {found}")
+
+    def after_update(self, step: int, timers: Timers) -> dict[str, float]:
+        """Return the scores of the validation that is due now, and the judge's numbers of the step. Collective."""
+        scores = {}
+        if self.validation:
+            with timers("validate"):
+                scores = self.validation.after(step)
+        return scores | self.sampler.score.end_step()
+
+    @property
+    def must_stop(self) -> bool:
+        """True where tools have failed so often in a row that the run cannot go on."""
+        return self.health.must_stop
+
+    def raise_if_broken(self) -> None:
+        """Raise the UserError that ends a run which `must_stop`."""
+        if self.health.must_stop:
+            raise UserError(str(self.health))

@@ -1,0 +1,298 @@
+"""The prompts of one step, as far as this team samples them: see the picture in the package's docstring.
+
+The queue is a counter in the process group's store; a pull is one round trip to it. What is sampled for a prompt
+depends on the seed, the step, the prompt, the path in its tree and the turn, and never on the rank. Groups come back in
+the order of the prompts (`Team.exchange`), so all that follows is the same, whoever sampled what.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+import torch.distributed as dist
+
+from arpo.growing import GroupState
+from arpo.rollout import Source
+from arpo.sampling.sampler import Looks, Sampler
+from arpo.selection import is_dead
+from arpo.trajectory import Group, Prompt, SignalStatistics
+
+PRIOR_SHARE = 1 / 8
+"""Groups that count as mixed before any is known, per group that is wanted. Where half are dead, a twentieth of the
+groups is then cut off; with 1 a step takes up to 1.5 times as long, and with 1/32 up to a ninth is cut off (workloads
+short, 16 ranks, and long, 8, of no_rank_waits.py)."""
+
+
+class Dealt(Source):
+    """prompts 0 2 4 6 are team 0's, and 1 3 5 7 team 1's. All are begun at once or, with `max_at_once`, only while
+    fewer trajectories are unfinished."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        name: int | str,
+        statistics: SignalStatistics | None = None,
+        *,
+        max_at_once: int = 0,
+    ):
+        """name: the rollout's among those of the run. statistics: of earlier steps' branch decisions."""
+        super().__init__(sampler.loop(statistics), prompts, f"{sampler.seed}|{name}")
+        self.sampler, self.team, self.max_at_once = sampler, sampler.team, max_at_once
+        self.left = deque(self.team.share(range(len(prompts))))
+
+    @property
+    def num_finished(self) -> int:
+        """Number of trajectories that have ended, of all that were begun here."""
+        return len(self.places) * self.loop.cfg.group_size - self.loop.num_unfinished
+
+    def take(self) -> int | None:
+        has_room = not self.max_at_once or self.loop.num_unfinished < self.max_at_once
+        return super().take() if has_room else None
+
+    def whole(self, state: GroupState) -> None:
+        super().whole(state)
+        group = self.groups[self.places[state.name]]
+        group.sampled_by = self.team.index * self.team.size
+        if self.sampler.on_group:
+            self.sampler.on_group(group, state.seconds)
+
+    @property
+    def to_score(self) -> list[Group]:
+        """This team's groups."""
+        return [self.groups[place] for place in sorted(self.groups)]
+
+    def num_drawn_after(self, drawn: list[tuple[int, int]], sampled: list[Group], num_drawn: int) -> int:
+        """Return num_drawn for the next draw, where it was `num_drawn` for this one, which gave `drawn` (see
+        PromptOrder.queue) and of these prompts the groups `sampled`: what was cut off is drawn again."""
+        return drawn[len(sampled) - 1][1] if sampled else num_drawn
+
+    def exchange(self) -> list[Group]:
+        """Return the groups of all teams in the order of the prompts. Collective."""
+        return self.team.exchange(self.to_score, len(self.prompts), sorted(self.groups))
+
+
+class Pulled(Dealt):
+    """Whoever has room takes the next prompt: a slow team 1 may end up with 1 and 4, and team 0 with all others.
+
+    A team takes a prompt while its engine has a free place: while it decodes fewer than `max_num_seqs` trajectories.
+    Those that wait for their tools have left their places to others. But it never holds more than an equal share of the
+    prompts at once, so that those who come first do not take all where all fit into a few engines.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        name: int | str,
+        statistics: SignalStatistics | None = None,
+        *,
+        order: Sequence[int] | None = None,
+        label: str = "rollout",
+    ):
+        """order: places in `prompts` in the order in which they are handed out; None = as they are. label: names, with
+        `name`, the keys in the store."""
+        super().__init__(sampler, prompts, name, statistics)
+        assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
+        self.order = range(len(prompts)) if order is None else order
+        self.store, self.prefix = self.team.ranks.store or dist.HashStore(), f"prompts/{label}/{name}"
+        self.max_unfinished = ceil(len(prompts) / self.team.num_teams) * self.loop.cfg.group_size
+        self.is_open = True
+        """False once there is no further prompt for this team."""
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.is_open or self.loop.num_unfinished)
+
+    @property
+    def has_room(self) -> bool:
+        is_busy = self.sampler.engine.num_running >= self.sampler.max_num_seqs
+        return not is_busy and self.loop.num_unfinished < self.max_unfinished
+
+    def take(self) -> int | None:
+        """See Source. Collective within the team where there is room."""
+        if not self.is_open or not self.has_room:
+            return None
+        return self.place_of(self.team.from_first(self.pull() if self.team.is_first else 0))
+
+    def pull(self) -> int:
+        """Return the number, from 0, of the next prompt that is handed out; it may lie beyond the last one."""
+        return self.store.add(self.key("next"), 1) - 1
+
+    def key(self, word: str) -> str:
+        return f"{self.prefix}/{word}"
+
+    def place_of(self, number: int) -> int | None:
+        if number < len(self.order):
+            return self.order[number]
+        self.is_open = False
+        return None
+
+    def exchange(self) -> list[Group]:
+        groups = super().exchange()
+        if self.team.ranks.is_main:
+            self.delete_keys()  # all ranks have left the queue
+        return groups
+
+    def delete_keys(self) -> None:
+        self.store.delete_key(self.key("next"))
+
+
+def dealt_or_pulled(
+    sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str, max_at_once: int = 0
+) -> Dealt:
+    """Return the source that rollout.dispatch says, for a rollout that is no step of a training."""
+    if sampler.rollout.dispatch == "pull":
+        return Pulled(sampler, prompts, name, label=label)
+    return Dealt(sampler, prompts, name, max_at_once=max_at_once)
+
+
+class Refilled(Pulled):
+    """Prompts for a step that wants `num_wanted` mixed groups: further ones are begun for those that are dead.
+
+    The step is full once its first `num_wanted` mixed groups, in the order of the prompts, are there, and with them all
+    prompts before the last of these: no slow one is left out for being slow, and the choice does not depend on who was
+    faster. Prompts after it, if any were begun, are cut off. As long as groups grow nobody knows how many prompts it
+    takes; so many are begun as should do by the share of mixed groups so far. That decides about waste only.
+
+    Prompts are pulled or dealt, as rollout.dispatch says. Each whole group is scored at once and told to the other
+    teams, by a numbered event in the store; they rather wait than begin a prompt that may not be needed.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        name: int | str,
+        statistics: SignalStatistics | None = None,
+        *,
+        num_wanted: int,
+        order: Sequence[int] | None = None,
+    ):
+        """`prompts` are all that the step may draw; `order` is of the first `num_wanted`."""
+        order = None if order is None else [*order, *range(num_wanted, len(prompts))]
+        super().__init__(sampler, prompts, name, statistics, order=order)
+        self.max_unfinished = ceil(num_wanted / self.team.num_teams) * self.loop.cfg.group_size
+        self.num_wanted, self.looks = num_wanted, Looks(sampler)
+        self.own: Iterator[int] | None = None  # numbers of the prompts that are dealt to this team
+        if self.loop.cfg.dispatch == "fixed":
+            self.own = iter(self.team.share(range(len(prompts))))
+        self.is_full = False
+        """True once the step needs none of the groups that are unfinished here."""
+        self.is_mixed: dict[int, bool] = {}
+        """Place -> whether its group is mixed, of all that is known here."""
+        self.num_mixed = self.num_counted = 0  # mixed ones among the first num_counted places, which are all known
+        self.num_taken: int | None = None
+        """Number of prompts that the step takes; None as long as that is open."""
+        self.num_cut_off = 0
+        """Groups that were begun by any team, and that the step does not take, once `exchange` knows it."""
+        self.ticket: int | None = None
+        """The number that this team has pulled and not begun yet."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_full or super().is_done
+
+    def pull(self) -> int:
+        return super().pull() if self.own is None else next(self.own, len(self.order))
+
+    def whole(self, state: GroupState) -> None:
+        """Score the group and tell the other teams of it."""
+        super().whole(state)
+        if self.team.is_first:
+            place = self.places[state.name]
+            self.sampler.score([self.groups[place]])
+            number = self.store.add(self.key("events"), 1)
+            self.store.set(self.key(f"event/{number}"), f"{place} {int(not is_dead(self.groups[place]))}")
+            self.looks.at_once()
+
+    def take(self) -> int | None:
+        """See Source. Collective within the team."""
+        if self.loop.num_unfinished:
+            self.looks.worked()
+        wants_one = self.is_open and self.has_room
+        number, self.is_open, self.is_full = self.team.from_first(
+            self.decide(wants_one) if self.team.is_first else None
+        )
+        return None if number is None else self.place_of(number)
+
+    def decide(self, wants_one: bool) -> tuple[int | None, bool, bool]:
+        """Return the number of the prompt to begin now or None, whether there may be further ones, and `is_full`."""
+        self.look()
+        if wants_one and self.ticket is None:
+            self.ticket = self.pull()
+        is_open = self.num_taken is None and (self.ticket is None or self.ticket < len(self.order))
+        if wants_one and is_open and self.ticket < self.num_allowed:
+            number, self.ticket = self.ticket, None
+            return number, True, False
+        return None, is_open, self.num_taken is not None
+
+    def idle(self, *, has_calls: bool) -> None:
+        if not has_calls:
+            self.looks.wait(self.looks.every_s)
+
+    def look(self) -> None:
+        """Take note of the groups that have become whole, now and then."""
+        if not self.looks.is_due():
+            return
+        num_events, num_known = self.store.add(self.key("events"), 0), len(self.is_mixed)
+        if num_events > num_known:
+            events = self.store.multi_get([self.key(f"event/{n}") for n in range(num_known + 1, num_events + 1)])
+            self.is_mixed |= {int(place): flag == b"1" for place, flag in map(bytes.split, events)}
+            self.count()
+
+    def count(self) -> None:
+        """Find how many prompts the step takes, as far as that is known."""
+        while self.num_taken is None and self.num_counted in self.is_mixed:
+            self.num_mixed += self.is_mixed[self.num_counted]
+            self.num_counted += 1
+            if self.num_mixed == self.num_wanted or self.num_counted == len(self.prompts):
+                self.num_taken = self.num_counted
+
+    @property
+    def num_allowed(self) -> int:
+        """Number of prompts that may have been begun by now, so that those under way should fill the step.
+
+        The share of mixed ones counts as if some groups, all of them mixed, had been there before (PRIOR_SHARE), so
+        that the first dead ones do not begin many more.
+        """
+        num_known, num_mixed = len(self.is_mixed), sum(self.is_mixed.values())
+        prior = max(1.0, PRIOR_SHARE * self.num_wanted)
+        expected_share = (num_mixed + prior) / (num_known + prior)
+        return num_known + ceil(max(self.num_wanted - num_mixed, 0) / expected_share)
+
+    def end(self) -> None:
+        """Cut off what nobody needs."""
+        self.sampler.engine.abort(list(self.loop.decoding))
+        self.sampler.tools.abandon()
+
+    def exchange(self) -> list[Group]:
+        """Return the groups of all teams up to the one that completes the step, whoever was faster. Collective."""
+        places = list(self.places.values())
+        begun = self.team.exchange([self.groups.get(place) for place in places], len(self.prompts), places)
+        if self.team.ranks.is_main:
+            self.delete_keys()
+        groups = until_full(begun, self.num_wanted)
+        self.num_cut_off = len(begun) - len(groups)
+        return groups
+
+    def delete_keys(self) -> None:
+        super().delete_keys()
+        for number in range(1, self.store.add(self.key("events"), 0) + 1):
+            self.store.delete_key(self.key(f"event/{number}"))
+        self.store.delete_key(self.key("events"))
+
+
+def until_full(groups: list[Group | None], num_wanted: int) -> list[Group]:
+    """Return the first groups, up to the one that is the `num_wanted`-th mixed one; all where there are too few.
+
+    Groups in the order of their prompts; None for one that was cut off, which comes after all that are needed.
+    """
+    num_mixed = 0
+    for number, group in enumerate(groups, start=1):
+        num_mixed += not is_dead(group)
+        if num_mixed == num_wanted:
+            return groups[:number]
+    return groups
