@@ -21,7 +21,7 @@ from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunC
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError, require
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_evaluation
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class EvalConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(EvalConfig, check_inputs) if __name__ == "__main__" else None
+CONFIG = load_or_exit(EvalConfig, check_evaluation) if __name__ == "__main__" else None
 
 from dataclasses import replace
 from functools import partial

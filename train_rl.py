@@ -12,22 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arpo.config import checks, reward_checks
+from arpo.config import checks
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, OptimConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
     CriticConfig,
     LossConfig,
-    OptimConfig,
     RolloutConfig,
     TrainingRewardConfig,
     UpdateConfig,
 )
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_rl
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,14 @@ class RLConfig:
         checks.check_result_room(self.tools.search, self.rollout)
         checks.check_parallel(self.model, self.advantage, self.loss)
         checks.check_loss(self.loss)
-        reward_checks.check_terms(self.reward, self.judge, self.rollout)
-        reward_checks.check_rewards_in_time(self.advantage, self.loss)
-        reward_checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
+        checks.check_terms(self.reward, self.judge, self.rollout)
+        checks.check_rewards_in_time(self.advantage, self.loss)
+        checks.check_queue(self.rollout, self.advantage, self.reward, self.judge)
         checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(RLConfig, check_inputs) if __name__ == "__main__" else None
+CONFIG = load_or_exit(RLConfig, check_rl) if __name__ == "__main__" else None
 
 from functools import partial
 
@@ -98,8 +97,6 @@ from torch.optim import Optimizer
 
 from arpo import ranks
 from arpo.checkpoint import Saver
-from arpo.config.model_folder import check_model_folder
-from arpo.config.run_folder import check_run_folder
 from arpo.data import PromptOrder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
@@ -221,11 +218,9 @@ def main(cfg: RLConfig) -> None:
 
 
 def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:
-    """Raise UserError where the run's folder, a model's folder, or the memory does not fit the options."""
+    """Raise UserError where ranks, memory, or the models beside the policy do not fit the options."""
     dist.log_devices(attention_backend(cfg.model, dist.device))
-    check_run_folder(cfg.run, cfg)
     dist.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
-    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
     tokenizer = load_tokenizer(cfg.model.path)
     for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():

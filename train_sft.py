@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.sections import ModelConfig, ProtocolConfig, RunConfig
+from arpo.config.sections import ModelConfig, OptimConfig, ProtocolConfig, RunConfig
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import require
-from arpo.options import OptimConfig
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_sft
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,13 @@ class SFTConfig:
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(SFTConfig, check_inputs) if __name__ == "__main__" else None
+CONFIG = load_or_exit(SFTConfig, check_sft) if __name__ == "__main__" else None
 
 import torch
 
 from arpo import ranks
 from arpo.batch import MicroBatch, Row, microbatches
 from arpo.checkpoint import Saver
-from arpo.config.model_folder import check_model_folder
-from arpo.config.run_folder import check_run_folder
 from arpo.data import PromptOrder
 from arpo.data.hub import local_file
 from arpo.log import RunLog
@@ -78,8 +75,6 @@ def main(cfg: SFTConfig) -> None:
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
-    check_run_folder(run, cfg)
-    check_model_folder(model.path)
     check_memory(read_job(cfg.model, dist.mesh.shape[-1], max_tokens), dist.device)
     tokenizer = load_tokenizer(model.path)
     codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)

@@ -45,8 +45,6 @@ class LossInputs:
     """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (rollout_correction.py), multiplied to each token's loss."""
-    entropy_statistics: tuple[float, float] | None = None
-    """(mean, standard deviation) of `entropy` over the mini-batch; `policy_loss` sets it where the options use it."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -104,7 +102,7 @@ def policy_loss(
         mean, std = entropy_statistics
         z = (entropy.detach() - mean) / (std + 1e-8)
         advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
-    inputs = replace(inputs, advantages=advantages, mask=keep, entropy_statistics=entropy_statistics)
+    inputs = replace(inputs, advantages=advantages, mask=keep)
 
     tokens = TOKEN_LOSSES[cfg.kind](inputs, cfg)
     weighted = tokens.losses if inputs.rollout_weights is None else tokens.losses * inputs.rollout_weights.detach()
@@ -174,10 +172,7 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> Tok
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
     above, below, clipped_ratio = ratio > high, ratio < low, ratio.clamp(low, high)
     if cfg.entropy_balanced_clipping:
-        balanced = above & inputs.mask
-        if cfg.balanced_clipping_tokens == "high_entropy":
-            balanced = above & (inputs.entropy.detach() > inputs.entropy_statistics[0])
-        clipped_ratio = torch.where(balanced, high * ratio / ratio.detach(), clipped_ratio)
+        clipped_ratio = torch.where(above & inputs.mask, high * ratio / ratio.detach(), clipped_ratio)
     losses = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * clipped_ratio)
     above, below = above & (inputs.advantages > 0), below & (inputs.advantages < 0)
     return TokenLosses(losses, ratio, {"clip_fraction": above, "clip_fraction_low": below})
@@ -272,8 +267,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 def uses_entropy_statistics(cfg: LossConfig) -> bool:
     """Return whether the loss of a token depends on the entropies of all others (AEPO)."""
-    high_entropy_only = cfg.entropy_balanced_clipping and cfg.balanced_clipping_tokens == "high_entropy"
-    return cfg.entropy_balanced_advantage or high_entropy_only
+    return cfg.entropy_balanced_advantage
 
 
 def token_moments(values: Tensor) -> Tensor:

@@ -1,17 +1,16 @@
-"""The algorithm's config sections, from the rollout to the optimizer. The defaults are the paper's 7B reasoning recipe.
+"""The algorithm's config sections, from the rollout to the update. The defaults are the paper's 7B reasoning recipe.
 
-Those of the run, the model, the data and the engine are in run_options.py.
-
-Each field's docstring is its `--help` text: unit, effect, special values. Scripts compose these sections into their own
-root config (see the top of `train_rl.py`). This file imports next to nothing, so that `--help` answers at once.
+Each field's docstring is its `--help` text: unit, effect, special values; `Annotated` has its range and what it needs
+(config/facts.py). Scripts compose these sections, and those of config/sections.py, into their own root config.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Literal
+from typing import Annotated, Literal
 
+from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between, Decides, Needs
 from arpo.errors import check_name, names_of, require
 
 
@@ -19,30 +18,32 @@ from arpo.errors import check_name, names_of, require
 class RolloutConfig:
     """The trajectories of a rollout: their number, length and tool calls."""
 
-    group_size: int = 16
+    group_size: Annotated[int, AtLeast(1), OF_TRAINING] = 16
     """Trajectories per prompt (upstream: n)."""
-    max_response_tokens: int = 4096
+    max_response_tokens: Annotated[int, AtLeast(1)] = 4096
     """Budget of one trajectory: sampled tokens and tool results together."""
-    max_tool_calls: int = 3
+    max_tool_calls: Annotated[int, AtLeast(0)] = 3
     """Calls after which a trajectory is told that it must answer (upstream: call_limit)."""
     max_calls_per_tool: tuple[str, ...] = ()
     """Lower limits of single tools, like python=5. A further call is refused, but counts among max_tool_calls."""
-    max_result_tokens: int = 1024
+    max_result_tokens: Annotated[int, AtLeast(1)] = 1024
     """Longer tool results are cut, with a visible mark. The results of one turn's calls share it."""
     answer_reserve_tokens: int = 256
     """Tokens at the end of max_response_tokens that tool results leave free, so that an answer still fits."""
-    temperature: float = 1.0
+    temperature: Annotated[float, AtLeast(0)] = 1.0
     """Sampling temperature; 0 = greedy."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use="1")] = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
-    dispatch: Literal["fixed", "pull"] = "fixed"
+    dispatch: Annotated[
+        Literal["fixed", "pull"], Decides(sampling=False, when=("advantage.dead_groups", "resample"))
+    ] = "fixed"
     """fixed = each rank samples an equal share of the prompts; pull = a rank takes the next prompt from a common queue
     while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
     the same."""
-    pull_order: Literal["drawn", "longest_first"] = "drawn"
+    pull_order: Annotated[Literal["drawn", "longest_first"], MAY_CHANGE, Needs("rollout.dispatch", "pull")] = "drawn"
     """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the mean length of
     their responses in the epoch before, so that long ones do not begin last. What is trained on is the same."""
-    carry_over: int = 0
+    carry_over: Annotated[int, AtLeast(0), OF_TRAINING] = 0
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""
 
@@ -63,70 +64,89 @@ class RolloutConfig:
 
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary
 RELEASED_WEIGHT, RELEASED_BUDGET_WEIGHT = round(0.2 * PER_NAT, 4), round(0.5 * PER_NAT, 3)  # 0.3352 and 0.838 per nat
+RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
+SCALE_FREE = ("standardized", "quantile")
+BRANCHES = Needs("branching.selector", not_in=("none",), use="arpo or aepo")
+JUDGES = Needs("branching.selector", not_in=("none", *RETROSPECTIVE), use="arpo or aepo")  # each result as it comes
+RULED = Needs("branching.selector", not_in=("none", "random", *RETROSPECTIVE), use="arpo or aepo")
+NO_WEIGHT = ("none", "random", *SCALE_FREE, *RETROSPECTIVE)
+WEIGHED = Needs("branching.selector", not_in=NO_WEIGHT, use="arpo or aepo")
+PENALISED = Needs("branching.selector", not_in=(*NO_WEIGHT, "arpo"), use="aepo")
 
 
 @dataclass(frozen=True)
 class BranchingConfig:
     """The rule by which a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
 
-    selector: str = "arpo"
+    FACTS = (JUDGES,)
+
+    selector: Annotated[str, NOTHING] = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; standardized =
     P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
     of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py).
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
     least sure of; or your own (EXPANSIONS in arpo/retrospective.py)."""
-    expansion_rounds: int = 2
+    expansion_rounds: Annotated[int, AtLeast(1), Needs("branching.selector", *RETROSPECTIVE)] = 2
     """tree_grpo, at2po: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
     until all their trajectories have ended."""
-    num_initial_rollouts: int = 8
+    num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
-    rule: Literal["bernoulli", "threshold"] = "bernoulli"
+    rule: Annotated[Literal["bernoulli", "threshold"], RULED] = "bernoulli"
     """bernoulli = branch with probability P (released code); threshold = branch when P > `threshold` (paper)."""
-    base: float = 0.5
+    base: Annotated[float, Between(0, 1), JUDGES, Needs("branching.compat", "paper")] = 0.5
     """alpha: P(branch) where the entropy did not change."""
-    weight: float = RELEASED_WEIGHT
+    weight: Annotated[float, WEIGHED] = RELEASED_WEIGHT
     """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, which acts on a sum over
     20 tokens / ln V, per nat of the mean (x 20 / ln 151,669)."""
-    weight_z: float = 0.25
+    weight_z: Annotated[float, AtLeast(0), Needs("branching.selector", "standardized")] = 0.25
     """standardized: change of P per standard deviation of the signal."""
-    branch_rate: float = 0.5
+    branch_rate: Annotated[float, Between(0, 1), Needs("branching.selector", "quantile")] = 0.5
     """quantile: share of the decisions that are to branch."""
-    signal: Literal["entropy", "delta"] = "entropy"
+    signal: Annotated[Literal["entropy", "delta"], Needs("branching.selector", *SCALE_FREE)] = "entropy"
     """standardized, quantile: entropy = H after the tool result; delta = H less that of the first turn."""
-    threshold: float = 0.5
+    threshold: Annotated[float, Between(0, 1), JUDGES, Needs("branching.rule", "threshold")] = 0.5
     """tau of the threshold rule."""
-    max_branches_per_turn: int = 1
+    max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
     """Children per decision (upstream: beam_size - 1)."""
-    entropy_tokens: int = 20
+    entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.entropy_mode", "exact")] = 20
     """k: tokens after a tool result over which the entropy is averaged."""
-    entropy_mode: Literal["exact", "upstream"] = "exact"
+    entropy_mode: Annotated[Literal["exact", "upstream"], NOTHING] = "exact"
     """exact = full vocabulary; upstream = the released code's sum over the top 10."""
     timing: Literal["post_result", "upstream"] = "post_result"
     """post_result = judge the tokens after the result; upstream = those before the call (one round late)."""
     dynamic_budget: bool = False
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
-    budget_weight: float = RELEASED_BUDGET_WEIGHT
+    budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use="True")] = RELEASED_BUDGET_WEIGHT
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
-    consecutive_penalty: float = 0.05
+    consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
-    compat: Literal["paper", "upstream"] = "paper"
+    compat: Annotated[Literal["paper", "upstream"], Needs("branching.selector", "aepo")] = "paper"
     """upstream = the released code's gate with penalty (selector aepo only), but with one counter per chain."""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
 
 
+BUILT_IN = Needs("reward.file", "")
+SAYS_BY_RULE = Needs("reward.terms", (), has=names_of("rewards/terms", "BY_RULE"), use="answer=1")
+EARNS_BONUS = Needs("reward.terms", (), has=("answer", "tool_bonus"), use="answer=1")
+ONE_REWARD = Needs("reward.terms", (), use="[] (name the function there: FILE.py:FUNCTION=WEIGHT)")
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """The score of a finished trajectory."""
 
-    compat: Literal["paper", "upstream"] = "paper"
+    compat: Annotated[Literal["paper", "upstream"], BUILT_IN, SAYS_BY_RULE, Needs("protocol.format", "tags")] = "paper"
     """paper = ALGORITHM as published, format judged on model-written text; upstream = the released score, exactly."""
-    bonus_tools: tuple[str, ...] = ("search", "python")
+    bonus_tools: Annotated[tuple[str, ...], BUILT_IN, EARNS_BONUS, Needs("reward.compat", "paper")] = (
+        "search",
+        "python",
+    )
     """Tools that must all have been called with success for a right answer to earn 0.1 more; empty = no bonus."""
-    file: str = ""
+    file: Annotated[str, ONE_REWARD] = ""
     """Python file with your own reward; empty = the built-in one."""
-    function: str = "compute_score"
+    function: Annotated[str, Needs("reward.file", use="FILE")] = "compute_score"
     """Function in that file: (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt) -> float or
     dict with `score`; or (list of {output, answer, data_source}) or (trajectories, prompts) -> list of these. It may be
     async."""
@@ -142,7 +162,7 @@ class TrainingRewardConfig(RewardConfig):
     and tool_bonus; judge = 1 where a language model finds the answer right (section judge), else 0; overlong = from 0
     to -1 towards the length limit; or your own (TERMS in arpo/rewards/terms.py). Empty = the built-in reward alone, or
     that of reward.file."""
-    overlong_buffer_tokens: int = 0
+    overlong_buffer_tokens: Annotated[int, AtLeast(0), Needs("reward.terms", has=("overlong",), use="overlong=1")] = 0
     """overlong: last tokens of rollout.max_response_tokens, over which its value falls from 0 to -1 (DAPO: 4096 of
     20480)."""
 
@@ -170,31 +190,36 @@ class TrainingRewardConfig(RewardConfig):
         )
 
 
+CRITIC = Needs("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
+GROUPS = Needs("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
+AVERAGED = Needs("advantage.tree", not_in=names_of("advantages", "FROM_REWARDS"), use="soft or hard")
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     """The way in which rewards become advantages."""
 
     kind: str = "grpo"
     """grpo = compare with the other trajectories of the prompt; gae = compare each token with a critic (PPO)."""
-    tree: str = "soft"
+    tree: Annotated[str, GROUPS, BRANCHES] = "soft"
     """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets their mean. From the
     rewards themselves: node = a token gets its turn's value, which is the mean over the turns that follow it in the
     tree, and at the end the normalised reward (AT2PO); node_parent = that less the value of the turn before;
     inter_intra = the trajectory's normalised reward among all of the prompt plus that in its own tree (Tree-GRPO)."""
-    normalize: Literal["group", "batch"] = "group"
+    normalize: Annotated[Literal["group", "batch"], GROUPS, AVERAGED] = "group"
     """grpo: what a reward less its group's mean is divided by: group = the group's standard deviation; batch = that of
     all loss tokens of the step, after taking off their mean (REINFORCE++ with baseline)."""
-    normalize_std: bool = True
+    normalize_std: Annotated[bool, GROUPS, Needs("advantage.normalize", "group")] = True
     """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
-    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    dead_groups: Annotated[Literal["keep", "drop", "resample"], GROUPS, Needs("loss.kl_in", "loss")] = "keep"
     """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out;
     resample = leave them out, and sample further prompts until the step is full of others (DAPO)."""
-    max_resample: int = 2
+    max_resample: Annotated[int, AtLeast(1), GROUPS, Needs("advantage.dead_groups", "resample")] = 2
     """resample: further prompts of a step, at most this many times data.num_prompts_per_step. A step that is not full
     then is trained on what there is."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Between(0, 1), CRITIC] = 1.0
     """gae: discount per sampled token; the tokens of tool results do not count."""
-    lam: float = 1.0
+    lam: Annotated[float, Between(0, 1), CRITIC] = 1.0
     """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
 
     @property
@@ -209,7 +234,7 @@ class AdvantageConfig:
         check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
         from_rewards = self.tree in names_of("advantages", "FROM_REWARDS")
         require(
-            self.kind == "grpo" or self.needs_critic or not from_rewards,  # a critic's: see NEEDS
+            self.kind == "grpo" or self.needs_critic or not from_rewards,  # a critic's: see GROUPS
             f"advantage.tree={self.tree} starts from the rewards, so advantage.kind={self.kind} has no effect; "
             "set advantage.kind=grpo or advantage.tree=soft",
         )
@@ -219,12 +244,19 @@ class AdvantageConfig:
 class CriticConfig:
     """The critic of advantage.kind=gae: a value head on its own model, trained as `optim` says, but at its own rate."""
 
+    FACTS = (CRITIC,)
+
     path: str = ""
     """Model folder that the critic starts from, with the policy's tokenizer; empty = model.path."""
-    lr: float = 1e-5
+    lr: Annotated[float, AtLeast(0)] = 1e-5
     """Peak learning rate of the critic."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Number of first steps in which only the critic learns."""
+
+
+CLIPS = Needs("loss.kind", not_in=("reinforce",), use="ppo, gspo or cispo")
+REFERENCE = Needs("loss.kl_coefficient", use="0.001")
+MASKS = Needs("loss.rollout_correction", "mis", "sequence_mis", "geometric_mis")
 
 
 @dataclass(frozen=True)
@@ -235,48 +267,50 @@ class LossConfig:
     """ppo = clipped ratio of each token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
     clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant weight of
     the log-probability; reinforce = no ratio."""
-    ratio_over: Literal["sequence", "turn"] = "sequence"
+    ratio_over: Annotated[
+        Literal["sequence", "turn"], Needs("loss.kind", not_in=("ppo", "cispo", "reinforce"), use="gspo")
+    ] = "sequence"
     """gspo: tokens that have one ratio, by the mean of their log-ratios: the response's, or each turn's (AT2PO:
     clip_low 3e-3, clip_high 4e-3)."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, AtLeast(0), CLIPS] = 0.2
     """Ratio clip below 1."""
-    clip_high: float = 0.2
+    clip_high: Annotated[float, AtLeast(0), CLIPS] = 0.2
     """Ratio clip above 1."""
-    dual_clip: float | None = 3.0
+    dual_clip: Annotated[float | None, Needs("loss.kind", not_in=("gspo", "cispo", "reinforce"), use="ppo")] = 3.0
     """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO), above 1; None = no bound."""
-    entropy_balanced_clipping: bool = False
+    entropy_balanced_clipping: Annotated[bool, Needs("loss.kind", not_in=("cispo", "reinforce"), use="ppo or gspo")] = (
+        False
+    )
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
-    balanced_clipping_tokens: Literal["all", "high_entropy"] = "all"
-    """Tokens under balanced clipping: all (paper, released code); high_entropy = those above the mini-batch's mean."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
-    entropy_advantage_weight: float = 0.2
+    entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use="True")] = 0.2
     """AEPO: the weight in entropy_balanced_advantage."""
     entropy_coefficient: float = 0.0
     """Factor of the mean token entropy (nats), which is subtracted from the loss."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
-    kl_estimator: str = "k3"
+    kl_estimator: Annotated[str, REFERENCE] = "k3"
     """Estimator of the KL of a token, with d = logprob - reference logprob: k1 = d (for the reward: in the loss its
     gradient averages to 0); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "reward"], REFERENCE] = "loss"
     """loss = add the KL to the policy loss; reward = subtract it from the reward, before there are advantages: of each
     token under a critic, else of the trajectory, summed over its loss tokens."""
-    reference: str = ""
+    reference: Annotated[str, REFERENCE] = ""
     """Model folder of the reference policy; empty = model.path, the policy before training."""
-    offload_reference: bool = False
+    offload_reference: Annotated[bool, MAY_CHANGE, REFERENCE] = False
     """Keep the reference's weights in CPU memory and stream them to the GPU layer by layer (GPU only)."""
     aggregation: str = "token_mean"
     """Mean over the global mini-batch: token_mean, sequence_mean_token_sum or sequence_mean_token_mean."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
-    rollout_correction: str = "none"
+    rollout_correction: Annotated[str, Needs("loss.old_logprobs", "recompute")] = "none"
     """Weight of each token's loss by w = trainer's / vLLM's probability before the update: none = 1; tis = w, at most
     correction_high; mis = w, but 0 outside [correction_low, correction_high]. sequence_tis, sequence_mis: the product
     of w over the response instead, for all its tokens; geometric_tis, geometric_mis: their geometric mean."""
-    correction_low: float = 0.5
+    correction_low: Annotated[float, AtLeast(0), MASKS] = 0.5
     """All kinds of mis: smallest weight that counts, 0 to 1. A geometric mean hardly leaves 1: take 0.999 there."""
-    correction_high: float = 2.0
+    correction_high: Annotated[float, Needs("loss.rollout_correction", not_in=("none",), use="tis or mis")] = 2.0
     """Largest weight, at least 1; for a geometric mean take 1.001."""
 
     def __post_init__(self) -> None:
@@ -296,35 +330,13 @@ class LossConfig:
 class UpdateConfig:
     """The way in which a rollout becomes optimizer steps."""
 
-    num_prompts_per_minibatch: int = 16
+    num_prompts_per_minibatch: Annotated[int, AtLeast(1)] = 16
     """Prompts per optimizer step, over all ranks; num_prompts_per_step / this = optimizer steps per rollout."""
-    num_epochs: int = 1
+    num_epochs: Annotated[int, AtLeast(1)] = 1
     """Passes over each rollout."""
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: Annotated[int, AtLeast(1), MAY_CHANGE] = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
-    layout: Literal["auto", "packed", "tree"] = "auto"
+    layout: Annotated[Literal["auto", "packed", "tree"], MAY_CHANGE] = "auto"
     """packed = trajectories one after the other; tree = the tokens that they share (prompt, before a fork) are computed
     once, with the same loss and gradients. auto = tree, but packed for groups of one, and for sliding windows under
     flex_attention, whose tree mask has none."""
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW and its schedule."""
-
-    lr: float = 1e-6
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW betas."""
-    weight_decay: float = 0.01
-    """Weight decay of matrices; norms and biases are not decayed."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up; linear and cosine end at lr * min_lr_ratio."""
-    warmup_ratio: float = 0.0
-    """Share of all optimizer steps with linearly rising learning rate."""
-    decay_ratio: float = 1.0
-    """linear: share of all optimizer steps, at the end, over which the rate falls."""
-    min_lr_ratio: float = 0.0
-    """Final learning rate as a share of lr."""
-    max_grad_norm: float = 1.0
-    """Gradient clipping by global norm."""

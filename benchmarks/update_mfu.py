@@ -24,11 +24,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.batch import MicroBatch, Row, collate
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.model import Policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
-from arpo.options import OptimConfig
 from arpo.ranks import Ranks, init
 from arpo.start.memory import Shape
 

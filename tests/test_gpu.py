@@ -13,12 +13,11 @@ from helpers.gpu import MARKS, ON_GPU, assert_close, skip_unless_here, some_rows
 
 from arpo.batch import MicroBatch, Row, collate
 from arpo.checkpoint import Checkpoints
-from arpo.config.sections import EngineConfig, ModelConfig
+from arpo.config.sections import EngineConfig, ModelConfig, OptimConfig
 from arpo.model import Policy, load_policy
 from arpo.model.attention import register
 from arpo.model.head import token_logprobs
 from arpo.model.optim import build_optimizer
-from arpo.options import OptimConfig
 from arpo.ranks import init
 from arpo.tree import tree_microbatches
 

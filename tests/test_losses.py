@@ -111,14 +111,6 @@ def test_a_response_of_one_turn_has_the_same_ratio_over_both():
     assert by_turn.item() == pytest.approx(by_sequence.item(), rel=1e-6) and mask.sum() > 5
 
 
-def test_balanced_clipping_of_high_entropy_tokens_leaves_the_others_to_the_plain_clip():
-    logprobs = torch.full((1, 2), math.log(1.5), requires_grad=True)
-    ones, entropy = torch.ones(1, 2), torch.tensor([[0.1, 0.9]])
-    options = {"entropy_balanced_clipping": True, "balanced_clipping_tokens": "high_entropy", "denominator": 1.0}
-    loss_of(logprobs, torch.zeros(1, 2), ones, ones, entropy=entropy, **options)[0].backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -1.2]]))
-
-
 def test_entropy_balanced_clipping_changes_gradients_but_no_value():
     rows = random_rows()
     plain = loss_of(*rows, clip_high=0.28)[0]
@@ -253,14 +245,7 @@ def test_entropy_balanced_advantage_scales_by_the_z_score_and_never_flips_the_si
     torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.0, 0.2, 1.0]]))  # z = -8, -4, 0
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"entropy_balanced_advantage": True},
-        {"entropy_coefficient": 0.1},
-        {"entropy_balanced_clipping": True, "balanced_clipping_tokens": "high_entropy"},
-    ],
-)
+@pytest.mark.parametrize("option", [{"entropy_balanced_advantage": True}, {"entropy_coefficient": 0.1}])
 def test_options_about_the_entropy_without_entropies_are_an_error(option):
     with pytest.raises(ValueError, match="entropies"):
         loss_of(ONE, ONE, ONE, ONE, **option)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from arpo.config.facts import DECIDES, MAY_CHANGE, AtLeast, Needs
 
 
 @dataclass(frozen=True)
@@ -12,30 +14,30 @@ class EvalSection:
 
     benchmarks: tuple[str, ...] = ()
     """Names of benchmarks, families (math, qa, deepsearch), or all."""
-    data_dir: str = "data/eval"
+    data_dir: Annotated[str, Needs("eval.benchmarks", use="all")] = "data/eval"
     """Folder of the published test sets, each as NAME/test.jsonl."""
     files: tuple[str, ...] = ()
     """Question files of your own (parquet or jsonl), each reported on its own and graded by the reward of training; or
     data sets on the Hub, OWNER/NAME[@REVISION][:FILE]."""
-    max_questions: int = 0
+    max_questions: Annotated[int, AtLeast(0)] = 0
     """Number of questions taken from the start of each benchmark and file; 0 = all."""
-    num_samples: int = 1
+    num_samples: Annotated[int, AtLeast(1)] = 1
     """Number of independent trajectories per question (n of avg@n, and the largest k of Pass@k)."""
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: Annotated[int, AtLeast(1)] = 2048
     """Longest prompt, in tokens; eval.overlong says what happens to questions with longer ones."""
     overlong: Literal["drop", "error"] = "error"
     """error = stop, because an average without the longest questions is of another test set; drop = leave them out."""
     system_prompt: str = "keep"
     """System prompt of all questions. keep = the file's or the benchmark's; none = without; default = the protocol's;
     code_search, search, math, base, chinese = that prompt with its tools; anything else = that text."""
-    num_muted: int = 0
+    num_muted: Annotated[int, AtLeast(0)] = 0
     """Number of questions, from the start of each set, that are also asked with every tool call refused: a control that
     shows whether the agent needs its tools. Reported as SET_muted, and in no average."""
     server: str = ""
     """OpenAI-compatible server to sample from, like http://host:8000, instead of an engine of our own. Its tokenizer
     must be that of model.path; a key, if it needs one, is read from POLICY_API_KEY. Each rank has at most
     engine.max_num_seqs requests under way."""
-    server_model: str = ""
+    server_model: Annotated[str, Needs("eval.server", use="URL")] = ""
     """Name of the model on the server; empty = the only one that it serves."""
     replay: bool = False
     """Answer tool calls with recorded results only: tools.search.mode and tools.python.mode become replay_strict, and
@@ -50,12 +52,14 @@ class EvalSection:
 class JudgeConfig:
     """A language model that says whether an answer means the same as the reference."""
 
-    url: str = ""
+    FACTS = (Needs("judge.url", use="URL"), MAY_CHANGE)
+
+    url: Annotated[str, Needs("reward.terms", has=("judge",), use="judge=1")] = ""
     """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: an evaluation then
     grades answers by rule, and its report says so."""
-    model: str = ""
+    model: Annotated[str, DECIDES] = ""
     """Name of the model at judge.url. A key, if it needs one, is read from JUDGE_API_KEY."""
-    max_concurrent: int = 16
+    max_concurrent: Annotated[int, AtLeast(1)] = 16
     """Number of requests under way at the same time (in training: of each rank)."""
     cache: str = ""
     """SQLite file of the judge's replies, which runs may share; empty = judge.sqlite in the run's folder. A recorded
@@ -70,11 +74,11 @@ class TrainingJudgeConfig(JudgeConfig):
     deadline_s: float = 60.0
     """Longest time of one judgement, and longest time that a step waits for verdicts once its rollout has ended.
     Judgements that are still under way then are broken off."""
-    max_calls_per_step: int = 0
+    max_calls_per_step: Annotated[int, AtLeast(0)] = 0
     """Most judgements asked for in a step, over all ranks and with its validation; 0 = no limit. A reply from the cache
     is none."""
-    max_calls: int = 0
+    max_calls: Annotated[int, AtLeast(0)] = 0
     """Most judgements asked for in the run, over all ranks; 0 = no limit."""
-    fallback: Literal["rule", "drop"] = "rule"
+    fallback: Annotated[Literal["rule", "drop"], DECIDES] = "rule"
     """An answer without a verdict (too late, failed, unclear, over a limit): rule = its accuracy by rule takes the
     verdict's place; drop = its trajectory is not trained on."""

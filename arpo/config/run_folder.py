@@ -16,38 +16,12 @@ from typing import Any
 
 import yaml
 
-from arpo.config.checks import leaves
+from arpo.config.facts import leaves, may_change
 from arpo.config.load import save_config
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 
 CONFIG, CHANGES = "config.yaml", "changes.jsonl"
-MAY_CHANGE = (
-    *("run.", "engine.", "data.valid", "data.num_valid_prompts"),
-    *("model.attention", "model.activation_checkpointing", "model.checkpoint_every_n_layers", "model.compile_"),
-    *("model.reshard_after_forward", "model.shard_size", "model.context_parallel", "model.cpu_offload"),
-    *(
-        "judge.",
-        "data.max_tokens_per_microbatch",
-        "update.max_tokens_per_microbatch",
-        "update.layout",
-        "loss.offload_reference",
-        "rollout.pull_order",
-    ),
-)
-"""Starts of the keys that decide how long, how often or how fast, but not what is learnt. (Of tools, their section's
-`what_decides` says it.)"""
-DECIDES = ("run.seed", "run.overlap_validation", "engine.dtype", "engine.quantization", "judge.model", "judge.fallback")
-"""Keys that do decide, though their section is named above."""
-
-
-def may_change(key: str, cfg: Any) -> bool:
-    """Return whether a run may go on under another value of this key."""
-    if key.startswith("tools."):
-        return key not in leaves({"tools": cfg.tools.what_decides()})
-    if key == "rollout.dispatch":  # which decides what is drawn in the place of dead groups, but nothing else
-        return cfg.advantage.dead_groups != "resample"
-    return key.startswith(MAY_CHANGE) and key not in DECIDES
 
 
 def check_run_folder(run: RunConfig, cfg: Any) -> None:

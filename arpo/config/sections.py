@@ -1,4 +1,4 @@
-"""The config sections of the run, the model, the data and the engine, which scripts share. See options.py.
+"""The config sections of the run, model, data, engine and optimizer, which scripts share. See options.py.
 
 Imports nothing of torch, so that `--help` answers at once.
 """
@@ -7,54 +7,59 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Between, Needs
 from arpo.errors import check_name, names_of, require
 
 FORMS = names_of("protocol/__init__", "FORMS")
+
+LORA = Needs("model.lora_rank", use="16")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The run's folder, and how often it validates and saves."""
 
+    FACTS = (MAY_CHANGE,)
+
     name: str = "run"
     """The run writes to DIR/NAME: config.yaml, metrics.jsonl, tb/, trajectories/, checkpoints/."""
     dir: str = "runs"
     """Folder of all runs."""
-    seed: int = 0
+    seed: Annotated[int, DECIDES] = 0
     """Seed of data order, sampling and branch decisions."""
-    num_steps: int = 0
+    num_steps: Annotated[int, AtLeast(0)] = 0
     """Training steps; 0 = as many as num_epochs over the data gives."""
-    num_epochs: int = 2
+    num_epochs: Annotated[int, AtLeast(1), Needs("run.num_steps", 0)] = 2
     """Passes over the training data; used when num_steps is 0."""
-    validate_every: int = 5
+    validate_every: Annotated[int, AtLeast(0)] = 5
     """Steps between validations, the first of them before step 1; 0 = never."""
-    overlap_validation: bool = False
+    overlap_validation: Annotated[bool, DECIDES] = False
     """train_rl.py: validate beside the next step's rollout, which has the same weights, so that no step waits for the
     validation's longest trajectory. Its scores come a rollout later, in a second line of their step. The last
     validation stays alone."""
-    save_every: int = 5
+    save_every: Annotated[int, AtLeast(0)] = 5
     """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, AtLeast(2)] = 2
     """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
     save_hf: bool = True
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
-    dump_every: int = 10
+    dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb and trackio (extras of the same names; a
     project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own (TRACKERS in arpo/log/trackers.py).
     One that fails is a warning, and is then off. Empty = none."""
-    keep_dumps: int = 50
+    keep_dumps: Annotated[int, AtLeast(0)] = 50
     """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True
     """Continue from the newest intact checkpoint of DIR/NAME, if any; False = refuse to touch an existing run."""
     resume_changed: bool = False
     """Continue though settings that decide what is learnt have changed; RUN/changes.jsonl says at which step."""
-    peer_timeout_minutes: float = 60.0
+    peer_timeout_minutes: Annotated[float, AtLeast(0)] = 60.0
     """Longest time that a rank waits for another in a collective; must exceed the slowest rollout of a rank."""
-    silence_timeout_s: float = 300.0
+    silence_timeout_s: Annotated[float, AtLeast(0)] = 300.0
     """Longest silence of a rank's process before the run ends, and torchrun --max-restarts can start it again."""
 
     @property
@@ -77,30 +82,40 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
-    attention: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"], MAY_CHANGE] = "auto"
     """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flash_attention_2 takes the
     flash-attn package; flex_attention is compiled."""
-    activation_checkpointing: bool = True
+    activation_checkpointing: Annotated[bool, MAY_CHANGE] = True
     """Recompute layers in the backward pass instead of keeping their activations."""
-    checkpoint_every_n_layers: int = 1
+    checkpoint_every_n_layers: Annotated[
+        int, AtLeast(1), MAY_CHANGE, Needs("model.activation_checkpointing", use="True")
+    ] = 1
     """Recompute every n-th layer only: n > 1 takes more memory, but computes less twice."""
-    compile_layers: bool = False
+    compile_layers: Annotated[bool, MAY_CHANGE] = False
     """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
-    compile_head: bool = False
+    compile_head: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
-    shard_size: int = 0
+    shard_size: Annotated[int, AtLeast(0), MAY_CHANGE] = 0
     """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
-    context_parallel: int = 1
+    context_parallel: Annotated[int, AtLeast(1), MAY_CHANGE] = 1
     """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, MAY_CHANGE] = False
     """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
-    lora_rank: int = 0
+    lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train only low-rank adapters of this rank; 0 = train all weights. (A critic always trains all of its own.)"""
-    lora_alpha: float = 32.0
+    lora_alpha: Annotated[float, AtLeast(0), LORA] = 32.0
     """The product of an adapter's matrices is multiplied by lora_alpha / lora_rank."""
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets: Annotated[tuple[str, ...], LORA] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     """Linear layers that get an adapter."""
     enable_thinking: bool = False
     """Thinking switch that is passed to the chat template (Qwen3); templates without the switch ignore it."""
@@ -123,13 +138,13 @@ class DataConfig:
 
     train: str = ""
     """Training prompts: a parquet or jsonl file, or OWNER/NAME[@REVISION][:FILE] of a data set on the Hub."""
-    valid: str = ""
+    valid: Annotated[str, MAY_CHANGE] = ""
     """Validation prompts, a file or a name too; empty = no validation."""
-    num_valid_prompts: int = 0
+    num_valid_prompts: Annotated[int, AtLeast(0), MAY_CHANGE, Needs("data.valid", use="FILE")] = 0
     """Use only the first N validation prompts; 0 = all."""
-    num_prompts_per_step: int = 128
+    num_prompts_per_step: Annotated[int, AtLeast(1)] = 128
     """Prompts per rollout, over all ranks."""
-    max_prompt_tokens: int = 1536
+    max_prompt_tokens: Annotated[int, AtLeast(1)] = 1536
     """Longest prompt; data.overlong says what happens to longer ones."""
     overlong: Literal["drop", "error"] = "drop"
     """drop = leave overlong prompts out, and say how many; error = stop."""
@@ -142,23 +157,47 @@ class DataConfig:
 class EngineConfig:
     """The vLLM engine that each rank runs in its own process."""
 
-    tensor_parallel: int = 1
+    FACTS = (Needs("eval.server", ""), MAY_CHANGE)
+
+    tensor_parallel: Annotated[int, AtLeast(1)] = 1
     """Neighbouring ranks that share one engine (for large models); must divide a node's ranks and the model's heads."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Annotated[Literal["bfloat16", "float32"], DECIDES] = "bfloat16"
     """Precision of sampling."""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: Annotated[float, Between(0, 1)] = 0.6
     """Share of GPU memory that vLLM may use while it is awake (GPU only)."""
-    kv_cache_gib: float = 0.25
+    kv_cache_gib: Annotated[float, AtLeast(0)] = 0.25
     """KV cache of each rank in GiB (CPU only; on GPU it follows from gpu_memory_utilization)."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, AtLeast(1), NOTHING] = 256
     """Sequences decoded at the same time, per rank."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Annotated[int, AtLeast(1)] = 8192
     """Tokens per engine step, prefill included."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Compile the model and replay decoding as captured CUDA graphs: faster steps, and a start that is minutes longer.
     auto = always on a GPU, never on the CPU."""
     async_scheduling: Literal["auto", "always", "never"] = "auto"
     """Prepare a step while the GPU computes the one before. auto = on a GPU, where vLLM allows it; never on the CPU."""
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: Annotated[Literal["none", "fp8"], DECIDES] = "none"
     """fp8 = the sampler's linear layers are quantised to 8 bits at each weight sync (GPU only). That is not quite the
     policy which is trained, so train_rl asks for a loss.rollout_correction."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, AtLeast(0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW betas."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.01
+    """Weight decay of matrices; norms and biases are not decayed."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine end at lr * min_lr_ratio."""
+    warmup_ratio: Annotated[float, Between(0, 1)] = 0.0
+    """Share of all optimizer steps with linearly rising learning rate."""
+    decay_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear")] = 1.0
+    """linear: share of all optimizer steps, at the end, over which the rate falls."""
+    min_lr_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear", "cosine")] = 0.0
+    """Final learning rate as a share of lr."""
+    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
+    """Gradient clipping by global norm."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from arpo.config.facts import MAY_CHANGE, AtLeast
 
 
 @dataclass(frozen=True)
@@ -14,16 +16,16 @@ class SFTDataConfig:
     """File of training conversations: jsonl, json or parquet; ShareGPT `conversations` or OpenAI `messages`. Any size
     will do: it is tokenised once, into DIR/NAME/tokens, and read from there step by step. Or a data set on the Hub,
     OWNER/NAME[@REVISION][:FILE]."""
-    valid: str = ""
+    valid: Annotated[str, MAY_CHANGE] = ""
     """Validation conversations, a file or a name too; empty = no validation."""
-    num_conversations_per_step: int = 16
+    num_conversations_per_step: Annotated[int, AtLeast(1)] = 16
     """Number of conversations per optimizer step, over all ranks."""
-    max_tokens: int = 15000
+    max_tokens: Annotated[int, AtLeast(1)] = 15000
     """Longest conversation, in tokens; `overlong` says what becomes of longer ones."""
     overlong: Literal["drop", "truncate"] = "drop"
     """drop = leave longer conversations out; truncate = keep what fits, up to the end of a turn (a tool call or an
     EOS). Either way they are counted, and listed in DIR/NAME/tokens/*/overlong.jsonl."""
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: Annotated[int, AtLeast(1), MAY_CHANGE] = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest conversation. Gradients of the
     passes of a step are accumulated."""
     mask_results: bool = True

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
+from arpo.config.facts import MAY_CHANGE, AtLeast, Needs, sampling_settings
 from arpo.config.mcp import McpServer, entry_of, parse_servers
 from arpo.errors import UserError
+
+PYTHON = Needs("tools.names", has=("python",))
+NOTEBOOK = Needs("tools.names", has=("notebook",))
+SEARCH = Needs("tools.names", has=("search",))
+LIVE = Needs("eval.replay", False)
+BACKEND = "tools.search.backend"
+SEARCHES = Needs(BACKEND, not_in=("replay",), use="local, http, brightdata or serper")
+ONLINE = Needs(BACKEND, not_in=("local", "replay"), use="http, brightdata or serper")
+ENGINES = Needs(BACKEND, "brightdata", "serper")
+READS_PAGES = Needs("tools.search.read_pages", use="3")
 
 
 @dataclass(frozen=True)
 class PythonConfig:
     """The <python> tool: every rank has one jailed host process, and every call is a fork of it."""
+
+    FACTS = (PYTHON, MAY_CHANGE)
 
     wall_s: float = 20.0
     """Wall-clock limit of one call in seconds; its processes together may compute for half of it."""
@@ -19,7 +32,7 @@ class PythonConfig:
     """Memory limit of one call in MiB."""
     max_concurrent: int = 8
     """Most calls of a rank that run at the same time; the others wait, which does not count against wall_s."""
-    max_concurrent_per_node: int = 0
+    max_concurrent_per_node: Annotated[int, AtLeast(0)] = 0
     """Most calls that run on a machine at the same time, of all ranks and runs of this user; 0 = no such limit."""
     interpreter: str = ""
     """Python (3.9 or newer) of a virtual or conda environment whose packages the code may import; empty = this one."""
@@ -29,7 +42,7 @@ class PythonConfig:
     cache: str = ""
     """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Do not use it for code that
     is meant to give another result each time."""
-    mode: Literal["live", "record", "replay", "replay_strict"] = "record"
+    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], PYTHON, LIVE] = "record"
     """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
     allow_unsafe: bool = False
     """Run code even where no isolation is available. Model-written code then runs as you, with your files."""
@@ -43,71 +56,73 @@ class PythonConfig:
         """Return the settings of the same tool answering from its recorded cache only."""
         return replace(self, mode="replay_strict")
 
-    def what_decides(self) -> dict[str, object]:
-        """Return the settings that make other trajectories: none, as limits depend on the machine."""
-        return {}
-
 
 @dataclass(frozen=True)
 class NotebookConfig(PythonConfig):
     """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
 
+    FACTS = (NOTEBOOK, MAY_CHANGE)
+
     session_cpu_s: float = 60.0
     """Longest time in seconds that all calls of a notebook together may compute. Then it ends, as at any limit, and the
     next call begins a new one."""
-    max_sessions: int = 256
+    max_sessions: Annotated[int, AtLeast(0)] = 256
     """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
     a process, which may keep memory_mib."""
     cgroup: Literal["none"] = "none"
     """A cgroup is one call's; the limits of a notebook, whose processes stay, are polled."""
+    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], NOTEBOOK, LIVE] = "record"
+    """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
 
 
 @dataclass(frozen=True)
 class SearchConfig:
     """The <search> tool."""
 
+    FACTS = (SEARCH,)
+
     backend: Literal["local", "http", "brightdata", "serper", "replay"] = "replay"
     """local = BM25 over `corpus`; http = a retriever at `url`; brightdata = Bing, key in BRIGHTDATA_API_KEY; serper =
     Google, key in SERPER_API_KEY; replay = only what `cache` holds (a miss is an error that the model reads)."""
-    corpus: str = ""
+    corpus: Annotated[str, Needs(BACKEND, "local")] = ""
     """local: jsonl file, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key
     is indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
-    url: str = ""
+    url: Annotated[str, MAY_CHANGE, ONLINE] = ""
     """http: address that POST {"queries", "topk"} goes to, like http://host:8000/retrieve; brightdata, serper: a
     gateway to use instead of the service's own address."""
-    zone: str = ""
+    zone: Annotated[str, MAY_CHANGE, Needs(BACKEND, "brightdata")] = ""
     """brightdata: name of your SERP API zone."""
-    market: str = "auto"
+    market: Annotated[str, ENGINES] = "auto"
     """brightdata, serper: language and country, like en-US; auto = zh-CN for queries with Chinese characters, else
     en-US."""
-    location: str = ""
+    location: Annotated[str, ENGINES] = ""
     """brightdata, serper: country where the search is made, like cn (the released code's); empty = the market's."""
-    top_k: int = 0
+    top_k: Annotated[int, SEARCHES] = 0
     """Most passages or results per query; 0 = 3 with local and http, 10 with brightdata and serper."""
-    requests_per_second: float = 50.0
+    requests_per_second: Annotated[float, MAY_CHANGE, ONLINE] = 50.0
     """http, brightdata, serper: limit over all ranks; 0 = none. It is kept in the Redis server if `cache` is one, else
     each rank has an equal share."""
-    deadline_s: float = 30.0
+    deadline_s: Annotated[float, MAY_CHANGE, SEARCHES] = 30.0
     """Longest time of one search in seconds, waiting for its turn and all tries included. A search that takes longer
     fails, and its trajectory is dropped."""
-    read_pages: int = 0
+    read_pages: Annotated[int, ONLINE] = 0
     """http, brightdata, serper: number of first results whose pages are read in place of their snippets; 0 = none.
     Needs the browse extra. A page that cannot be read leaves its snippet."""
-    page_chars: int = 3000
+    page_chars: Annotated[int, AtLeast(1), READS_PAGES] = 3000
     """Characters kept of a page, those around its snippet. rollout.max_result_tokens cuts the result as well."""
-    browse_private_addresses: bool = False
+    browse_private_addresses: Annotated[bool, MAY_CHANGE, READS_PAGES] = False
     """Read pages of your own network too: private, loopback and link-local addresses. The policy's queries decide which
     pages are read, so set it only where nothing in that network trusts its callers."""
-    summarizer_url: str = ""
+    summarizer_url: Annotated[str, MAY_CHANGE, READS_PAGES] = ""
     """OpenAI-compatible server, like http://host:8000, or its chat endpoint, that sums up what pages say on the query;
     its key, if it needs one, in SUMMARIZER_API_KEY; empty = no summary."""
-    summarizer_model: str = ""
+    summarizer_model: Annotated[str, Needs("tools.search.summarizer_url", use="URL")] = ""
     """Name of the model at summarizer_url."""
-    cache: str = ""
+    cache: Annotated[str, MAY_CHANGE] = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
     (imported into a SQLite file beside it); or redis://host:port/db for several nodes (password in the environment,
     ARPO_REDIS_PASSWORD)."""
-    mode: Literal["live", "record", "replay", "replay_strict"] = "record"
+    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], MAY_CHANGE, SEARCH, LIVE] = "record"
     """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
     miss is an error that the model reads; replay_strict = a miss stops the run."""
 
@@ -125,25 +140,22 @@ class SearchConfig:
         """Return the settings of the same tool answering from its recorded cache only."""
         return replace(self, mode="replay_strict")
 
-    def what_decides(self) -> dict[str, object]:
-        """Return the settings that make other trajectories."""
-        names = "backend corpus market location top_k read_pages page_chars summarizer_model"
-        return {name: getattr(self, name) for name in names.split()}
-
 
 @dataclass(frozen=True)
 class SqlConfig:
     """The <sql> tool: a SQLite database in memory for each trajectory."""
 
+    FACTS = (Needs("tools.names", has=("sql",)),)
+
     setup_column: str = "sql"
     """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
-    max_sessions: int = 1024
+    max_sessions: Annotated[int, AtLeast(0)] = 1024
     """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
-    max_mib: int = 64
+    max_mib: Annotated[int, AtLeast(1)] = 64
     """Largest size of a database in MiB."""
-    max_steps: int = 50_000_000
+    max_steps: Annotated[int, AtLeast(10_000)] = 50_000_000
     """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
-    max_rows: int = 50
+    max_rows: Annotated[int, AtLeast(1)] = 50
     """Most rows of a result that are shown."""
 
 
@@ -151,9 +163,8 @@ class SqlConfig:
 class ToolsConfig:
     """The tools of the policy. A field that has the name of a tool is that tool's own section.
 
-    A section may have two methods: `replayed` returns the settings that answer from recorded results, and without it an
-    evaluation's replay runs the tool as ever; `what_decides` returns the settings that make other trajectories in an
-    evaluation, and without it all settings do.
+    A section may have a method `replayed`, which returns the settings that answer from recorded results; without it an
+    evaluation's replay runs the tool as ever.
     """
 
     names: tuple[str, ...] = ("python", "search")
@@ -162,7 +173,7 @@ class ToolsConfig:
     """Servers of the Model Context Protocol (MCP), whose tools are offered beside those of tools.names. Each is a
     mapping, on the command line as JSON, with command, args and env, or url and headers; docs/tools.md has the other
     keys. Keys of services stand in the environment, and here as $NAME."""
-    price_per_call: tuple[str, ...] = ()
+    price_per_call: Annotated[tuple[str, ...], MAY_CHANGE] = ()
     """Prices of tools that cost money, as NAME=PRICE, like search=0.0015, in any currency. The ledger charges them for
     calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
@@ -197,6 +208,6 @@ class ToolsConfig:
 
     def what_decides(self) -> dict[str, Any]:
         """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""
-        decides = {n: s.what_decides() if hasattr(s, "what_decides") else asdict(s) for n, s in self.sections.items()}
+        decides = {name: sampling_settings(section) for name, section in self.sections.items()}
         servers = {"mcp": [server.what_decides() for server in self.servers]} if self.mcp else {}
         return {"names": self.names} | servers | decides

@@ -9,11 +9,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from arpo.config.checks import leaves
 from arpo.config.evals import EvalSection
+from arpo.config.facts import leaves, sampling_settings
 from arpo.config.sections import ModelConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
@@ -23,8 +22,6 @@ from arpo.trajectory import Prompt
 
 SETTINGS_FILE = "settings.json"
 NUM_BLOCKS, BLOCK_BYTES = 64, 65536
-UNDECIDING = ("group_size", "dispatch", "pull_order", "carry_over")
-"""Settings of the rollout that do not decide what an evaluation samples; group_size is eval.num_samples there."""
 
 
 def model_identity(path: str) -> str:
@@ -63,7 +60,7 @@ def what_decides(
         "seed": seed,
         "num_samples": cfg.num_samples,
         "system_prompt": cfg.system_prompt,
-        "rollout": {name: value for name, value in asdict(rollout).items() if name not in UNDECIDING},
+        "rollout": sampling_settings(rollout),
         "tools": tools.what_decides(),
     }
     return settings if form == "tags" else settings | {"protocol": form}

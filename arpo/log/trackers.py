@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from arpo.config.checks import leaves
+from arpo.config.facts import leaves
 from arpo.errors import UserError
 from arpo.log.charts import Charts
 

@@ -14,14 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
-from arpo.config.model_folder import check_model_folder
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.losses import aggregate
 from arpo.model.accumulation import accumulating
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import attention_implementation, hidden_states, residence, shard
-from arpo.options import OptimConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
 
@@ -44,7 +42,6 @@ class Critic(nn.Module):
 
 def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:
     """Load the backbone of `cfg.path` with a fresh head. Collective; raises UserError like `load_policy`."""
-    check_model_folder(cfg.path)
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     critic = Critic(hf.base_model).train()
     # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078

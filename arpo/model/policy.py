@@ -91,7 +91,6 @@ def load_policy(
     which are not in the folder. Collective. Raises UserError for missing or broken weights, and a head that is not a
     plain matrix.
     """
-    check_model_folder(cfg.path)
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     if cfg.context_parallel > 1:
         check_model(hf.config, cfg.context_parallel)

@@ -1,6 +1,7 @@
 """The files that a script's options name, looked at before torch is imported: a misspelt path is answered in a second.
 
-Of data only the first rows are read here. All of it is read, with the same checks, once the script runs.
+Each script passes its own check to `load_or_exit`. Run folder and model folder are checked only here. Of data the first
+rows are read; all of it is read, with the same checks, once the script runs.
 """
 
 from __future__ import annotations
@@ -23,27 +24,21 @@ from arpo.tools import check_known, tool_schemas
 NUM_ROWS = 50
 
 
-def check_inputs(cfg: Any) -> None:
-    """Raise UserError for the first file of a script's config that is missing, or whose first rows cannot be used."""
-    {"train_sft": _check_sft, "train_rl": _check_rl, "evaluate": _check_evaluation}[cfg.SCRIPT](cfg)
-    if cfg.SCRIPT != "evaluate":
-        check_run_folder(cfg.run, cfg)
-        check_installed(cfg.run.trackers)
-    if cfg.SCRIPT != "evaluate" or not (cfg.eval.regrade or cfg.eval.compare):
-        check_hub_model("model.path", cfg.model.path)
-
-
-def _check_sft(cfg: Any) -> None:
+def check_sft(cfg: Any) -> None:
+    """Raise UserError for the first file of train_sft.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         parse = FORMS[cfg.protocol.format].parse_row
         for _ in islice(read_conversations(local_file(path), parse=parse), NUM_ROWS):
             pass
+    _check_run(cfg)
 
 
-def _check_rl(cfg: Any) -> None:
+def check_rl(cfg: Any) -> None:
+    """Raise UserError for the first file of train_rl.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    tools = _check_tools(cfg)
+    _check_reward_file(cfg.reward.file)
+    tools = tuple(tool_schemas(cfg.tools))
     for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
         if not Path(file).is_file():
             raise UserError(f"reward.terms: {file}: there is no such file; check the path")
@@ -51,27 +46,35 @@ def _check_rl(cfg: Any) -> None:
         raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         _check_questions(path, tools)
+    _check_run(cfg)
 
 
-def _check_evaluation(cfg: Any) -> None:
+def check_evaluation(cfg: Any) -> None:
+    """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
     if cfg.eval.regrade or cfg.eval.compare:
         return
     if not cfg.eval.server:
         prompts = "eval.max_prompt_tokens"
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=prompts)
-    tools = _check_tools(cfg)
+    _check_reward_file(cfg.reward.file)
+    tools = tuple(tool_schemas(cfg.tools.replayed() if cfg.eval.replay else cfg.tools))
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     for path in cfg.eval.files:
         _check_questions(path, tools)
+    check_hub_model("model.path", cfg.model.path)
 
 
-def _check_tools(cfg: Any) -> tuple[str, ...]:
-    """Return the names of the tools, those of MCP servers included."""
-    if cfg.reward.file and not Path(cfg.reward.file).is_file():
-        raise UserError(f"reward.file={cfg.reward.file}: there is no such file; check the path")
-    replays = cfg.SCRIPT == "evaluate" and cfg.eval.replay
-    return tuple(tool_schemas(cfg.tools.replayed() if replays else cfg.tools))
+def _check_run(cfg: Any) -> None:
+    """Check what the trainings have in common; the Hub is asked last."""
+    check_run_folder(cfg.run, cfg)
+    check_installed(cfg.run.trackers)
+    check_hub_model("model.path", cfg.model.path)
+
+
+def _check_reward_file(file: str) -> None:
+    if file and not Path(file).is_file():
+        raise UserError(f"reward.file={file}: there is no such file; check the path")
 
 
 def _check_questions(path: str, tools: tuple[str, ...]) -> None:

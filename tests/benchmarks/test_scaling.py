@@ -9,10 +9,9 @@ import torch
 from helpers.ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
-from arpo.options import OptimConfig
 from arpo.start.memory import Shape, shape_from_json, states_bytes
 from benchmarks import scaling
 from benchmarks.shared import cost_model

@@ -25,11 +25,10 @@ from arpo.checkpoint.__main__ import main as checkpoint_command
 from arpo.checkpoint.checkpoints import verify
 from arpo.checkpoint.export import export_checkpoint, export_hf
 from arpo.checkpoint.manifest import MANIFEST
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from arpo.options import OptimConfig
 
 OPTIM = OptimConfig(lr=1e-2)
 

@@ -20,11 +20,10 @@ from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.checkpoints import RANDOM_STATES
 from arpo.checkpoint.export import export_checkpoint
 from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.optim import build_optimizer
-from arpo.options import OptimConfig
 from arpo.sft.token_store import ConversationRows
 
 STEP = "step_000001"

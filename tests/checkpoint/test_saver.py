@@ -13,11 +13,10 @@ from helpers.records import logged
 
 from arpo.checkpoint import Saver
 from arpo.checkpoint.checkpoints import verify
-from arpo.config.sections import ModelConfig, RunConfig
+from arpo.config.sections import ModelConfig, OptimConfig, RunConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
-from arpo.options import OptimConfig
 
 
 def begin(ranks, model: str, folder: str) -> tuple[Saver, int]:

@@ -6,7 +6,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from ablate import AblationConfig
-from arpo.config.checks import NEEDS, RANGES, half_chosen_aepo, ignored, leaves, needs_of
+from arpo.config.checks import half_chosen_aepo
+from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
 from arpo.config.load import field_names, load_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, LossConfig
@@ -26,10 +27,9 @@ KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
 PULL = ["--rollout.dispatch", "pull"]
 CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
-REUSE = ["--rollout.reuse_last_epoch", "True"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
-# What always matters, whatever else is set. A new knob goes here, or gets a line in NEEDS.
+# What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
 ALWAYS = {
     "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
     "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s",
@@ -38,7 +38,7 @@ ALWAYS = {
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens carry_over dispatch reuse_last_epoch",
+    "answer_reserve_tokens carry_over dispatch",
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
@@ -61,7 +61,11 @@ def defaults(root: type) -> dict[str, object]:
 
 
 KNOBS = {key for root in ROOTS for key, kind in field_names(root).items() if kind != "section"}
-SECTIONS = {key for root in ROOTS for key, kind in field_names(root).items() if kind == "section"}
+FACTS = {knob: facts for root in ROOTS for knob, facts in facts_of(root).items()}
+
+
+def needs_of(knob: str) -> list[Needs]:
+    return [need for need in of_kind(Needs, FACTS[knob]) if need.owner]
 
 
 def test_every_knob_is_known_to_need_something_or_to_matter_always():
@@ -71,21 +75,21 @@ def test_every_knob_is_known_to_need_something_or_to_matter_always():
     assert not always & dependent
 
 
-def test_all_that_the_tables_name_exists():
-    assert NEEDS.keys() <= KNOBS | SECTIONS
-    assert {need.owner for needs in NEEDS.values() for need in needs} <= KNOBS
-    assert {knob for knobs in RANGES.values() for knob in knobs.split()} <= KNOBS
+def test_all_that_the_facts_name_exists():
+    assert FACTS.keys() == KNOBS
+    assert {need.owner for knob in KNOBS for need in needs_of(knob)} <= KNOBS
+    assert {decides.when[0] for facts in FACTS.values() for decides in of_kind(Decides, facts) if decides.when} <= KNOBS
 
 
-# ---- each knob of the table: changed while what it needs is off, and while it is on
+# ---- each knob that needs something: changed while what it needs is off, and while it is on
 
 ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
     "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
-    "reward.terms": ("judge=1",), "reward.compat": "paper", "rollout.reuse_last_epoch": True,
+    "reward.terms": ("judge=1",), "reward.compat": "paper",
     "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
-    "advantage.dead_groups": "resample", "loss.kind": "ppo", "loss.entropy_balanced_clipping": True,
+    "advantage.dead_groups": "resample", "loss.kind": "ppo",
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear",
@@ -98,10 +102,10 @@ OFF = {
     "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
     "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
-    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (), "rollout.reuse_last_epoch": False,
+    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
     "advantage.dead_groups": "drop", "loss.kind": "reinforce",
-    "loss.entropy_balanced_clipping": False, "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
+    "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
     "loss.kl_in": "reward",
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
@@ -254,7 +258,6 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
             ["--model.context_parallel", "2", "--loss.kind", "gspo", "--loss.ratio_over", "turn"],
             ["context_parallel=2 cannot go with loss.kind=gspo"],
         ),
-        (["--loss.balanced_clipping_tokens", "high_entropy"], ["tokens=high_entropy", "balanced_clipping=True"]),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
         (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
         # and those of the review after it
@@ -276,17 +279,15 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--rollout.max_result_tokens", "0"], ["max_result_tokens=0 must be at least 1"]),
         (["--loss.clip_low", "-0.1"], ["clip_low=-0.1 must be at least 0"]),
         (["--optim.max_grad_norm", "-1"], ["max_grad_norm=-1.0 must be at least 0"]),
-        # a selector that looks back knows no P, no first come, and no rewards that change afterwards
-        (["--branching.selector", "mixed", "--branching.weight", "1"], ["weight=1.0", "selector=arpo or aepo"]),
+        # a selector that looks back knows no P and no first come
+        (["--branching.selector", "at2po", "--branching.weight", "1"], ["weight=1.0", "selector=arpo or aepo"]),
         (
             ["--branching.selector", "at2po", "--branching.max_branches_per_turn", "2"],
             ["branching.max_branches_per_turn=2 is ignored unless branching.selector=arpo or aepo (it is at2po)"],
         ),
-        (["--branching.selector", "tail", "--branching.timing", "upstream"], ["timing=upstream", "(it is tail)"]),
-        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or tail or mixed"]),
+        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po"]),
         (["--branching.selector", "at2po", "--branching.expansion_rounds", "0"], ["rounds=0 must be at least 1"]),
-        (["--branching.selector", "mixd"], ["did you mean 'mixed'", "none, tree_grpo, at2po, tail, mixed"]),
-        (["--branching.selector", "tail", *KL], ["branching.selector=tail needs the rewards", "set loss.kl_in=loss"]),
+        (["--branching.selector", "at2pa"], ["did you mean 'at2po'", "none, tree_grpo, at2po"]),
         (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
         (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
         (["--engine.quantization", "fp8"], ["samples from another policy", "loss.rollout_correction=tis"]),
@@ -300,15 +301,12 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "4096"], ["4096 must be below rollout."]),
         (["--reward.terms", "answer=1", "--reward.file", "r.py"], ["reward.file=r.py is ignored", "FILE.py:FUNCTION="]),
         (["--judge.url", "http://h"], ["judge.url=http://h is ignored unless reward.terms=judge=1 (it is empty)"]),
-        ([*JUDGE, "--branching.selector", "tail"], ["branching.selector=tail needs rewards while", "drop judge"]),
         ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
         ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
         ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
         ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
         # groups that go on under a newer policy
         ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
-        ([*CARRY, "1", *TIS, *REUSE], ["rollout.reuse_last_epoch cannot go with rollout.carry_over=1; set it to 0"]),
-        ([*REUSE, "--rollout.reuse_lenience", "-1"], ["rollout.reuse_lenience=-1.0 must be at least 0"]),
         ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),
         ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
         ([*CARRY, "1", *TIS, "--engine.tensor_parallel", "2"], ["engine.tensor_parallel=2; set it to 1"]),
@@ -336,7 +334,7 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--advantage.normalize", "batch", "--advantage.tree", "hard", "--loss.rollout_correction", "sequence_tis"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],
         ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
-        ["--branching.selector", "mixed", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
+        ["--branching.selector", "at2po", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
         [*JUDGE, "--judge.fallback", "drop", "--judge.max_calls", "1000", "--reward.compat", "upstream"],
         ["--reward.terms", "answer=1", "overlong=0.5", "my/r.py:f=-0.2", "--reward.overlong_buffer_tokens", "512"],

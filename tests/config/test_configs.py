@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arpo.branching import RULES, Evidence, initial_rollouts
 from arpo.config.checks import half_chosen_aepo
 from arpo.config.load import load_config
+from arpo.config.sections import OptimConfig
 from arpo.model.loading import check_head
-from arpo.options import BranchingConfig, OptimConfig
+from arpo.options import BranchingConfig
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig

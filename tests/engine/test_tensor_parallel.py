@@ -14,13 +14,13 @@ from helpers.stateful import ForkedNotes, Notes
 from transformers import AutoTokenizer
 
 from arpo.batch import Row, microbatches
-from arpo.config.sections import EngineConfig, ModelConfig
+from arpo.config.sections import EngineConfig, ModelConfig, OptimConfig
 from arpo.engine import Engine
 from arpo.engine.team import Team, TeamToolRunner, check_split, form_team
 from arpo.errors import UserError
 from arpo.model import Policy, load_policy
 from arpo.model.optim import build_optimizer
-from arpo.options import BranchingConfig, OptimConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.rollout import rollout

@@ -15,9 +15,9 @@ from helpers.ranks import mesh_of_one
 from helpers.updates import CASES
 
 import train_sft
+from arpo.config.sections import OptimConfig
 from arpo.model.head import sampled_and_entropy
 from arpo.model.optim import build_optimizer
-from arpo.options import OptimConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
 

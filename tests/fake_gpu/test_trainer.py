@@ -16,11 +16,11 @@ from helpers.ranks import mesh_of_one, ranks_of
 from helpers.updates import CASES, filled
 from transformers import AutoModelForCausalLM
 
+from arpo.config.sections import OptimConfig
 from arpo.model.attention import BY_ROW, register
 from arpo.model.critic import Critic, fill_values, update_critic
 from arpo.model.optim import build_optimizer
 from arpo.model.policy import Policy
-from arpo.options import OptimConfig
 from arpo.ranks import Ranks
 from arpo.update import update_policy
 

@@ -13,7 +13,6 @@ GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=
 CASES = {
     **{f"{kind}, {a}": (GRPO, LossConfig(kind=kind, aggregation=a)) for kind in TOKEN_LOSSES for a in AGGREGATIONS},
     "aepo": (GRPO, LossConfig(entropy_balanced_clipping=True, entropy_balanced_advantage=True)),
-    "high entropy": (GRPO, LossConfig(entropy_balanced_clipping=True, balanced_clipping_tokens="high_entropy")),
     "everything in the loss": (
         HARD,
         LossConfig(kl_coefficient=0.1, entropy_coefficient=0.01, rollout_correction="mis"),

@@ -10,6 +10,7 @@ from helpers.models import build, build_tiny_model, cfg_of
 from helpers.ranks import mesh_of_one, run_ranks
 from safetensors.torch import load_file, save_file
 
+from arpo.config.model_folder import check_model_folder
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import load_policy
@@ -160,7 +161,9 @@ def test_a_quantized_model_and_an_unknown_type_are_refused_by_name(tmp_path):
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
     folder = build_tiny_model(tmp_path, weights=False)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with mesh_of_one() as mesh, pytest.raises(UserError, match="save_pretrained it again"):
+    with pytest.raises(UserError, match="save_pretrained it again"):
+        check_model_folder(str(folder))
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"no weights \(\*\.safetensors\)"):
         load_policy(cfg_of(folder), mesh, device=CPU)
 
 

@@ -15,13 +15,12 @@ from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_checkpoint, export_hf
 from arpo.config.load import save_config
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.lora import adapted
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from arpo.options import OptimConfig
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
+from arpo.config.sections import OptimConfig
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm, lr_factor, set_learning_rate
-from arpo.options import OptimConfig
 
 
 def factors(num_updates: int, **options) -> list[float]:

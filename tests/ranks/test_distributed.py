@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from arpo import ranks
 from arpo.batch import Row, microbatches
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
@@ -32,7 +32,6 @@ from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_mom
 from arpo.model import load_policy
 from arpo.model.accumulation import accumulating
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from arpo.options import OptimConfig
 from arpo.ranks.peers import nccl_backends, where
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 from arpo.trajectory import Metrics

@@ -11,7 +11,7 @@ from helpers.files import write_jsonl
 
 from arpo.config.load import load_config
 from arpo.errors import UserError
-from arpo.start.inputs import NUM_ROWS, check_inputs
+from arpo.start.inputs import NUM_ROWS, check_evaluation, check_rl, check_sft
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
@@ -22,6 +22,7 @@ TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "c
 HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
 
 
+CHECKS = {SFTConfig: check_sft, RLConfig: check_rl, EvalConfig: check_evaluation}
 SHORT = ["--rollout.max_response_tokens", "128", "--rollout.answer_reserve_tokens", "16"]
 
 
@@ -47,16 +48,6 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
         (RLConfig, ["--data.train", "good.jsonl", "--reward.file", "r.py"], "reward.file=r.py: there is no such file"),
         (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "pyton"], "unknown tool 'pyton'"),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--tools.names", "python", "sql", "--rollout.reuse_last_epoch", "True"],
-            "rollout.reuse_last_epoch: the sql tool has sessions.*set it to False, or drop sql from tools.names",
-        ),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--rollout.top_p", "0.9", "--rollout.reuse_last_epoch", "True"],
-            "rollout.reuse_last_epoch compares probabilities, which top_p=0.9 cuts off; set it to 1",
-        ),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
         (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),
@@ -69,25 +60,25 @@ def folder(tmp_path, monkeypatch):
 )
 def test_a_file_that_cannot_be_used_is_named_in_one_line(folder, root, flags, words):
     with pytest.raises(UserError, match=words) as error:
-        check_inputs(load_config(root, [*HUB, *flags]))
+        CHECKS[root](load_config(root, [*HUB, *flags]))
     assert "\n" not in str(error.value)
 
 
 def test_files_that_can_be_used_pass(folder, tiny_model_dir):
     model = ["--model.path", str(tiny_model_dir)]
     short = ["--data.max_prompt_tokens", "64", *SHORT]
-    check_inputs(load_config(RLConfig, [*model, *short, "--data.train", "good.jsonl", "--data.valid", "good.jsonl"]))
-    check_inputs(load_config(SFTConfig, [*model, "--data.train", "talks.jsonl"]))
-    check_inputs(
+    check_rl(load_config(RLConfig, [*model, *short, "--data.train", "good.jsonl", "--data.valid", "good.jsonl"]))
+    check_sft(load_config(SFTConfig, [*model, "--data.train", "talks.jsonl"]))
+    check_evaluation(
         load_config(EvalConfig, [*model, *SHORT, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"])
     )
-    check_inputs(load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"]))
+    check_evaluation(load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"]))
 
 
 def test_only_the_first_rows_are_read(folder, tiny_model_dir):
     lines = [json.dumps(TALK)] * NUM_ROWS + ["{broken"]
     Path("long.jsonl").write_text("\n".join(lines))
-    check_inputs(load_config(SFTConfig, ["--model.path", str(tiny_model_dir), "--data.train", "long.jsonl"]))
+    check_sft(load_config(SFTConfig, ["--model.path", str(tiny_model_dir), "--data.train", "long.jsonl"]))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +104,7 @@ def test_a_model_that_neither_is_here_nor_can_be_fetched_is_named_at_once(folder
 def test_a_run_folder_that_cannot_be_written_is_named_before_the_hub_is_asked(folder):
     Path("runs").write_text("a file")
     with pytest.raises(UserError, match=r"cannot write the run's folder .*set run\.dir"):
-        check_inputs(load_config(SFTConfig, [*HUB, "--data.train", "talks.jsonl"]))
+        check_sft(load_config(SFTConfig, [*HUB, "--data.train", "talks.jsonl"]))
 
 
 @pytest.mark.parametrize("script", ["train_sft", "train_rl"])

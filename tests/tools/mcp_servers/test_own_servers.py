@@ -1,7 +1,6 @@
 """MCP servers with state, of which each trajectory has one: real processes, and sessions over HTTP."""
 
 import contextlib
-import json
 import random
 import threading
 from http.server import ThreadingHTTPServer
@@ -10,21 +9,16 @@ from pathlib import Path
 
 import pytest
 from helpers.fakes import ScriptedEngine
-from helpers.files import write_jsonl
 from helpers.mcp_tools import config, entry
 from helpers.old_mcp_server import OldServer
 from helpers.processes import is_running
 from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
 
-from arpo.config.load import load_config
-from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
-from arpo.start.inputs import check_inputs
 from arpo.tools import make_tools, take_restarts
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from train_rl import RLConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -144,12 +138,3 @@ def test_a_trajectory_has_a_session_of_an_http_server_and_a_new_one_where_that_i
             assert call(runner, 1, "old", trajectory="1").text == other
     finally:
         server.shutdown()
-
-
-def test_rollouts_that_are_reused_would_leave_a_server_behind(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(Path("good.jsonl"), [{"prompt": "1 + 1?", "answer": "2"}])
-    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--data.train", "good.jsonl"]
-    flags += ["--tools.mcp", json.dumps(entry("--tools", "note", max_sessions=2)), "--rollout.reuse_last_epoch", "True"]
-    with pytest.raises(UserError, match=r"rollout.reuse_last_epoch: .*mcp_server.py.* set its max_sessions to 0"):
-        check_inputs(load_config(RLConfig, flags))

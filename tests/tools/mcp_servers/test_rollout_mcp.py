@@ -22,7 +22,7 @@ from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
 from arpo.rollout import rollout
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_rl
 from arpo.tools import make_tools, system_prompt_for, take_restarts, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
@@ -78,10 +78,10 @@ def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_
     write_jsonl(Path("bad.jsonl"), [row | {"tools": ["python", "ad"]}])
     flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--tools.mcp", ENTRY, "--data.train"]  # the Hub is asked last
     with pytest.raises(UserError, match=r"offers the tool 'ad'.*did the row mean 'add'"):
-        check_inputs(load_config(RLConfig, [*flags, "bad.jsonl"]))
+        check_rl(load_config(RLConfig, [*flags, "bad.jsonl"]))
     gone = ENTRY.replace("mcp_server.py", "nowhere.py")
     with pytest.raises(UserError, match=r"cannot be used: .*nowhere\.py"):
-        check_inputs(load_config(RLConfig, [*flags, "good.jsonl", "--tools.mcp", gone]))
+        check_rl(load_config(RLConfig, [*flags, "good.jsonl", "--tools.mcp", gone]))
 
 
 @pytest.mark.slow

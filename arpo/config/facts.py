@@ -1,0 +1,164 @@
+"""What is known of a knob stands on its field: its range, the setting that it needs, and what it decides.
+
+    clip_low: Annotated[float, AtLeast(0), Needs("loss.kind", not_in=("reinforce",), use="ppo")] = 0.2
+
+A section says in `FACTS` what holds for all its knobs; a knob that says something of the same kind is an exception. The
+functions below are the one loop over these facts. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from math import inf
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+# ---- the facts
+
+
+@dataclass(frozen=True)
+class Between:
+    """The smallest and the largest value of a number."""
+
+    low: float
+    high: float
+
+
+class AtLeast(Between):
+    """The smallest value of a number."""
+
+    def __init__(self, low: float):
+        super().__init__(low, inf)
+
+
+class Needs:
+    """A setting without which the knob has no effect; a knob may need several. Where a script lacks it, it is met.
+
+    Needs("loss.kind", "gspo", "mine")                        one of these values
+    Needs("loss.kind", not_in=("ppo",), use="gspo")           another one: a new loss gives the knob an effect too
+    Needs("tools.names", has=("python",))                     a list with one of these names (judge=0.5 is called judge)
+    Needs("loss.kl_coefficient", use="0.001")                 any value but 0, False and the empty one
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        *values: object,
+        not_in: tuple[str, ...] = (),
+        has: tuple[str, ...] = (),
+        use: str = "",
+    ):
+        """owner: key of the setting. use: a value that gives an effect, for the error message; else all of `values`."""
+        self.owner, self.values, self.not_in, self.has = owner, values, not_in, has
+        self.use = use or " or ".join(str(value) or '""' for value in values or has)
+
+    def is_met(self, value: Any) -> bool:
+        """Return whether this value of the owner gives the knob an effect."""
+        if self.not_in:
+            return value not in self.not_in
+        if self.values or self.has:
+            names = [entry.rpartition("=")[0] or entry for entry in value] if self.has else []
+            return value in self.values or any(name in self.has for name in names)
+        return bool(value)
+
+
+NOTHING = Needs("")
+"""The need of a knob that matters though the others of its section need something."""
+
+
+@dataclass(frozen=True)
+class Decides:
+    """What a knob decides. One that says nothing decides everything."""
+
+    learning: bool = True
+    """What is learnt: a run goes on only under the value that it was begun with. False = only how long, how often or
+    how fast."""
+    sampling: bool = True
+    """What an evaluation samples: only evaluations of the same value stand in one table."""
+    when: tuple[str, object] | None = None
+    """Key and value of the setting with which alone it decides what is learnt."""
+
+
+DECIDES = Decides()
+MAY_CHANGE = Decides(learning=False, sampling=False)
+OF_TRAINING = Decides(sampling=False)
+
+# ---- the loop over them
+
+F = TypeVar("F")
+
+
+@cache
+def facts_of(config: type) -> dict[str, tuple[object, ...]]:
+    """Return the facts of all knobs of a config or section, by dotted keys."""
+    hints, general = get_type_hints(config, include_extras=True), getattr(config, "FACTS", ())
+    found: dict[str, tuple[object, ...]] = {}
+    for f in fields(config):
+        hint = hints[f.name]
+        kind, *own = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if is_dataclass(kind):
+            found |= {f"{f.name}.{key}": facts for key, facts in facts_of(kind).items()}
+        else:
+            found[f.name] = tuple(own)
+    return {key: (*own, *(fact for fact in general if not of_kind(type(fact), own))) for key, own in found.items()}
+
+
+def of_kind(kind: type[F], facts: tuple[object, ...]) -> list[F]:
+    """Return those of the facts that are of this kind."""
+    return [fact for fact in facts if isinstance(fact, kind)]
+
+
+def sampling_settings(section: object) -> dict[str, Any]:
+    """Return the settings of a section that decide what an evaluation samples."""
+    facts = facts_of(type(section))
+    return {key: value for key, value in vars(section).items() if all(d.sampling for d in of_kind(Decides, facts[key]))}
+
+
+def may_change(key: str, cfg: object) -> bool:
+    """Return whether a run may go on under another value of this key."""
+    values = leaves(cfg)
+    decides = of_kind(Decides, facts_of(type(cfg))[key])
+    return any(not d.learning or (d.when is not None and values[d.when[0]] != d.when[1]) for d in decides)
+
+
+def out_of_range(cfg: object) -> str:
+    """Return an error message for a number of a script's config that lies outside its range; "" if all fit."""
+    values = leaves(cfg)
+    for knob, facts in facts_of(type(cfg)).items():
+        for span in of_kind(Between, facts):
+            if values[knob] is not None and not span.low <= values[knob] <= span.high:
+                bounds = f"be at least {span.low}" if span.high == inf else f"lie between {span.low} and {span.high}"
+                return f"{knob}={values[knob]} must {bounds}"
+    return ""
+
+
+class Ignored(NamedTuple):
+    """A knob that was changed from its default without effect."""
+
+    knob: str
+    owner: str
+    """Key of the setting that takes the effect from it."""
+    message: str
+
+
+def ignored(cfg: object) -> list[Ignored]:
+    """Return all knobs of a script's config that differ from their default while what they need is off."""
+    values, facts = leaves(cfg), facts_of(type(cfg))
+    defaults = leaves({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cfg)})
+    found = []
+    for knob in [knob for knob, value in values.items() if value != defaults[knob]]:
+        for need in of_kind(Needs, facts[knob]):
+            if need.owner in values and not need.is_met(values[need.owner]):
+                now = "empty" if values[need.owner] in ("", ()) else values[need.owner]
+                message = f"{knob}={values[knob]} is ignored unless {need.owner}={need.use} (it is {now})"
+                found.append(Ignored(knob, need.owner, message))
+    return found
+
+
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    """Return all values of nested configs or dicts by dotted keys. {"run": {"seed": 3}} -> {"run.seed": 3}"""
+    found: dict[str, object] = {}
+    for name, value in (vars(tree) if is_dataclass(tree) else tree).items():
+        is_section = is_dataclass(value) or isinstance(value, dict)
+        found |= leaves(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
+    return found
