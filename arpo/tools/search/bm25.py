@@ -7,7 +7,6 @@ queries: half of the corpus has them, so they rank nothing and cost most.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -55,10 +54,6 @@ Stamp = tuple[int, int]
 """Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
 
 
-class DamagedIndex(OSError):
-    """The index is not as it was built, says its checksum: tantivy itself does not notice every flipped bit."""
-
-
 class Bm25Index:
     """The index of one corpus. Any number of threads may search at the same time."""
 
@@ -90,7 +85,7 @@ class Bm25Index:
             # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
             if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
-            raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
+            raise OSError(f"{self.path}: {error}; delete the folder, it is built anew") from None
 
     def _best(self, expression: Query, top_k: int, ends: float) -> list[tantivy.DocAddress]:
         """Return the `top_k` best by score, then row; for that it looks at all that are as good as the last of them."""
@@ -121,43 +116,39 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
     stamp = (stat.st_size, stat.st_mtime_ns)
     paths = derived_paths(corpus, ".tantivy")
     for path in paths:
-        with contextlib.suppress(DamagedIndex):
-            if opened := _open(path, stamp):
-                return path, opened
+        if opened := _open(path, stamp):
+            return path, opened
     path = first_writable(paths)
     with lock_of(path) as is_alone:  # the others wait here, and find it done
-        try:
-            opened = _open(path, stamp)
-        except DamagedIndex as error:
-            logger.warning("%s: the index is damaged (%s), and is built anew; is the disk well?", path, error)
-            opened = None
-        if not opened:
+        if not (opened := _open(path, stamp)):
             if is_alone:
                 for remains in path.parent.glob(f"{path.name}.{os.uname().nodename}.*.tmp"):  # of a killed build
                     shutil.rmtree(remains)
             _build(corpus, path, stamp)
             opened = _open(path, stamp)
     if not opened:
-        raise OSError(f"{path} is damaged just after it was built")
+        raise OSError(f"{path} was taken away just after it was built")
     return path, opened
 
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
     """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
-    the folder holds no index with that stamp. Raises DamagedIndex."""
+    the folder holds no index with that stamp.
+
+    Raises UserError for one that is not as it was built: tantivy itself does not notice every flipped bit.
+    """
     try:
         about = json.loads((folder / ABOUT).read_bytes())
-        corpus_sha256 = about["corpus_sha256"]
-        expected = _about(folder, stamp, corpus_sha256)
+        expected = _about(folder, stamp, about["corpus_sha256"])
         if about["built_from"] != expected["built_from"]:
             return None
         if about != expected:
-            raise DamagedIndex("its checksum does not hold")
-        return tantivy.Index.open(str(folder)).searcher(), corpus_sha256
+            raise ValueError("its checksum does not hold")
+        return tantivy.Index.open(str(folder)).searcher(), about["corpus_sha256"]
     except FileNotFoundError:  # there is none, or another run puts a new one here just now
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # JSON's words for damage, and tantivy's
-        raise DamagedIndex(f"{type(error).__name__}: {error}") from None
+        raise UserError(f"the index is damaged ({error}); delete the folder {folder}, it is built anew") from None
 
 
 def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
