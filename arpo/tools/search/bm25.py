@@ -21,6 +21,7 @@ from pathlib import Path
 import tantivy
 from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
 
+from arpo.data.rows import read_rows
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable, lock_of
 
@@ -168,17 +169,21 @@ def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     replaced = building.with_suffix(".old.tmp")
-    corpus_hash, num_passages = hashlib.sha256(), 0
+    num_passages = 0
     try:
         shutil.rmtree(building, ignore_errors=True)  # of a killed build with this number, where there are no locks
         building.mkdir()
         index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
         index.register_tokenizer("words", ANALYZER)
         with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
-            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
+            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus), 1):
                 words = unicodedata.normalize("NFC", indexed)
                 writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
-        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_hash.hexdigest())))
+        if not num_passages:
+            raise UserError(f"{corpus}: the corpus is empty; was the download or the export interrupted?")
+        with corpus.open("rb") as file:
+            corpus_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_sha256)))
         for part in building.iterdir():
             with part.open("rb") as file:
                 os.fsync(file.fileno())
@@ -206,33 +211,17 @@ def ranking_terms(words: Iterable[str]) -> list[str]:
     return ([word for word in unique if word not in STOP_WORDS] or unique)[:MAX_TERMS]
 
 
-def read_corpus(path: Path, digest) -> Iterator[tuple[str, str]]:
-    """Yield what is indexed and what the model reads of each row; every byte read goes through `digest` too.
+def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is indexed and what the model reads of each row.
 
     {"title": T, "text": P} -> (T P, T: P); {"contents": P} -> (P, P); {"key": K, "text": P} -> (K, P)
-    Raises UserError for a row that is not like this (the message names file, line and field), or where there is none.
+    Raises UserError for a row that is not like this (the message names file, line and field).
     """
-    is_empty = True
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            digest.update(line)
-            if not line.strip():
-                continue
-            is_empty = False
-            yield _indexed_and_shown(line, f"{path}:{number}")
-    if is_empty:
-        raise UserError(f"{path}: the corpus is empty; was the download or the export interrupted?")
+    for place, row in read_rows(path):
+        yield _indexed_and_shown(row, place)
 
 
-def _indexed_and_shown(line: bytes, place: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError:
-        raise UserError(f"{place}: not UTF-8 text; save the corpus as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); fix the line") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+def _indexed_and_shown(row: dict, place: str) -> tuple[str, str]:
     body = "text" if "text" in row else "contents"
     if body not in row:
         raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
