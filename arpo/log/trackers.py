@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from arpo.config.checks import leaves
 from arpo.errors import UserError
 from arpo.log.charts import Charts
@@ -79,6 +77,8 @@ class TensorBoard:
             self._board.add_custom_scalars(run.charts.layout())
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        import numpy as np
+
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         for name, numbers in histograms.items():
