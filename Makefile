@@ -78,20 +78,20 @@ WITHOUT_trackers := tests of Weights & Biases and Trackio are skipped
 	@$(PIP) --no-deps -r $< && touch $@ || echo "requirements/$*.txt was not installed: $(WITHOUT_$*)"
 
 demo-llm: setup .venv/ready-llm
-	$(PY) -m arpo.demo llm --out $(LLM) --seed $(SEED) --gsm8k "$(GSM8K)"
+	$(PY) -m extras.llm_demo build --out $(LLM) --seed $(SEED) --gsm8k "$(GSM8K)"
 	$(TORCHRUN) train_sft.py configs/llm_sft.yaml --model.compute_dtype $(LLM_DTYPE) --run.seed $(SEED) --run.dir $(LLM_RUNS) --model.path $(LLM)/model \
 	  --data.train $(LLM)/sft_train.jsonl --data.valid $(LLM)/sft_valid.jsonl
 	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_sft --model.path $(LLM_RUNS)/llm_sft/hf
 	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_sft_greedy --model.path $(LLM_RUNS)/llm_sft/hf $(GREEDY)
 	$(TORCHRUN) $(LLM_EVAL) --run.name llm_rate --model.path $(LLM_RUNS)/llm_sft/hf --eval.files $(LLM)/rl_train.jsonl \
 	  --eval.num_samples 8 --rollout.temperature 0.8
-	$(PY) -m arpo.evals.keep $(LLM_RUNS)/llm_rate $(LLM)/rl_train.jsonl --out $(LLM)/rl_kept.jsonl
+	$(PY) -m extras.keep $(LLM_RUNS)/llm_rate $(LLM)/rl_train.jsonl --out $(LLM)/rl_kept.jsonl
 	$(TORCHRUN) train_rl.py configs/llm_arpo.yaml --model.compute_dtype $(LLM_DTYPE) --engine.dtype $(LLM_DTYPE) \
 	  --run.seed $(SEED) --run.dir $(LLM_RUNS) \
 	  --model.path $(LLM_RUNS)/llm_sft/hf --data.train $(LLM)/rl_kept.jsonl --data.valid $(LLM)/rl_valid.jsonl
 	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf --eval.num_muted 100
 	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
-	@$(PY) -m arpo.demo report --name llm --runs $(LLM_RUNS)
+	@$(PY) -m extras.llm_demo report --runs $(LLM_RUNS)
 
 # Tests that need a real redis-server skip, with the reason, where there is none and it cannot be installed.
 APT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)

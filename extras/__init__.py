@@ -1,1 +1,1 @@
-"""What is beside the mission: it knows the package, and the package does not know it."""
+"""What the package does not know: used through NAME or FILE.py:NAME, or run by itself."""

@@ -17,21 +17,17 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from arpo.errors import UserError
+from arpo.errors import UserError, require
 
 MODES = ("live", "record", "replay", "replay_strict")
-SECRET = re.compile(
-    r"(?:^|[_-])(?:key|token|secret|password|passwd|auth|authorization|cookie|credentials?)s?(?:$|[_-])|api_?key",
-    re.IGNORECASE,
-)
-"""Names of values that must not stand in a config, which is copied into the run's folder."""
-SECRET_FLAG = re.compile(
-    r"-{1,2}(?:[\w-]+[_-])?(?:api_?key|key|token|secret|password|passwd|credentials?)", re.IGNORECASE
-)
-"""Names of arguments whose values must not stand there."""
+SECRET_NAMES = ("key", "token", "secret", "password", "passwd", "credential", "credentials", "auth")
+"""Ends of names whose values must not stand in a config."""
+_PLAIN = re.compile(r"true|false|[\d.]+", re.IGNORECASE)
+"""Values of env and headers that may stand there as they are; all others are $NAME."""
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _LEAST_SECRET_CHARS = 4
 """Shorter values of the environment are no secrets: hiding every "1" would only mangle results."""
@@ -47,11 +43,12 @@ class McpServer:
     args: tuple[str, ...] = ()
     """Its arguments."""
     env: tuple[tuple[str, str], ...] = ()
-    """Its environment beside PATH, HOME, USER, LOGNAME, SHELL and TERM. $NAME stands for a variable of ours."""
+    """Its environment beside PATH, HOME, USER, LOGNAME, SHELL and TERM: $NAME, a variable of ours; numbers, true and
+    false may stand there as they are."""
     url: str = ""
     """Address of a streamable HTTP server, like http://host:8000/mcp."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Headers of every request to it. $NAME stands for a variable of the environment."""
+    """Headers of every request to it, likewise."""
     prefix: str = ""
     """Stands before the names of the server's tools."""
     tools: tuple[str, ...] = ()
@@ -119,6 +116,11 @@ def references(text: str) -> list[str]:
     return [match[1] or match[2] for match in _REFERENCE.finditer(text)]
 
 
+def names_secret(name: str) -> bool:
+    """Return whether what has this name may be a secret. "--api-key", "accessToken" -> True, "max_tokens" -> False"""
+    return name.lower().endswith(SECRET_NAMES)
+
+
 def parse_servers(entries: Iterable[str]) -> tuple[McpServer, ...]:
     """Return the servers of `tools.mcp`. Raises ValueError, which names the entry, for one that makes no sense."""
     return tuple(parse_server(entry, f"tools.mcp[{number}]") for number, entry in enumerate(entries))
@@ -170,50 +172,40 @@ def _value(value: Any, default: Any, *, pairs: bool, where: str) -> Any:
 
 def _check(server: McpServer, where: str) -> None:
     """Raise ValueError for values with which no call could be made, or with which a secret would be written down."""
-    if bool(server.command) == bool(server.url):
-        raise ValueError(f"{where} must have either a command or a url")
-    useless = ("args", "env") if server.url else ("headers",)
-    for key in useless:
-        if getattr(server, key):
-            raise ValueError(f"{where}.{key} has no effect beside {'url' if server.url else 'command'}; drop it")
+    require(bool(server.command) != bool(server.url), f"{where} must have either a command or a url")
+    for key in ("args", "env") if server.url else ("headers",):
+        beside = "url" if server.url else "command"
+        require(not getattr(server, key), f"{where}.{key} has no effect beside {beside}; drop it")
     for key in ("deadline_s", "start_s", "max_concurrent", "max_tries"):
-        if not 0 < getattr(server, key) < math.inf:
-            raise ValueError(f"{where}.{key} must be finite and above 0, not {getattr(server, key):g}")
-    if server.max_sessions < 0:
-        raise ValueError(f"{where}.max_sessions must be 0 or more, not {server.max_sessions}")
-    if server.max_sessions and server.cache:
-        why = "what a server with state answers depends on the calls before"
-        raise ValueError(f"{where}.cache cannot go with max_sessions: {why}; drop one of them")
-    if server.mode not in MODES:
-        raise ValueError(f"{where}.mode must be one of {', '.join(MODES)}, not {server.mode!r}")
-    if server.mode != "record" and not server.cache:
-        raise ValueError(f"{where}.mode={server.mode} is ignored unless {where}.cache names a cache")
-    if not _PREFIX.fullmatch(server.prefix):
-        raise ValueError(f"{where}.prefix may have letters, digits and _.- only, not {server.prefix!r}")
+        value = getattr(server, key)
+        require(0 < value < math.inf, f"{where}.{key} must be finite and above 0, not {value:g}")
+    require(server.max_sessions >= 0, f"{where}.max_sessions must be 0 or more, not {server.max_sessions}")
+    why = "what a server with state answers depends on the calls before"
+    both = server.max_sessions and server.cache
+    require(not both, f"{where}.cache cannot go with max_sessions: {why}; drop one of them")
+    require(server.mode in MODES, f"{where}.mode must be one of {', '.join(MODES)}, not {server.mode!r}")
+    useless = server.mode != "record" and not server.cache
+    require(not useless, f"{where}.mode={server.mode} is ignored unless {where}.cache names a cache")
+    is_tag = _PREFIX.fullmatch(server.prefix)
+    require(is_tag, f"{where}.prefix may have letters, digits and _.- only, not {server.prefix!r}")
+    _check_secrets(server, where)
+
+
+def _check_secrets(server: McpServer, where: str) -> None:
+    """Raise ValueError where a secret may stand in what is copied into the run's folder, and shown in messages."""
     for key, pairs in (("env", server.env), ("headers", server.headers)):
         for name, text in pairs:
-            if SECRET.search(name) and text and not references(text):
-                raise ValueError(
-                    f"{where}.{key}.{name} looks like a secret, and the config is copied into the run's folder; put it "
-                    f"into the environment, and its name here: ${re.sub('[^A-Za-z0-9_]', '_', name).upper()}"
-                )
-    for number, arg in enumerate(server.args):
+            variable = "$" + re.sub("[^A-Za-z0-9_]", "_", name).upper()
+            why = "the config is copied into the run's folder, so a value that may be secret stands in the environment"
+            is_plain = not text or (_PLAIN.fullmatch(text) and not names_secret(name))
+            require(is_plain or references(text), f"{where}.{key}.{name}: {why}; write {variable} here")
+    for arg, following in pairwise([*server.args, ""]):
         name, is_pair, own = arg.partition("=")
-        value = "".join(server.args[number + 1 : number + 2])
-        if SECRET_FLAG.fullmatch(name) and _may_be_secret(own if is_pair else value):
-            raise ValueError(f"{where}.args: {name} looks like a secret, which messages would show; give it by env")
-    if server.url:
-        _check_url(server.url, where)
-
-
-def _may_be_secret(value: str) -> bool:
-    """Return whether a value can be a secret: no number, no path, no other flag."""
-    return bool(value) and not value.startswith("-") and "/" not in value and not value.isdigit()
-
-
-def _check_url(url: str, where: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{where}.url must be like http://host:8000/mcp, not {url!r}")
-    if parts.username or any(SECRET.search(name) for name, _ in parse_qsl(parts.query)):
-        raise ValueError(f"{where}.url has a secret in it; put it into the environment, and its name into headers")
+        value = own if is_pair else following
+        is_secret = name.startswith("-") and names_secret(name) and not value.startswith(("-", "/"))
+        require(
+            not (is_secret and value),
+            f"{where}.args: {name} may be a secret, which messages would show; give it by env",
+        )
+    is_secret = any(names_secret(name) for name, _ in parse_qsl(urlsplit(server.url).query))
+    require(not is_secret, f"{where}.url may have a secret in it; put it into the environment, and $NAME into headers")

@@ -3,69 +3,75 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from arpo.errors import UserError
 from arpo.log import read_metrics
 
-EVALUATIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "demo": {
+
+@dataclass(frozen=True)
+class Demo:
+    """The runs of a demo, and the rows of its table."""
+
+    name: str
+    """Its runs' names begin with it."""
+    command: str
+    evaluations: dict[str, tuple[str, str]]
+    """Row of the table -> the evaluation's folder, and the set in it."""
+
+
+DEMO = Demo(
+    "demo",
+    "make demo",
+    {
         "after SFT": ("demo_eval_sft", "test"),
         "after RL": ("demo_eval_arpo", "test"),
         "after RL, tools muted": ("demo_eval_arpo", "test_muted"),
     },
-    "llm": {
-        "after SFT": ("llm_eval_sft", "test"),
-        "after SFT, but greedy": ("llm_eval_sft_greedy", "test"),
-        "after RL": ("llm_eval_arpo", "test"),
-        "after RL, but greedy": ("llm_eval_arpo_greedy", "test"),
-        "after RL, tools muted": ("llm_eval_arpo", "test_muted"),
-    },
-}
-"""Demo -> row of its table -> the evaluation's folder, and the set in it."""
-COMMANDS = {"demo": "make demo", "llm": "make demo-llm"}
+)
 
 
-def report(folders: list[Path], name: str = "demo") -> str:
+def report(folders: list[Path], demo: Demo = DEMO) -> str:
     """Per folder of runs: accuracy and tool calls before and after RL, and where to look next.
 
     Raises UserError for a missing run.
     """
-    return "\n\n".join(f"{table(folder, name)}\n\n{where_to_look(folder, name)}" for folder in folders)
+    return "\n\n".join(f"{table(folder, demo)}\n\n{where_to_look(folder, demo)}" for folder in folders)
 
 
-def table(folder: Path, name: str = "demo") -> str:
+def table(folder: Path, demo: Demo = DEMO) -> str:
     """Markdown: accuracy at temperature 1 on held-out questions, with its 95 % interval, and calls per question."""
     lines = ["| held-out questions, temperature 1 | accuracy [95 %] | tool calls per question |", "|---|---|---|"]
-    for row, (run, questions) in EVALUATIONS[name].items():
-        s = scores(folder / run, questions, name)
+    for row, (run, questions) in demo.evaluations.items():
+        s = scores(folder / run, questions, demo)
         accuracy = f"{s['accuracy']:.3f} [{s['accuracy_low']:.3f}, {s['accuracy_high']:.3f}]"
         lines.append(f"| {row} | {accuracy} | {s['tool_calls']:.2f} |")
     return "\n".join(lines)
 
 
-def where_to_look(folder: Path, name: str = "demo") -> str:
+def where_to_look(folder: Path, demo: Demo = DEMO) -> str:
     """The picture of the training, the page of the evaluation, and the commands that show more."""
     return "\n".join(
         [
-            f"reward and accuracy over the steps: {folder / f'{name}_arpo' / 'curve.png'}",
-            f"every question and answer:          {folder / EVALUATIONS[name]['after RL'][0] / 'report.html'}",
+            f"reward and accuracy over the steps: {folder / f'{demo.name}_arpo' / 'curve.png'}",
+            f"every question and answer:          {folder / demo.evaluations['after RL'][0] / 'report.html'}",
             "",
             "source .venv/bin/activate",
-            f"python -m arpo.viewer {folder / f'{name}_arpo'}  # the branch trees of the last step, on one page",
+            f"python -m arpo.viewer {folder / f'{demo.name}_arpo'}  # the branch trees of the last step, on one page",
             f"tensorboard --logdir {folder}",
         ]
     )
 
 
-def scores(run: Path, questions: str, name: str) -> dict[str, float]:
+def scores(run: Path, questions: str, demo: Demo) -> dict[str, float]:
     path = run / "scores.json"
     if not path.exists():
-        raise UserError(f"{path}: no such file; run `{COMMANDS[name]}`, which ends with this report")
+        raise UserError(f"{path}: no such file; run `{demo.command}`, which ends with this report")
     return json.loads(path.read_text())[questions]
 
 
-def draw(folders: list[Path], path: Path, name: str = "demo") -> None:
+def draw(folders: list[Path], path: Path, demo: Demo = DEMO) -> None:
     """Mean training reward and greedy validation accuracy over the steps, a line per folder."""
     import matplotlib
 
@@ -74,7 +80,7 @@ def draw(folders: list[Path], path: Path, name: str = "demo") -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharex=True)
     for number, folder in enumerate(folders):
-        rows = read_metrics(folder / f"{name}_arpo")
+        rows = read_metrics(folder / f"{demo.name}_arpo")
         for axis, metric in zip(axes, ("reward/mean", "valid/accuracy"), strict=True):
             points = [(row["step"], row[metric]) for row in rows if metric in row]
             axis.plot(*zip(*points, strict=True), label=f"seed {number}", marker="." if len(points) < 30 else None)

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from arpo.config.evals import JudgeConfig
 from arpo.errors import UserError
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.cache.store import CacheFile
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
 
 BACKEND = "judge"
@@ -109,7 +109,9 @@ class Judge:
     def probe(self) -> None:
         """Ask something small, once. Raises UserError where the endpoint does not answer as a judge."""
         if not self._is_probed:
-            asyncio.run(self._probe())
+            task = JudgeTask("What is 1 + 1?", ("2",), "2")
+            fix = "start the judge, or leave judge.url empty"
+            asyncio.run(probe(self.client(), self._request(task.prompt), chat_content, "judge.url:", fix))
             self._is_probed = True
 
     def judge(self, tasks: Sequence[JudgeTask], on_progress: Callable[[int], None] | None = None) -> list[Verdict]:
@@ -135,7 +137,7 @@ class Judge:
     async def ask(self, client: HttpClient, task: JudgeTask) -> Verdict:
         """Ask, and record the reply. Raises what `HttpClient.post` raises."""
         prompt = task.prompt
-        reply = await self._ask(client, prompt)
+        reply = await client.post(self._request(prompt), chat_content)  # an empty one too, which cannot be parsed
         self._cache.put(self._key(prompt), BACKEND, _label(task), reply)
         return _verdict(reply)
 
@@ -173,18 +175,8 @@ class Judge:
             await client.aclose()
         return verdicts
 
-    async def _ask(self, client: HttpClient, prompt: str) -> str:
-        request = chat_request(self.cfg.model, prompt, max_tokens=MAX_TOKENS, temperature=0.0)
-        return await client.post(request, chat_content)  # an empty reply is one too, that cannot be parsed
-
-    async def _probe(self) -> None:
-        client = self.client()
-        try:
-            await self._ask(client, JudgeTask("What is 1 + 1?", ("2",), "2").prompt)
-        except OSError as error:
-            raise UserError(f"judge.url: {error}; start the judge, or leave judge.url empty") from None
-        finally:
-            await client.aclose()
+    def _request(self, prompt: str) -> dict[str, Any]:
+        return chat_request(self.cfg.model, prompt, max_tokens=MAX_TOKENS, temperature=0.0)
 
     def client(self) -> HttpClient:
         """Return a client of the endpoint, for one event loop; its user closes it."""

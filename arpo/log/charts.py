@@ -102,28 +102,21 @@ def draw_curve(rows: Sequence[Mapping[str, float]], charts: Charts, title: str, 
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     left = figure.subplots()
-    right = left.twinx() if charts.right else None
+    left.set(title=title, xlabel="step", ylabel=charts.left)
+    left.grid(alpha=0.3)
+    right = left.twinx() if charts.right else left
+    if charts.right:
+        right.set(ylabel=charts.right, ylim=(-0.02, 1.02))
     for number, line in enumerate(charts.lines):
-        axis, colour = (right if line.on_right else left), f"C{number}"
+        axis, colour, label = (right if line.on_right else left), f"C{number}", line.label
         points = [(row["step"], row[line.metric]) for row in rows if math.isfinite(row.get(line.metric, math.nan))]
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        style = {"color": colour, "marker": "." if len(points) < 30 else None}
         if line.is_smoothed and len(points) > SMOOTHING_STEPS:
-            axis.plot(steps, values, alpha=0.3, linewidth=1, **style)
-            values, style["marker"] = running_mean(values), None
-            line_label = f"{line.label} (mean of the last {SMOOTHING_STEPS} steps)"
-        else:
-            line_label = line.label
-        axis.plot(steps, values, label=line_label, **style)
-        if right:  # each axis belongs to one line
-            axis.tick_params(axis="y", labelcolor=colour)
-            axis.yaxis.label.set_color(colour)
-    left.set(title=title, xlabel="step", ylabel=charts.left)
-    left.grid(alpha=0.3)
-    if right:
-        right.set(ylabel=charts.right, ylim=(-0.02, 1.02))
+            axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            values, label = running_mean(values), f"{label} (mean of the last {SMOOTHING_STEPS} steps)"
+        axis.plot(steps, values, color=colour, label=label, marker="." if len(points) < 30 else None)
     if any(axis.lines for axis in figure.axes):
         figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)

@@ -62,7 +62,9 @@ class TrackedRun:
 # ---- the trackers
 
 
-class _TensorBoard:
+class TensorBoard:
+    """RUN/tb. What a killed run wrote after its checkpoint is dropped."""
+
     def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -80,8 +82,7 @@ class _TensorBoard:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         for name, numbers in histograms.items():
-            if finite := [number for number in numbers if math.isfinite(number)]:
-                self._board.add_histogram(name, np.array(finite), step)
+            self._board.add_histogram(name, np.array(numbers), step)
         self._board.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -91,18 +92,32 @@ class _TensorBoard:
         self._board.close()
 
 
-class _Logged:
-    """A run of wandb or of trackio, whose interface is wandb's. Texts are left to TensorBoard and the viewer."""
+class Wandb:
+    """Weights & Biases, and what has its interface. Texts are left to TensorBoard and the viewer.
 
-    def __init__(self, run: Any, log: Callable[[dict[str, Any], int], None], histogram: Callable, where: str):
-        self._run, self._log, self._histogram, self.where = run, log, histogram, where
+    WANDB_MODE=offline writes to RUN/wandb alone. The key is wandb's business: it is in none of our files.
+    """
+
+    def __init__(self, run: TrackedRun):
+        import wandb
+
+        # its console capture would tear progress bars; and no prompt for a key may hold a run up
+        settings = wandb.Settings(console="off", login_timeout=LOGIN_TIMEOUT_S)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT, name=run.folder.name, id=run.id_of("wandb"),
+            resume="allow", dir=str(run.folder), config=leaves(run.config), settings=settings,
+        )  # fmt: skip
+        # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._histogram = wandb.Histogram
+        self.where = f"wandb: {self._run.url}" if self._run.url else f"wandb sync {Path(self._run.dir).parent}"
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        drawn = {}
-        for name, numbers in histograms.items():
-            if finite := [number for number in numbers if math.isfinite(number)]:
-                drawn[name] = self._histogram(finite)
-        self._log({**values, **drawn}, step)
+        self._log(step, {**values, **{name: self._histogram(numbers) for name, numbers in histograms.items()}})
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log(values | {"step": step})
 
     def text(self, step: int, name: str, text: str) -> None:
         pass
@@ -111,48 +126,31 @@ class _Logged:
         self._run.finish()
 
 
-def tensorboard(run: TrackedRun) -> Tracker:
-    """RUN/tb. What a killed run wrote after its checkpoint is dropped."""
-    return _TensorBoard(run)
-
-
-def wandb(run: TrackedRun) -> Tracker:
-    """Weights & Biases. WANDB_MODE=offline writes to RUN/wandb alone. The key is wandb's business: it is in none of our
-    files."""
-    import wandb as client
-
-    # its console capture would tear progress bars; and no prompt for a key may hold a run up
-    settings = client.Settings(console="off", login_timeout=LOGIN_TIMEOUT_S)
-    its = client.init(
-        project=os.environ.get("WANDB_PROJECT") or PROJECT, name=run.folder.name, id=run.id_of("wandb"), resume="allow",
-        dir=str(run.folder), config=leaves(run.config), settings=settings,
-    )  # fmt: skip
-    # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
-    its.define_metric("step")
-    its.define_metric("*", step_metric="step")
-    where = f"wandb: {its.url}" if its.url else f"wandb sync {Path(its.dir).parent}"
-    return _Logged(its, lambda values, step: its.log(values | {"step": step}), client.Histogram, where)
-
-
-def trackio(run: TrackedRun) -> Tracker:
+class Trackio(Wandb):
     """Trackio: local, in its own folder (TRACKIO_DIR), or on the Space or server that its environment names."""
-    import trackio as client
 
-    project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-    its = client.init(
-        project=project, name=f"{run.folder.name}-{run.id_of('trackio')}", resume="allow", embed=False,
-        config={key: str(value) for key, value in leaves(run.config).items()}, auto_log_gpu=False, auto_log_cpu=False,
-    )  # fmt: skip
-    where = f"trackio show --project {project}"
-    return _Logged(its, lambda values, step: its.log(values, step=step), client.Histogram, where)
+    def __init__(self, run: TrackedRun):
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        self._run = trackio.init(
+            project=project, name=f"{run.folder.name}-{run.id_of('trackio')}", resume="allow", embed=False,
+            config={key: str(value) for key, value in leaves(run.config).items()}, auto_log_gpu=False,
+            auto_log_cpu=False,
+        )  # fmt: skip
+        self._histogram = trackio.Histogram
+        self.where = f"trackio show --project {project}"
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log(values, step=step)
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
-    "tensorboard": tensorboard,
-    "wandb": wandb,
-    "trackio": trackio,
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
 }
-"""Values of `run.trackers`. A function imports its package itself; the package has the name of the tracker."""
+"""Values of `run.trackers`. Each imports its package itself, which has the name of the tracker."""
 
 
 def check_installed(names: Iterable[str]) -> None:
@@ -195,8 +193,10 @@ class Trackers:
                 self._tell(name, error)
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        """Hand on the numbers of a step, and the values of its histograms."""
-        self._each(lambda tracker: tracker.scalars(step, values, histograms))
+        """Hand on the numbers of a step, and the finite values of its histograms."""
+        finite = {name: [number for number in numbers if math.isfinite(number)] for name, numbers in histograms.items()}
+        drawn = {name: numbers for name, numbers in finite.items() if numbers}
+        self._each(lambda tracker: tracker.scalars(step, values, drawn))
 
     def text(self, step: int, name: str, text: str) -> None:
         """Hand on a Markdown text."""

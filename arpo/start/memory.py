@@ -1,4 +1,4 @@
-"""GPU memory by arithmetic: what a run needs is known, and what cannot work is refused, before a model is loaded.
+"""GPU memory by arithmetic, before a model is loaded: what cannot fit is refused, all else is a line of the log.
 
 Parameters, gradients and AdamW's moments are float32 shards. While a rank trains it also gathers layers, and holds
 activations; meanwhile its engine sleeps. While it samples, vLLM has its share of the GPU for weights and a KV cache,
@@ -9,7 +9,7 @@ what a CPU can measure (tests/benchmarks/test_scaling.py), not with a GPU.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -111,11 +111,10 @@ class Job:
 class Memory:
     """Bytes per GPU. Training and rollout do not overlap: weights and cache of the engine sleep while we train."""
 
-    parameters: float = 0.0
+    states: float = 0.0
+    """Parameters, gradients and optimizer, of the critic too; parameters of the reference."""
     gradients: float = 0.0
-    optimizer: float = 0.0
-    others: float = 0.0
-    """Critic (parameters, gradients, optimizer) and reference (parameters)."""
+    """Part of `states` that is gone while the engine samples."""
     gathered: float = 0.0
     """Two layers and the root whole, and the gradients of one of each before they are reduced."""
     activations: float = 0.0
@@ -128,16 +127,11 @@ class Memory:
     """CUDA context, NCCL's buffers, fragmentation."""
 
     @property
-    def states(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.others
-
-    @property
     def training(self) -> float:
         return self.states + self.gathered + self.activations + self.head + self.reserved
 
     @property
     def rollout(self) -> float:
-        """Gradients are gone by then."""
         return self.states - self.gradients + self.engine_budget + self.reserved
 
     @property
@@ -167,52 +161,46 @@ def activation_bytes(shape: Shape, num_tokens: float, number: int, *, checkpoint
 
 def memory(job: Job, gpu_bytes: float, reserved: float = CONTEXT_GIB * GIB) -> Memory:
     """Return what the job needs of a GPU of so many bytes."""
-    return Memory(
-        **training_parts(job), **(engine_parts(job, job.engine, gpu_bytes) if job.engine else {}), reserved=reserved
-    )
+    need = Memory(reserved=reserved)
+    if job.max_tokens_per_microbatch:
+        need = _with_training(need, job)
+    return _with_engine(need, job.shape, job.engine, gpu_bytes) if job.engine else need
 
 
-def training_parts(job: Job) -> dict[str, float]:
-    if not job.max_tokens_per_microbatch:
-        return {}
+def _with_training(need: Memory, job: Job) -> Memory:
     model, shape, number = job.model, job.shape, SIZE_OF[job.model.compute_dtype]
     parameters, gradients, optimizer = states_bytes(shape, job.num_shards)
     if model.lora_rank:  # those of the adapters are taken as nothing
         gradients = optimizer = 0.0
-    others = sum(states_bytes(job.critic, job.num_shards)) if job.critic else 0.0
-    others += states_bytes(job.reference, job.num_shards)[0] if job.reference else 0.0
-    if model.cpu_offload:
-        parameters = gradients = optimizer = others = 0.0
+    states = parameters + gradients + optimizer
+    states += sum(states_bytes(job.critic, job.num_shards)) if job.critic else 0.0
+    states += states_bytes(job.reference, job.num_shards)[0] if job.reference else 0.0
     num_whole = 2 if model.reshard_after_forward else shape.layers
     largest = max(shape.layer_parameters, shape.root_parameters)
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "others": others,
-        "gathered": number * (num_whole * shape.layer_parameters + shape.root_parameters) + (number + FP32) * largest,
-        "activations": activation_bytes(
-            shape,
-            job.max_tokens_per_microbatch / model.context_parallel,
-            number,
-            checkpointing=model.activation_checkpointing,
-            every=model.checkpoint_every_n_layers,
-        ),
-        "head": 3 * FP32 * HEAD_CHUNK_TOKENS * shape.vocab,  # logits, their softmax, their gradient
-    }
+    num_tokens = job.max_tokens_per_microbatch / model.context_parallel
+    checkpointing, every = model.activation_checkpointing, model.checkpoint_every_n_layers
+    return replace(
+        need,
+        states=0.0 if model.cpu_offload else states,
+        gradients=0.0 if model.cpu_offload else gradients,
+        gathered=number * (num_whole * shape.layer_parameters + shape.root_parameters) + (number + FP32) * largest,
+        activations=activation_bytes(shape, num_tokens, number, checkpointing=checkpointing, every=every),
+        head=3 * FP32 * HEAD_CHUNK_TOKENS * shape.vocab,  # logits, their softmax, their gradient
+    )
 
 
-def engine_parts(job: Job, engine: EngineConfig, gpu_bytes: float) -> dict[str, float]:
-    shape, parts, number = job.shape, engine.tensor_parallel, SIZE_OF[engine.dtype]
+def _with_engine(need: Memory, shape: Shape, engine: EngineConfig, gpu_bytes: float) -> Memory:
+    parts, number = engine.tensor_parallel, SIZE_OF[engine.dtype]
     # vLLM keeps room for its largest step: gate and up of all tokens beside three hidden states, and the sampler's
     # float32 logits, their log-softmax, and the sorted ones with their int64 indices.
     tokens = engine.max_num_batched_tokens * number * (2 * shape.intermediate / parts + 3 * shape.hidden)
-    return {
-        "engine_weights": number * shape.parameters / parts,
-        "engine_activations": tokens + engine.max_num_seqs * shape.vocab * (3 * FP32 + 8),
-        "engine_budget": engine.gpu_memory_utilization * gpu_bytes,
-        "kv_bytes_per_token": number * shape.kv_numbers_per_token / min(parts, shape.kv_heads),
-    }
+    return replace(
+        need,
+        engine_weights=number * shape.parameters / parts,
+        engine_activations=tokens + engine.max_num_seqs * shape.vocab * (3 * FP32 + 8),
+        engine_budget=engine.gpu_memory_utilization * gpu_bytes,
+        kv_bytes_per_token=number * shape.kv_numbers_per_token / min(parts, shape.kv_heads),
+    )
 
 
 def misfits(job: Job, need: Memory, gpu_bytes: float) -> list[str]:
@@ -223,20 +211,12 @@ def misfits(job: Job, need: Memory, gpu_bytes: float) -> list[str]:
             f"the training state needs {need.states / GIB:.1f} GiB of a GPU's {total}; use more GPUs, "
             "model.cpu_offload=True, or model.lora_rank"
         )
-    if job.engine:
-        share = job.engine.gpu_memory_utilization
-        if need.kv_cache < need.kv_bytes_per_token * job.max_model_len:
-            reasons.append(
-                f"engine.gpu_memory_utilization={share:g} of {total} leaves {max(need.kv_cache, 0) / GIB:.1f} GiB for "
-                f"vLLM's KV cache, beside {need.engine_weights / GIB:.1f} of weights: less than one row of "
-                f"{job.max_model_len} tokens ({need.kv_bytes_per_token * job.max_model_len / GIB:.1f}); raise it, or "
-                "engine.tensor_parallel"
-            )
-        if need.rollout > gpu_bytes:
-            reasons.append(
-                f"trainer and engine need {need.rollout / GIB:.1f} GiB of a GPU's {total} while it samples; lower "
-                f"engine.gpu_memory_utilization={share:g}"
-            )
+    if job.engine and need.kv_tokens < job.max_model_len:
+        reasons.append(
+            f"engine.gpu_memory_utilization={job.engine.gpu_memory_utilization:g} of {total} leaves "
+            f"{max(need.kv_cache, 0) / GIB:.1f} GiB for vLLM's KV cache, beside {need.engine_weights / GIB:.1f} of "
+            f"weights: less than one row of {job.max_model_len} tokens; raise it, or engine.tensor_parallel"
+        )
     return reasons
 
 
@@ -245,16 +225,15 @@ def describe(job: Job, need: Memory, gpu_bytes: float) -> str:
     samples: KV cache about 39.7 = 743k tokens = 132 full rows (engine.max_num_seqs=256)"."""
     parts = []
     if job.max_tokens_per_microbatch:
-        parts.append(
-            f"training state {need.states / GIB:.1f}, update about {(need.training - need.reserved) / GIB:.0f}"
-        )
-        if need.training > gpu_bytes:
-            parts[-1] += ", which may not fit (lower update.max_tokens_per_microbatch)"
+        too_much = ", which may not fit (lower update.max_tokens_per_microbatch)" if need.training > gpu_bytes else ""
+        update = f"update about {(need.training - need.reserved) / GIB:.0f}{too_much}"
+        parts.append(f"training state {need.states / GIB:.1f}, {update}")
     if job.engine:
+        too_much = ", which may not fit (lower engine.gpu_memory_utilization)" if need.rollout > gpu_bytes else ""
         parts.append(
-            f"vLLM {need.engine_budget / GIB:.1f} while it samples: KV cache about {need.kv_cache / GIB:.1f} = "
-            f"{need.kv_tokens / 1000:.0f}k tokens = {need.kv_tokens / job.max_model_len:.0f} full rows "
-            f"(engine.max_num_seqs={job.engine.max_num_seqs})"
+            f"vLLM {need.engine_budget / GIB:.1f} while it samples{too_much}: KV cache about "
+            f"{need.kv_cache / GIB:.1f} = {need.kv_tokens / 1000:.0f}k tokens = "
+            f"{need.kv_tokens / job.max_model_len:.0f} full rows (engine.max_num_seqs={job.engine.max_num_seqs})"
         )
     return f"memory per GPU ({gpu_bytes / GIB:.1f} GiB): {', '.join(parts)}"
 
@@ -284,8 +263,7 @@ def read_job(
     shapes = [shape_of(path) if path else None for path in (model.path, critic_path, reference_path)]
     if shapes[0] is None:
         return None
-    sizes = num_shards, max_tokens_per_microbatch, engine, max_model_len
-    return Job(shapes[0], model, *sizes, critic=shapes[1], reference=shapes[2])
+    return Job(shapes[0], model, num_shards, max_tokens_per_microbatch, engine, max_model_len, shapes[1], shapes[2])
 
 
 def shape_of(path: str) -> Shape | None:

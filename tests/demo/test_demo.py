@@ -126,10 +126,8 @@ def test_a_number_has_the_same_tokens_wherever_it_stands_and_tags_are_one_token(
 def test_the_report_shows_before_and_after_and_names_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"demo_eval_sft/scores\.json: no such file; run `make demo`"):
         demo_report.report([tmp_path])
-    with pytest.raises(UserError, match=r"llm_eval_sft/scores\.json: no such file; run `make demo-llm`"):
-        demo_report.report([tmp_path], "llm")
     runs: dict[str, dict] = {}
-    for (run, questions), accuracy in zip(demo_report.EVALUATIONS["demo"].values(), (0.3, 0.9, 0.0), strict=True):
+    for (run, questions), accuracy in zip(demo_report.DEMO.evaluations.values(), (0.3, 0.9, 0.0), strict=True):
         row = {"accuracy": accuracy, "accuracy_low": accuracy, "accuracy_high": accuracy, "tool_calls": 1.5}
         runs.setdefault(run, {})[questions] = row
     for run, scores in runs.items():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from arpo.demo import llm
 from arpo.errors import UserError
+from extras.llm_demo import model as llm
 
 
 def build_pretrained_model(folder: Path, *, num_layers: int) -> Path:

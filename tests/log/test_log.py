@@ -109,7 +109,8 @@ def test_other_ranks_show_no_progress(tmp_path, capsys):
 def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_log import steps; "
+    here = os.path.dirname(__file__)
+    code = f"import sys; sys.path[:0] = [{here!r}, {os.path.dirname(here)!r}]; from test_log import steps; "
     code += f"from pathlib import Path; steps(Path({str(tmp_path)!r}), 100, validates=(50,))"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs)
     os.close(theirs)

@@ -181,7 +181,8 @@ def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    lr: float = 1.0\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    environment |= {"HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}:{tmp_path}", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    path = os.pathsep.join([*sys.path, str(tmp_path)])
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": path, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")], env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=600,
@@ -200,7 +201,8 @@ def test_trackio_has_the_numbers_and_one_run_goes_on(tmp_path):
     )
     folder, store = tmp_path / "mine", tmp_path / "trackio"
     folder.mkdir()
-    environment = os.environ | {"TRACKIO_DIR": str(store), "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(sys.path)
+    environment = os.environ | {"TRACKIO_DIR": str(store), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True, timeout=600
     )

@@ -246,6 +246,16 @@ def read_key(variable: str) -> str:
     return key
 
 
+async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str) -> None:
+    """Ask a service something small, and close the client. Raises UserError, with `what` and `fix`, for no answer."""
+    try:
+        await client.post(payload, parse)
+    except OSError as error:
+        raise UserError(f"{what} {error}; {fix}") from None
+    finally:
+        await client.aclose()
+
+
 def probe_from_rank_0(probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the probe of a service to its end, unless this is another rank than 0. Raises what it raises."""
     if os.environ.get("RANK", "0") == "0":

@@ -279,15 +279,14 @@ class _Tail(asyncio.Protocol):
 async def _listed(client: Client) -> list[Tool]:
     """Return all tools of a server, page by page."""
     tools: list[Tool] = []
-    cursor: str | None = None
+    cursor: str | None = None  # also the last page's: then it is one of those seen
     seen: set[str | None] = set()
-    while True:
+    while cursor not in seen:  # a server may send us round in a circle
+        seen.add(cursor)
         page = await client.list_tools(cursor=cursor)
         tools += page.tools
-        seen.add(cursor)
         cursor = page.next_cursor
-        if cursor is None or cursor in seen:  # a server may send us round in a circle
-            return tools
+    return tools
 
 
 def _reason(error: BaseException) -> str:

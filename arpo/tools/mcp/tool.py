@@ -205,8 +205,13 @@ def mcp_tools(server: McpServer) -> dict[str, McpTool]:
 def mcp_schemas(server: McpServer) -> dict[str, ToolSchema]:
     """Return what a server's tools take, by tag; in a replay from the cache. It is asked once per process.
 
-    Raises UserError for a server that cannot be reached, lists nothing, or lacks a tool that the config names.
+    Raises UserError for a url that is none, and a server that cannot be reached, lists nothing, or lacks a tool that
+    the config names.
     """
+    if server.url:
+        from arpo.tools.http.client import check_url  # and with it aiohttp, which `--help` does not wait for
+
+        check_url(server.url, "tools.mcp: url")
     listed = _recorded_listing(server) if server.replays else _live_listing(server)
     schemas = [ToolSchema(server.prefix + one["name"], one["description"], one["parameters"]) for one in listed]
     found = {schema.name: schema for schema in schemas}

@@ -7,7 +7,6 @@ queries: half of the corpus has them, so they rank nothing and cost most.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -22,6 +21,7 @@ from pathlib import Path
 import tantivy
 from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
 
+from arpo.data.rows import read_rows
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable, lock_of
 
@@ -55,10 +55,6 @@ Stamp = tuple[int, int]
 """Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
 
 
-class DamagedIndex(OSError):
-    """The index is not as it was built, says its checksum: tantivy itself does not notice every flipped bit."""
-
-
 class Bm25Index:
     """The index of one corpus. Any number of threads may search at the same time."""
 
@@ -90,7 +86,7 @@ class Bm25Index:
             # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
             if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
-            raise OSError(f"{self.path}: {error}; the next run builds the index anew") from None
+            raise OSError(f"{self.path}: {error}; delete the folder, it is built anew") from None
 
     def _best(self, expression: Query, top_k: int, ends: float) -> list[tantivy.DocAddress]:
         """Return the `top_k` best by score, then row; for that it looks at all that are as good as the last of them."""
@@ -121,43 +117,39 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
     stamp = (stat.st_size, stat.st_mtime_ns)
     paths = derived_paths(corpus, ".tantivy")
     for path in paths:
-        with contextlib.suppress(DamagedIndex):
-            if opened := _open(path, stamp):
-                return path, opened
+        if opened := _open(path, stamp):
+            return path, opened
     path = first_writable(paths)
     with lock_of(path) as is_alone:  # the others wait here, and find it done
-        try:
-            opened = _open(path, stamp)
-        except DamagedIndex as error:
-            logger.warning("%s: the index is damaged (%s), and is built anew; is the disk well?", path, error)
-            opened = None
-        if not opened:
+        if not (opened := _open(path, stamp)):
             if is_alone:
                 for remains in path.parent.glob(f"{path.name}.{os.uname().nodename}.*.tmp"):  # of a killed build
                     shutil.rmtree(remains)
             _build(corpus, path, stamp)
             opened = _open(path, stamp)
     if not opened:
-        raise OSError(f"{path} is damaged just after it was built")
+        raise OSError(f"{path} was taken away just after it was built")
     return path, opened
 
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
     """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
-    the folder holds no index with that stamp. Raises DamagedIndex."""
+    the folder holds no index with that stamp.
+
+    Raises UserError for one that is not as it was built: tantivy itself does not notice every flipped bit.
+    """
     try:
         about = json.loads((folder / ABOUT).read_bytes())
-        corpus_sha256 = about["corpus_sha256"]
-        expected = _about(folder, stamp, corpus_sha256)
+        expected = _about(folder, stamp, about["corpus_sha256"])
         if about["built_from"] != expected["built_from"]:
             return None
         if about != expected:
-            raise DamagedIndex("its checksum does not hold")
-        return tantivy.Index.open(str(folder)).searcher(), corpus_sha256
+            raise ValueError("its checksum does not hold")
+        return tantivy.Index.open(str(folder)).searcher(), about["corpus_sha256"]
     except FileNotFoundError:  # there is none, or another run puts a new one here just now
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # JSON's words for damage, and tantivy's
-        raise DamagedIndex(f"{type(error).__name__}: {error}") from None
+        raise UserError(f"the index is damaged ({error}); delete the folder {folder}, it is built anew") from None
 
 
 def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
@@ -177,17 +169,21 @@ def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     replaced = building.with_suffix(".old.tmp")
-    corpus_hash, num_passages = hashlib.sha256(), 0
+    num_passages = 0
     try:
         shutil.rmtree(building, ignore_errors=True)  # of a killed build with this number, where there are no locks
         building.mkdir()
         index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
         index.register_tokenizer("words", ANALYZER)
         with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
-            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus, corpus_hash), 1):
+            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus), 1):
                 words = unicodedata.normalize("NFC", indexed)
                 writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
-        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_hash.hexdigest())))
+        if not num_passages:
+            raise UserError(f"{corpus}: the corpus is empty; was the download or the export interrupted?")
+        with corpus.open("rb") as file:
+            corpus_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_sha256)))
         for part in building.iterdir():
             with part.open("rb") as file:
                 os.fsync(file.fileno())
@@ -215,33 +211,17 @@ def ranking_terms(words: Iterable[str]) -> list[str]:
     return ([word for word in unique if word not in STOP_WORDS] or unique)[:MAX_TERMS]
 
 
-def read_corpus(path: Path, digest) -> Iterator[tuple[str, str]]:
-    """Yield what is indexed and what the model reads of each row; every byte read goes through `digest` too.
+def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is indexed and what the model reads of each row.
 
     {"title": T, "text": P} -> (T P, T: P); {"contents": P} -> (P, P); {"key": K, "text": P} -> (K, P)
-    Raises UserError for a row that is not like this (the message names file, line and field), or where there is none.
+    Raises UserError for a row that is not like this (the message names file, line and field).
     """
-    is_empty = True
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            digest.update(line)
-            if not line.strip():
-                continue
-            is_empty = False
-            yield _indexed_and_shown(line, f"{path}:{number}")
-    if is_empty:
-        raise UserError(f"{path}: the corpus is empty; was the download or the export interrupted?")
+    for place, row in read_rows(path):
+        yield _indexed_and_shown(row, place)
 
 
-def _indexed_and_shown(line: bytes, place: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError:
-        raise UserError(f"{place}: not UTF-8 text; save the corpus as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); fix the line") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+def _indexed_and_shown(row: dict, place: str) -> tuple[str, str]:
     body = "text" if "text" in row else "contents"
     if body not in row:
         raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')

@@ -25,7 +25,7 @@ from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
 from arpo.tools.cache.rows import cache_key, clean_text
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe_from_rank_0
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe, probe_from_rank_0
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.search.page_fetch import PageFetcher, is_public
 from arpo.tools.search.page_text import Extractor, best_passage
@@ -62,7 +62,10 @@ class ReadingBackend:
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
             self._summarizer = self._make_summarizer()
-            probe_from_rank_0(lambda: self._probe(self._make_summarizer()))
+            request = chat_request(cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
+            fix = "start the model there, or set tools.search.read_pages 0"
+            asked = request, chat_content, "tools.search.summarizer_url:", fix
+            probe_from_rank_0(lambda: probe(self._make_summarizer(), *asked))
             self._summarizer.was_probed()
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
@@ -130,16 +133,6 @@ class ReadingBackend:
             setting="tools.search.summarizer_url",
             key_variable="SUMMARIZER_API_KEY",
         )
-
-    async def _probe(self, client: HttpClient) -> None:
-        try:
-            request = chat_request(self._cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
-            await client.post(request, chat_content)
-        except OSError as error:
-            fix = "start the model there, or set tools.search.read_pages 0"
-            raise UserError(f"tools.search.summarizer_url: {error}; {fix}") from None
-        finally:
-            await client.aclose()
 
     async def _cached(self, key: bytes, kind: str, label: str, ask: Callable[[], Awaitable[str]]) -> str:
         if self._cache is None:

@@ -17,7 +17,7 @@ from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.redis_client import is_redis_url
 from arpo.tools.cache.rows import clean_text
-from arpo.tools.http.client import HttpClient, bearer, check_url, probe_from_rank_0, read_key
+from arpo.tools.http.client import HttpClient, bearer, check_url, probe, probe_from_rank_0, read_key
 from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 
@@ -179,16 +179,19 @@ class HttpBackend:
         if not cfg.replays:
             self._limit = rate_limit_of(cfg)
             self._client = self._make_client()
-            probe_from_rank_0(lambda: self._probe(self._make_client()))
+            place = " at tools.search.url" if cfg.url else ""
+            fix = f"start or repair the service{place}, or set tools.search.mode replay"
+            asked = self._service.payload(cfg, "weather"), self._service.passages, "tools.search.backend", fix
+            probe_from_rank_0(lambda: probe(self._make_client(), *asked))
             self._client.was_probed()
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
 
-    async def find(self, query: str, client: HttpClient | None = None) -> list[Passage]:
+    async def find(self, query: str) -> list[Passage]:
         """Return the results with their addresses, best first. Raises what `HttpClient.post` raises."""
         payload = self._service.payload(self._cfg, query)
-        found = await (client or self._client).post(payload, self._service.passages)
+        found = await self._client.post(payload, self._service.passages)
         return clean_passages(found)[: self._cfg.num_passages]
 
     async def aclose(self) -> None:
@@ -208,16 +211,6 @@ class HttpBackend:
             limit=self._limit,
             time_source=self._time_source,
         )
-
-    async def _probe(self, client: HttpClient) -> None:
-        try:
-            await self.find("weather", client)
-        except OSError as error:
-            place = " at tools.search.url" if self._cfg.url else ""
-            fix = f"start or repair the service{place}, or set tools.search.mode replay"
-            raise UserError(f"tools.search.backend {error}; {fix}") from None
-        finally:
-            await client.aclose()
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:

@@ -104,7 +104,7 @@ running.all()
 
 
 @pytest.mark.slow
-def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog):
+def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monkeypatch):
     cache, log = str(tmp_path / "cache.sqlite"), tmp_path / "log"
     one = entry("--log", str(log), "--tools", "add,refuse,die", cache=cache, prefix="x_", max_tries=1)
     with Running(one) as running:
@@ -124,7 +124,8 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog):
     caplog.clear()
     mcp_schemas(config(one | {"args": [*one["args"], "--busy", ""]}).servers[0])  # another server has its own records
     assert caplog.text == ""
-    mcp_schemas(config(one | {"env": {"MCP_TEST_TOOLS": "add"}}).servers[0])
+    monkeypatch.setenv("MCP_TEST_TOOLS", "add")
+    mcp_schemas(config(one | {"env": {"MCP_TEST_TOOLS": "$MCP_TEST_TOOLS"}}).servers[0])
     assert "its tools are not those that" in caplog.text
     strict = config(one).replayed()
     assert json.loads(strict.mcp[0]) == one | {"mode": "replay_strict"}

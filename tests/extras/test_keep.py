@@ -11,7 +11,7 @@ from helpers.ranks import ROOT
 from arpo.data import load_prompts
 from arpo.errors import UserError
 from arpo.evals.grading import Grade, question_digest, write_grades
-from arpo.evals.keep import keep
+from extras.keep import keep
 
 NUM_RIGHT = {0: 0, 1: 1, 2: 2, 3: 4}
 """Row of the file -> how many of its four samples are right; row 4 was not evaluated."""
@@ -64,7 +64,7 @@ def test_other_questions_and_nothing_to_keep_are_refused(rated):
 
 def test_the_command_answers_in_one_line(rated):
     run, data, out = rated
-    command = [sys.executable, "-m", "arpo.evals.keep", str(run), str(data), "--out", str(out)]
+    command = [sys.executable, "-m", "extras.keep", str(run), str(data), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith(f"{out}: 2 kept")
     (run / "grades" / "own.jsonl").unlink()

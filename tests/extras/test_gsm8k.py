@@ -6,10 +6,10 @@ import json
 import pytest
 
 from arpo.config.tools import PythonConfig
-from arpo.demo import gsm8k
 from arpo.errors import UserError
 from arpo.rewards import score
 from arpo.tools.python import PythonTool
+from extras.llm_demo import gsm8k
 
 WENG = {
     "question": "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes. How much did she earn?",

@@ -1,7 +1,7 @@
 """Keeps the questions of a training file that a model solves now and then, as an evaluation of it has found.
 
     torchrun --nproc_per_node 8 evaluate.py CONFIG --eval.files data/train.jsonl --eval.num_samples 8 --run.name rate
-    python -m arpo.evals.keep runs/rate data/train.jsonl --out data/train_kept.jsonl
+    python -m extras.keep runs/rate data/train.jsonl --out data/train_kept.jsonl
 
 A group of which no trajectory, or each one, is right has no advantages: what it cost teaches nothing. Here that is
 found out once, before RL; `advantage.dead_groups=resample` finds it out anew in each step, as the policy changes.
@@ -66,7 +66,7 @@ def _line(row: dict, place: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m arpo.evals.keep", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m extras.keep", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of the evaluation (runs/NAME)")
     parser.add_argument("data", type=Path, help="the file of questions that it was given")
     parser.add_argument("--out", type=Path, required=True, help="file to write (.jsonl)")

@@ -8,9 +8,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from arpo.demo import llm
 from arpo.errors import UserError
 from arpo.protocol import Codec, TagsCodec
+from extras.llm_demo import model as llm
 
 
 class WheelFile(PurePosixPath):

@@ -1,0 +1,58 @@
+"""Build what `make demo-llm` trains on, and show what came of it.
+
+python -m extras.llm_demo build --out data/llm --gsm8k FOLDER
+python -m extras.llm_demo report --runs runs
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from arpo.demo.report import Demo, report
+from arpo.errors import UserError, exit_with
+
+LLM_DEMO = Demo(
+    "llm",
+    "make demo-llm",
+    {
+        "after SFT": ("llm_eval_sft", "test"),
+        "after SFT, but greedy": ("llm_eval_sft_greedy", "test"),
+        "after RL": ("llm_eval_arpo", "test"),
+        "after RL, but greedy": ("llm_eval_arpo_greedy", "test"),
+        "after RL, tools muted": ("llm_eval_arpo", "test_muted"),
+    },
+)
+
+
+def write_files(args: argparse.Namespace) -> None:
+    from extras.llm_demo.model import build  # and with it torch, which the report does not wait for
+
+    build(args.out, args.seed, args.gsm8k, args.model)
+
+
+def show_report(args: argparse.Namespace) -> None:
+    print(report(args.runs, LLM_DEMO))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.llm_demo", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("build", help="write GSM8K with tool calls, and a pretrained model")
+    command.add_argument("--out", type=Path, default=Path("data/llm"), help="folder to write")
+    command.add_argument("--seed", type=int, default=0, help="seed of what is SFT, RL and validation data")
+    command.add_argument("--gsm8k", default="", help="folder with GSM8K's train and test files; empty = from the Hub")
+    command.add_argument("--model", default="", help="folder or Hub name; empty = SmolLM2-135M-Instruct")
+    command.set_defaults(run=write_files)
+    command = commands.add_parser("report", help="print the demo's results")
+    command.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders of demo runs, by seed")
+    command.set_defaults(run=show_report)
+    args = parser.parse_args()
+    try:
+        args.run(args)
+    except UserError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()
