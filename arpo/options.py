@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Literal
 
-from arpo.errors import check_name, names_of, require
+from arpo.errors import UserError, require
+from arpo.named import check_name, is_own, names_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ class BranchingConfig:
     selector: str = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; standardized =
     P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
-    of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py).
+    of earlier steps; random = always `base`; none = never (plain GRPO); or your own, FILE.py:NAME.
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
     least sure of; tail = the last turns of wrong chains; mixed = where right and wrong are most alike; or your own
-    (EXPANSIONS in arpo/retrospective.py)."""
+    too: a function that begins with `group`."""
     expansion_rounds: int = 2
     """tree_grpo, at2po, tail, mixed: rounds of forks, of equal size. A later round knows how the ones before went on,
     and waits until all their trajectories have ended."""
@@ -126,6 +127,22 @@ class BranchingConfig:
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
+        if is_own(self.selector) and (takes := parameters_of("branching.selector", self.selector)) not in SELECTORS:
+            forms = " or ".join(f"({', '.join(form)})" for form in SELECTORS)
+            raise UserError(
+                f"branching.selector={self.selector} takes ({', '.join(takes)}); it must be a function of {forms}"
+            )
+
+
+SELECTORS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
+"""Parameters of a user's rule, which judges a tool result as it comes, and of a user's retrospective selector."""
+
+
+def is_retrospective(selector: str) -> bool:
+    """Return whether a value of branching.selector chooses its forks once all trajectories of a group have ended."""
+    if is_own(selector):
+        return parameters_of("branching.selector", selector) == SELECTORS[1]
+    return selector in names_of("retrospective", "EXPANSIONS")
 
 
 @dataclass(frozen=True)
@@ -170,12 +187,12 @@ class TrainingRewardConfig(RewardConfig):
                 weight = nan
             require(name and isfinite(weight), f"reward.terms: {entry!r} is not of the form NAME=WEIGHT, like answer=1")
             require(name not in weights, f"reward.terms: {name} stands there twice; drop one")
-            if ".py:" not in name:
-                check_name("reward.terms", name, "rewards/terms", "TERMS", "FILE.py:FUNCTION")
             weights[name] = weight
         return weights
 
     def __post_init__(self) -> None:
+        for name in self.weights:
+            check_name("reward.terms", name, "rewards/terms", "TERMS")
         require(
             "overlong" not in self.weights or self.overlong_buffer_tokens,
             "reward.terms has overlong, but reward.overlong_buffer_tokens=0; set it, or drop the term",

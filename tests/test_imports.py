@@ -21,7 +21,7 @@ PURE_CORE = [
     "advantages", "losses", "batch", "tree", "rewards",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
-EVERYBODYS = {"arpo", "arpo.errors", "arpo.options", "arpo.config", "arpo.config.sections"}
+EVERYBODYS = {"arpo", "arpo.errors", "arpo.named", "arpo.options", "arpo.config", "arpo.config.sections"}
 
 
 def name_of(path: Path) -> str:

@@ -14,8 +14,16 @@ from typing import NamedTuple
 
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig
 from arpo.config.tools import SearchConfig
-from arpo.errors import names_of, require
-from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, UpdateConfig
+from arpo.errors import require
+from arpo.named import is_own, names_of
+from arpo.options import (
+    AdvantageConfig,
+    BranchingConfig,
+    LossConfig,
+    RolloutConfig,
+    UpdateConfig,
+    is_retrospective,
+)
 
 # ---- a knob without effect
 
@@ -54,14 +62,19 @@ def has_term(*names: str, or_none: bool = False) -> Need:
     return Need("reward.terms", is_met, f"{names[0]}=1")
 
 
-RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
+def judges(*but: str, use: str = "arpo or aepo") -> Need:
+    """The need of a rule that judges each tool result as it comes, and is none of `but`."""
+    return Need("branching.selector", lambda s: s not in ("none", *but) and not is_retrospective(s), use)
+
+
 BRANCHES = none_of("branching.selector", "none", use="arpo or aepo")
-JUDGES = none_of("branching.selector", "none", *RETROSPECTIVE, use="arpo or aepo")  # each tool result as it comes
+RETROSPECTIVE = Need("branching.selector", is_retrospective, " or ".join(names_of("retrospective", "EXPANSIONS")))
 SCALE_FREE = ("standardized", "quantile")
-NO_WEIGHT = ("none", "random", *SCALE_FREE, *RETROSPECTIVE)
-GROUPS = one_of("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
-CRITIC = one_of("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
+CRITICS = names_of("advantages", "CRITIC_ESTIMATORS")
+GROUPS = none_of("advantage.kind", *CRITICS, use=" or ".join(names_of("advantages", "GROUP_ESTIMATORS")))
+CRITIC = one_of("advantage.kind", *CRITICS)
 CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
+NO_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
 REFERENCE = given("loss.kl_coefficient", "0.001")
 PYTHON = Need("tools.names", lambda names: "python" in names, "python")
 NOTEBOOK = Need("tools.names", lambda names: "notebook" in names, "notebook")
@@ -84,21 +97,21 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "rollout.top_p": (given("rollout.temperature", "1"),),
     "rollout.pull_order": (one_of("rollout.dispatch", "pull"),),
     "rollout.reuse_lenience": (given("rollout.reuse_last_epoch", "True"),),
-    "branching": (JUDGES,),
+    "branching": (judges(),),
     "branching.selector": (),
-    "branching.expansion_rounds": (one_of("branching.selector", *RETROSPECTIVE),),
+    "branching.expansion_rounds": (RETROSPECTIVE,),
     "branching.num_initial_rollouts": (BRANCHES, one_of("branching.dynamic_budget", False)),
-    "branching.base": (JUDGES, one_of("branching.compat", "paper")),
-    "branching.weight": (none_of("branching.selector", *NO_WEIGHT, use="arpo or aepo"),),
-    "branching.rule": (none_of("branching.selector", "none", "random", *RETROSPECTIVE, use="arpo or aepo"),),
+    "branching.base": (judges(), one_of("branching.compat", "paper")),
+    "branching.weight": (judges("random", *SCALE_FREE),),
+    "branching.rule": (judges("random"),),
     "branching.weight_z": (one_of("branching.selector", "standardized"),),
     "branching.branch_rate": (one_of("branching.selector", "quantile"),),
     "branching.signal": (one_of("branching.selector", *SCALE_FREE),),
-    "branching.threshold": (JUDGES, one_of("branching.rule", "threshold")),
+    "branching.threshold": (judges(), one_of("branching.rule", "threshold")),
     "branching.entropy_tokens": (none_of("branching.entropy_mode", "upstream", use="exact or topk"),),
     "branching.entropy_mode": (),  # turn entropies are measured, and logged, without branches too
     "branching.budget_weight": (given("branching.dynamic_budget", "True"),),
-    "branching.consecutive_penalty": (none_of("branching.selector", *NO_WEIGHT, "arpo", use="aepo"),),
+    "branching.consecutive_penalty": (judges("random", *SCALE_FREE, "arpo", use="aepo"),),
     "branching.compat": (one_of("branching.selector", "aepo"),),
     "reward.file": (ONE_REWARD,),
     "reward.function": (given("reward.file", "FILE"),),
@@ -132,7 +145,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "loss.reference": (REFERENCE,),
     "loss.offload_reference": (REFERENCE,),
     "loss.rollout_correction": (one_of("loss.old_logprobs", "recompute"),),  # else the weights are 1
-    "loss.correction_low": (one_of("loss.rollout_correction", "mis", "sequence_mis", "geometric_mis"),),
+    "loss.correction_low": (none_of("loss.rollout_correction", *NO_LOW, use="mis or sequence_mis or geometric_mis"),),
     "loss.correction_high": (none_of("loss.rollout_correction", "none", use="tis or mis"),),
     "optim.decay_ratio": (one_of("optim.schedule", "linear"),),
     "optim.min_lr_ratio": (one_of("optim.schedule", "linear", "cosine"),),
@@ -336,12 +349,16 @@ def check_sampling_policy(
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
-    whole_rows = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
+    known = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
+
+    def combines(value: str) -> bool:  # a user's function may
+        return is_own(value) or value in known
+
     for wrong, option in (
         (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
-        (loss.kind in whole_rows, f"loss.kind={loss.kind}"),
-        (loss.aggregation in whole_rows, f"loss.aggregation={loss.aggregation}"),
-        (loss.rollout_correction in whole_rows, f"loss.rollout_correction={loss.rollout_correction}"),
+        (combines(loss.kind), f"loss.kind={loss.kind}"),
+        (combines(loss.aggregation), f"loss.aggregation={loss.aggregation}"),
+        (combines(loss.rollout_correction), f"loss.rollout_correction={loss.rollout_correction}"),
         (loss.kl_coefficient and loss.kl_in == "reward", "loss.kl_in=reward"),
     ):
         require(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from arpo.config.evals import TrainingJudgeConfig
-from arpo.errors import names_of, require
+from arpo.errors import require
+from arpo.named import names_of
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, TrainingRewardConfig
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from arpo.errors import check_name, require
+from arpo.errors import require
+from arpo.named import check_name
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class RunConfig:
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb and trackio (extras of the same names; a
-    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own (TRACKERS in arpo/log/trackers.py).
-    One that fails is a warning, and is then off. Empty = none."""
+    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own, FILE.py:NAME. One that fails
+    is a warning, and is then off. Empty = none."""
     keep_dumps: int = 50
     """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True
