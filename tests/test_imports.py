@@ -76,6 +76,13 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (search(name, []) for name in sorted(arrows))), [])
 
 
+def test_the_package_does_not_know_the_extras():
+    """They know it, and come in as FILE.py:NAME."""
+    for name, path in NAMES.items():
+        assert "extras" not in packages_of(path), name
+        assert "extras/" not in path.read_text(), name
+
+
 def test_the_package_never_imports_a_script():
     assert not {name for name, path in NAMES.items() if packages_of(path) & set(SCRIPTS)}
 

@@ -77,7 +77,6 @@ CLIPS = none_of("loss.kind", "reinforce", use="ppo, gspo or cispo")
 NO_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
 REFERENCE = given("loss.kl_coefficient", "0.001")
 PYTHON = Need("tools.names", lambda names: "python" in names, "python")
-NOTEBOOK = Need("tools.names", lambda names: "notebook" in names, "notebook")
 SEARCH = Need("tools.names", lambda names: "search" in names, "search")
 SEARCHES = none_of("tools.search.backend", "replay", use="local, http, brightdata or serper")
 ONLINE = none_of("tools.search.backend", "local", "replay", use="http, brightdata or serper")
@@ -151,9 +150,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "optim.min_lr_ratio": (one_of("optim.schedule", "linear", "cosine"),),
     "tools.python": (PYTHON,),
     "tools.python.mode": (PYTHON, LIVE),
-    "tools.notebook": (NOTEBOOK,),
-    "tools.notebook.mode": (NOTEBOOK, LIVE),
-    "tools.sql": (Need("tools.names", lambda names: "sql" in names, "sql"),),
     "tools.search": (SEARCH,),
     "tools.search.corpus": (one_of("tools.search.backend", "local"),),
     "tools.search.url": (ONLINE,),
@@ -240,7 +236,7 @@ RANGES: dict[tuple[float, float], str] = {
     "critic.warmup_steps loss.clip_low loss.clip_high loss.entropy_advantage_weight loss.kl_coefficient "
     "optim.lr optim.weight_decay optim.max_grad_norm eval.max_questions eval.num_muted run.silence_timeout_s "
     "run.peer_timeout_minutes loss.correction_low reward.overlong_buffer_tokens judge.max_calls_per_step "
-    "judge.max_calls tools.sql.max_sessions tools.notebook.max_sessions tools.notebook.max_concurrent_per_node "
+    "judge.max_calls "
     "rollout.reuse_lenience",
     (1, inf): "run.num_epochs model.checkpoint_every_n_layers model.context_parallel data.num_prompts_per_step "
     "data.num_conversations_per_step data.max_tokens engine.tensor_parallel engine.max_num_seqs "
@@ -249,8 +245,7 @@ RANGES: dict[tuple[float, float], str] = {
     "data.max_prompt_tokens eval.max_prompt_tokens "
     "rollout.max_result_tokens data.max_tokens_per_microbatch update.max_tokens_per_microbatch "
     "tools.search.page_chars update.num_prompts_per_minibatch update.num_epochs eval.num_samples "
-    "judge.max_concurrent tools.sql.max_mib tools.sql.max_rows",
-    (10_000, inf): "tools.sql.max_steps",
+    "judge.max_concurrent",
     (2, inf): "run.keep_checkpoints",  # so that a broken one has a fallback
     (0, 1): "branching.base branching.branch_rate branching.threshold engine.gpu_memory_utilization rollout.top_p "
     "advantage.gamma advantage.lam optim.warmup_ratio optim.decay_ratio optim.min_lr_ratio",

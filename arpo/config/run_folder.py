@@ -44,7 +44,7 @@ DECIDES = ("run.seed", "run.overlap_validation", "engine.dtype", "engine.quantiz
 def may_change(key: str, cfg: Any) -> bool:
     """Return whether a run may go on under another value of this key."""
     if key.startswith("tools."):
-        return key not in leaves({"tools": cfg.tools.what_decides()})
+        return key != "tools.options" and key not in leaves({"tools": cfg.tools.what_decides()})
     if key == "rollout.dispatch":  # which decides what is drawn in the place of dead groups, but nothing else
         return cfg.advantage.dead_groups != "resample"
     return key.startswith(MAY_CHANGE) and key not in DECIDES

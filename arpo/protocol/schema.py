@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from arpo.errors import UserError
+from arpo.protocol.tags import About
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
@@ -49,6 +50,8 @@ class ToolSchema:
     """Its purpose, in a sentence or a paragraph for the model."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: {"type": "object", "properties": {name: schema}, "required": [name, ...]}."""
+    about: About | None = None
+    """Its introduction in the default system prompt; None = by this schema."""
 
     def as_function(self) -> dict[str, Any]:
         """Return the entry of `tools=` that chat templates and OpenAI's interface take."""

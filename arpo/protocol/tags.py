@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 PAPER_TOOLS = ("search", "python")
 """Tags of the tools of the published runs; the default wherever tools are not named."""
@@ -28,6 +29,17 @@ TOOL_LIMIT_REACHED = "The limit of {limit} {tag} calls is reached. Go on without
 def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
     """Return all tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
     return ("think", *tools, "result", "answer")
+
+
+class About(NamedTuple):
+    """Texts with which a tool is introduced in the default system prompt."""
+
+    noun: str
+    """Name of the tool with its article: "a search tool"."""
+    usage: str
+    """Instruction to call it: "to search, write <search> query </search>"."""
+    example: str
+    """A call and its result. The last tool's is followed by the answer 42, which its result should lead to."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ ALWAYS = {
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
-    "tools": "names mcp price_per_call",
+    "tools": "names options mcp price_per_call",
     "reward": "terms",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
@@ -89,7 +89,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear",
-    "tools.names": ("python", "search", "sql", "notebook"),
+    "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
     "rollout.dispatch": "pull",
@@ -143,7 +143,6 @@ SPECIAL_OFF = {
     ("advantage.normalize_std", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
     ("tools.python.mode", "eval.replay"): True,
-    ("tools.notebook.mode", "eval.replay"): True,
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",

@@ -313,8 +313,8 @@ def test_a_function_of_whole_trajectories_is_tried_on_an_invented_one(tmp_path, 
     (tmp_path / "r.py").write_text(source)
     with pytest.raises(UserError, match=words):
         load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
-    (tmp_path / "r.py").write_text("def f(trajectory, prompt): return trajectory.turns[-1].end + len(trajectory.text)")
-    load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
+    (tmp_path / "s.py").write_text("def f(trajectory, prompt): return trajectory.turns[-1].end + len(trajectory.text)")
+    load_custom(str(tmp_path / "s.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
 
 
 def test_an_async_function_works_in_any_thread(tmp_path):
