@@ -3,6 +3,7 @@ them. And edits of the package, made in a copy."""
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from helpers.edits import edited_copy, edits_of, run_in, write_own_file
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 from helpers.scripted_rollout import ANSWER, CALL, play
+from helpers.toy_run import build_toy_world, dumped, train
 
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.config.load import load_config
@@ -377,6 +379,46 @@ def test_a_tracker_is_one_file_and_one_flag(tmp_path):
     trackers.scalars(3, {"loss/policy": 0.5}, {})
     trackers.close()
     assert json.loads((tmp_path / "lines.jsonl").read_text()) == {"step": 3, "loss": 0.5} and not said
+
+
+# ---- a whole run
+
+TIMED = re.compile(r"^(time|memory)/|per_s|seconds|mfu|utilization")
+OURS_IN_A_FILE = """
+from arpo.advantages import grpo, hard
+from arpo.branching import arpo as entropy_rise
+from arpo.log.trackers import tensorboard
+from arpo.losses import AGGREGATIONS, ppo
+from arpo.rollout_correction import ROLLOUT_CORRECTIONS
+from arpo.tools.python import PythonTool
+
+mean, masked = AGGREGATIONS["sequence_mean_token_mean"], ROLLOUT_CORRECTIONS["mis"]
+
+
+def rule(evidence, cfg):
+    return entropy_rise(evidence, cfg)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
+    world, file = build_toy_world(tmp_path), tmp_path / "mine.py"
+    file.write_text(OURS_IN_A_FILE)
+    sizes = ("--run.num_steps", "2", "--run.validate_every", "0", "--data.valid", "", "--rollout.group_size", "4",
+             "--branching.num_initial_rollouts", "2")  # fmt: skip
+    options = ("loss.kind", "loss.aggregation", "loss.rollout_correction", "advantage.kind", "advantage.tree",
+               "branching.selector", "run.trackers")  # fmt: skip
+    ours = ("ppo", "sequence_mean_token_mean", "mis", "grpo", "hard", "arpo", "tensorboard")
+    mine = [f"{file}:{name}" for name in ("ppo", "mean", "masked", "grpo", "hard", "rule", "tensorboard")]
+    tool = f"{file}:PythonTool"
+    tools = ["--tools.names", tool, "search", "--tools.options", json.dumps({tool: {"wall_s": 20}})]
+    runs = {}
+    for name, chosen, more in (("ours", ours, []), ("mine", mine, tools)):
+        flags = [word for option, value in zip(options, chosen, strict=True) for word in (f"--{option}", value)]
+        rows = train(world, name, *sizes, *flags, *more, ranks=2)
+        runs[name] = [{k: v for k, v in row.items() if not TIMED.search(k)} for row in rows]
+    assert runs["ours"] == runs["mine"] and len(runs["ours"][0]) > 40
+    assert any(t["parent_id"] for t in dumped(world, "mine", 2)) and list((world / "runs" / "mine" / "tb").iterdir())
 
 
 # ---- a benchmark
