@@ -1,9 +1,9 @@
 """Estimators and tree credits, which turn rewards into advantages, and the choice of the trajectories to train on.
 
-A new estimator is one function and one line: in GROUP_ESTIMATORS if it compares trajectories with each other, in
-CRITIC_ESTIMATORS if it compares tokens with a critic's values (a critic is loaded for these, and for no others). A new
-way to share a trajectory's advantage among its tokens is one function and one line in TREE_CREDITS. A knob is a field
-of AdvantageConfig.
+A new estimator that compares trajectories with each other is one function, in a file of yours
+(advantage.kind=FILE.py:NAME) or with one line in GROUP_ESTIMATORS. One that compares tokens with a critic's values is
+one line in CRITIC_ESTIMATORS (a critic is loaded for these, and for no others). A new way to share a trajectory's
+advantage among its tokens is one function, in a file of yours (advantage.tree) or with one line in TREE_CREDITS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.errors import check_name
+from arpo.named import check_name, find
 from arpo.options import AdvantageConfig
 from arpo.selection import teaching
 from arpo.trajectory import Group, Trajectory
@@ -163,7 +163,8 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
     rewards = torch.tensor([t.reward - t.kl_penalty for _, t in trajectories], dtype=torch.float64)
     evidence = GroupEvidence(rewards, [index for index, _ in trajectories], [t for _, t in trajectories])
-    for t, advantage in zip(evidence.trajectories, GROUP_ESTIMATORS[cfg.kind](evidence, cfg).tolist(), strict=True):
+    estimate = find("advantage.kind", cfg.kind, GROUP_ESTIMATORS)
+    for t, advantage in zip(evidence.trajectories, estimate(evidence, cfg).tolist(), strict=True):
         t.advantage = advantage
 
 
@@ -233,9 +234,9 @@ FROM_REWARDS = {"node", "node_parent", "inter_intra"}
 
 
 def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
-    """Return TREE_CREDITS[tree] of a group. Raises ValueError for a name that is not there."""
+    """Return the tree credit of a group by its name. Raises ValueError for a name that is not there."""
     check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
-    return TREE_CREDITS[tree](group, cfg or AdvantageConfig())
+    return find("advantage.tree", tree, TREE_CREDITS)(group, cfg or AdvantageConfig())
 
 
 Turns = list[tuple[str, int]]

@@ -1,6 +1,7 @@
 """Branching decisions, which are pure: the rules and what they may look at, AEPO's budget split, a group's budget.
 
-ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. A rule of your own is one function and one line in RULES.
+ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. A rule of your own is one function
+(Evidence, BranchingConfig) -> P, in a file of yours (branching.selector=FILE.py:NAME) or with one line in RULES.
 The functions named upstream_ do what the released code does where that differs from the papers.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from arpo.entropy import signal_of
+from arpo.named import find
 from arpo.options import RELEASED_WEIGHT, BranchingConfig
 from arpo.trajectory import BranchDecision, SignalStatistics
 
@@ -130,7 +132,7 @@ RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
 
 def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tuple[bool, float, float | None]:
     """Return whether to branch, P, and the draw, which is None under the deterministic `branching.rule=threshold`."""
-    probability = RULES[cfg.selector](evidence, cfg)
+    probability = find("branching.selector", cfg.selector, RULES)(evidence, cfg)
     if cfg.rule == "threshold":
         return probability > cfg.threshold, probability, None
     draw = rng.random()

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from arpo.branching import RULES, BranchBudget, Evidence, Path, initial_rollouts
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.branching import BranchBudget, Evidence, Path, initial_rollouts
+from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol.calls import LIMIT_REACHED, TOOL_LIMIT_REACHED
 from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
@@ -130,7 +130,7 @@ class GroupState:
         budget = BranchBudget(
             budget=None if cfg.dynamic_budget else size - roots,
             max_children=cfg.max_branches_per_turn,
-            last_turn=rollout.max_tool_calls if RULES.get(cfg.selector) else 0,
+            last_turn=0 if cfg.selector == "none" or is_retrospective(cfg.selector) else rollout.max_tool_calls,
         )
         return cls(prompt, size, budget, seed), roots
 

@@ -1,7 +1,7 @@
 """The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms.
 
-A new loss is one function (LossInputs, LossConfig) -> TokenLosses and one line in TOKEN_LOSSES; its knob is a field of
-LossConfig. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
+A new loss is one function (LossInputs, LossConfig) -> TokenLosses, in a file of yours (loss.kind=FILE.py:NAME) or with
+one line in TOKEN_LOSSES. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
 A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from arpo.named import find
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
@@ -104,7 +105,7 @@ def policy_loss(
         advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
     inputs = replace(inputs, advantages=advantages, mask=keep)
 
-    tokens = TOKEN_LOSSES[cfg.kind](inputs, cfg)
+    tokens = find("loss.kind", cfg.kind, TOKEN_LOSSES)(inputs, cfg)
     weighted = tokens.losses if inputs.rollout_weights is None else tokens.losses * inputs.rollout_weights.detach()
     loss = policy_part = aggregate(weighted, keep, cfg.aggregation, denominator)
 
@@ -160,7 +161,8 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "reinforce": reinforce,
 }
 NEED_WHOLE_ROWS = {"gspo", "sequence_mean_token_sum", "sequence_mean_token_mean"}
-"""Losses and aggregations that combine the tokens of a row, and so cannot go with model.context_parallel > 1."""
+"""Losses and aggregations that combine the tokens of a row, and so cannot go with model.context_parallel > 1. (Those of
+a user's file are taken for such.)"""
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:
@@ -222,7 +224,7 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """
-    return KL_ESTIMATORS[estimator](logprobs - ref_logprobs)
+    return find("loss.kl_estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)
 
 
 def k3(difference: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
     """Sum token losses (B, T) as AGGREGATIONS says, over `denominator` (None = the count of these rows, at least 1)."""
     # where, not a product: 0 * inf would poison the sum, and the gradient of a masked token must be exactly 0
-    rows, _ = AGGREGATIONS[aggregation](torch.where(mask.bool(), token_loss, 0.0), mask)
+    rows, _ = find("loss.aggregation", aggregation, AGGREGATIONS)(torch.where(mask.bool(), token_loss, 0.0), mask)
     if denominator is None:
         denominator = loss_denominator(mask, aggregation).clamp(min=1)
     return rows.sum() / denominator
@@ -252,7 +254,7 @@ def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
 
     mask [[1, 1], [0, 0]] -> 2 for token_mean, 1 for the sequence means.
     """
-    _, counts = AGGREGATIONS[aggregation](torch.zeros_like(mask), mask)
+    _, counts = find("loss.aggregation", aggregation, AGGREGATIONS)(torch.zeros_like(mask), mask)
     return counts.sum()
 
 

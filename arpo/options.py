@@ -11,7 +11,8 @@ from math import isfinite, nan
 from typing import Annotated, Literal
 
 from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between, Decides, Needs
-from arpo.errors import check_name, names_of, require
+from arpo.errors import UserError, require
+from arpo.named import check_name, is_own, names_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,27 @@ class RolloutConfig:
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary
 RELEASED_WEIGHT, RELEASED_BUDGET_WEIGHT = round(0.2 * PER_NAT, 4), round(0.5 * PER_NAT, 3)  # 0.3352 and 0.838 per nat
 RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
+SELECTORS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
+"""Parameters of a user's rule, which judges a tool result as it comes, and of a user's retrospective selector."""
+
+
+def is_retrospective(selector: str) -> bool:
+    """Return whether a value of branching.selector chooses its forks once all trajectories of a group have ended."""
+    if is_own(selector):
+        return parameters_of("branching.selector", selector) == SELECTORS[1]
+    return selector in RETROSPECTIVE
+
+
+def judges(*but: str, use: str = "arpo or aepo") -> Needs:
+    """The need of a rule that judges each tool result as it comes, and is none of `but`."""
+    return Needs("branching.selector", met=lambda s: s not in ("none", *but) and not is_retrospective(s), use=use)
+
+
 SCALE_FREE = ("standardized", "quantile")
 BRANCHES = Needs("branching.selector", not_in=("none",), use="arpo or aepo")
-JUDGES = Needs("branching.selector", not_in=("none", *RETROSPECTIVE), use="arpo or aepo")  # each result as it comes
-RULED = Needs("branching.selector", not_in=("none", "random", *RETROSPECTIVE), use="arpo or aepo")
-NO_WEIGHT = ("none", "random", *SCALE_FREE, *RETROSPECTIVE)
-WEIGHED = Needs("branching.selector", not_in=NO_WEIGHT, use="arpo or aepo")
-PENALISED = Needs("branching.selector", not_in=(*NO_WEIGHT, "arpo"), use="aepo")
+EXPANDS = Needs("branching.selector", met=is_retrospective, use=" or ".join(RETROSPECTIVE))
+JUDGES, RULED, WEIGHED = judges(), judges("random"), judges("random", *SCALE_FREE)
+PENALISED = judges("random", *SCALE_FREE, "arpo", use="aepo")
 
 
 @dataclass(frozen=True)
@@ -83,10 +98,10 @@ class BranchingConfig:
     selector: Annotated[str, NOTHING] = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; standardized =
     P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
-    of earlier steps; random = always `base`; none = never (plain GRPO); or your own (RULES in arpo/branching.py).
+    of earlier steps; random = always `base`; none = never (plain GRPO); or your own, FILE.py:NAME.
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
-    least sure of; or your own (EXPANSIONS in arpo/retrospective.py)."""
-    expansion_rounds: Annotated[int, AtLeast(1), Needs("branching.selector", *RETROSPECTIVE)] = 2
+    least sure of; or your own too: a function that begins with `group`."""
+    expansion_rounds: Annotated[int, AtLeast(1), EXPANDS] = 2
     """tree_grpo, at2po: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
     until all their trajectories have ended."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
@@ -125,6 +140,11 @@ class BranchingConfig:
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
+        if is_own(self.selector) and (takes := parameters_of("branching.selector", self.selector)) not in SELECTORS:
+            forms = " or ".join(f"({', '.join(form)})" for form in SELECTORS)
+            raise UserError(
+                f"branching.selector={self.selector} takes ({', '.join(takes)}); it must be a function of {forms}"
+            )
 
 
 BUILT_IN = Needs("reward.file", "")
@@ -178,20 +198,21 @@ class TrainingRewardConfig(RewardConfig):
                 weight = nan
             require(name and isfinite(weight), f"reward.terms: {entry!r} is not of the form NAME=WEIGHT, like answer=1")
             require(name not in weights, f"reward.terms: {name} stands there twice; drop one")
-            if ".py:" not in name:
-                check_name("reward.terms", name, "rewards/terms", "TERMS", "FILE.py:FUNCTION")
             weights[name] = weight
         return weights
 
     def __post_init__(self) -> None:
+        for name in self.weights:
+            check_name("reward.terms", name, "rewards/terms", "TERMS")
         require(
             "overlong" not in self.weights or self.overlong_buffer_tokens,
             "reward.terms has overlong, but reward.overlong_buffer_tokens=0; set it, or drop the term",
         )
 
 
-CRITIC = Needs("advantage.kind", *names_of("advantages", "CRITIC_ESTIMATORS"))
-GROUPS = Needs("advantage.kind", *names_of("advantages", "GROUP_ESTIMATORS"))
+CRITICS = names_of("advantages", "CRITIC_ESTIMATORS")
+CRITIC = Needs("advantage.kind", *CRITICS)
+GROUPS = Needs("advantage.kind", not_in=CRITICS, use=" or ".join(names_of("advantages", "GROUP_ESTIMATORS")))
 AVERAGED = Needs("advantage.tree", not_in=names_of("advantages", "FROM_REWARDS"), use="soft or hard")
 
 
@@ -256,7 +277,8 @@ class CriticConfig:
 
 CLIPS = Needs("loss.kind", not_in=("reinforce",), use="ppo, gspo or cispo")
 REFERENCE = Needs("loss.kl_coefficient", use="0.001")
-MASKS = Needs("loss.rollout_correction", "mis", "sequence_mis", "geometric_mis")
+NO_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
+MASKS = Needs("loss.rollout_correction", not_in=NO_LOW, use="mis or sequence_mis or geometric_mis")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A rule of branching.py judges a tool result a moment after it has come; a retrospective selector sees how everything
 went on, and so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories that
 ended in an error of ours), the number of forks of this round, its config section and a random generator. A selector of
-your own is one function and one line in EXPANSIONS.
+your own is one function, in a file of yours (branching.selector=FILE.py:NAME) or with one line in EXPANSIONS.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from arpo.branching import Path
 from arpo.growing import GroupState
+from arpo.named import find
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 
@@ -124,7 +125,7 @@ def next_forks(
     budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
     group.num_rounds += 1
     rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
-    forks = EXPANSIONS[cfg.selector](finished, budget, cfg, rng)[:budget]
+    forks = find("branching.selector", cfg.selector, EXPANSIONS)(finished, budget, cfg, rng)[:budget]
     by_id = {t.trajectory_id: t for t in finished.trajectories}
     allowed = []
     for fork in forks:

@@ -23,9 +23,8 @@ from arpo import retrospective
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.growing import Decision, GroupState, Live, StopWatch, number_of, refused
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
-from arpo.retrospective import EXPANSIONS
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
@@ -186,7 +185,7 @@ class Rollout:
             evidence = group.decisions[turn, parent].evidence
             for child in children:
                 self.fork(group, parent, turn, child, replace(evidence, consecutive=evidence.consecutive + 1))
-        if self.branching.selector in EXPANSIONS:
+        if is_retrospective(self.branching.selector):
             self.expand(group)
         elif group.budget.budget is not None and group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)

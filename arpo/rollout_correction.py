@@ -1,7 +1,8 @@
 """Importance weights against the difference between the policy that sampled (vLLM's) and the trainer's own.
 
-A new correction is one line in ROLLOUT_CORRECTIONS, of a function that combines the weights of tokens, and one that
-bounds them. All functions are pure. Legend as in losses.py: B trajectories (rows), T response tokens.
+A new correction is a pair: a function that combines the weights of tokens, and one that bounds them; in a file of yours
+(loss.rollout_correction=FILE.py:NAME) or as one line in ROLLOUT_CORRECTIONS. All functions are pure. Legend as in
+losses.py: B trajectories (rows), T response tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arpo.losses import MAX_LOG_RATIO, mean_over_sequence
+from arpo.named import find
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 
@@ -30,7 +32,7 @@ def rollout_weights(
     keep = mask.bool()
     with torch.no_grad():
         difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
-        combined, bounded = ROLLOUT_CORRECTIONS[cfg.rollout_correction]
+        combined, bounded = find("loss.rollout_correction", cfg.rollout_correction, ROLLOUT_CORRECTIONS)
         weights = combined(difference, keep).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
         weights, changed = bounded(weights, cfg)
         metrics, num_tokens = Metrics(), keep.sum().double()
@@ -75,4 +77,4 @@ ROLLOUT_CORRECTIONS: dict[str, tuple[Combined, Bounded]] = {
     "geometric_mis": (mean_over_sequence, masked),
 }
 NEED_WHOLE_ROWS = {"sequence_tis", "sequence_mis", "geometric_tis", "geometric_mis"}
-"""Those that combine the tokens of a row, and so cannot go with model.context_parallel > 1."""
+"""Those that combine the tokens of a row, and so cannot go with model.context_parallel > 1. (So are a user's.)"""

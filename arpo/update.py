@@ -27,6 +27,7 @@ from arpo.model import Policy
 from arpo.model.accumulation import accumulating
 from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
+from arpo.named import find
 from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights
@@ -118,8 +119,9 @@ def fill_advantages(
             fill_from_critic(minibatch, cfg, loss, dist)
         return metrics
     assign_advantages(groups, cfg)
+    credit = find("advantage.tree", cfg.tree, TREE_CREDITS)
     for minibatch in minibatches:
-        by_group = [TREE_CREDITS[cfg.tree](group, cfg) for group in minibatch.groups]
+        by_group = [credit(group, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)

@@ -3,7 +3,6 @@ import torch
 from helpers.losses import loss_of
 
 from arpo.advantages import TREE_CREDITS, CriticEvidence, GroupEvidence, assign_advantages, gae, grpo
-from arpo.errors import names_of
 from arpo.options import AdvantageConfig
 from arpo.selection import groups_to_train_on, is_dead, training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
@@ -209,15 +208,14 @@ def test_an_unknown_way_to_share_credit_is_refused(word):
         AdvantageConfig(tree="hrad")
 
 
-def test_a_credit_that_starts_from_the_rewards_refuses_another_estimator(monkeypatch):
-    names = {"GROUP_ESTIMATORS": ("grpo", "rloo")}  # as if rloo had been added, see docs/extending.md
-    for module in ("options", "errors"):
-        monkeypatch.setattr(f"arpo.{module}.names_of", lambda m, name: names.get(name) or names_of(m, name))
-    assert AdvantageConfig(kind="rloo", tree="hard").tree == "hard"
+def test_a_credit_that_starts_from_the_rewards_refuses_another_estimator(tmp_path):
+    rloo = f"{tmp_path}/mine.py:rloo"
+    (tmp_path / "mine.py").write_text("def rloo(evidence, cfg): ...\n")
+    assert AdvantageConfig(kind=rloo, tree="hard").tree == "hard"
     with pytest.raises(
-        ValueError, match=r"tree=node starts from the rewards, .*kind=rloo .*set advantage\.kind=grpo or"
+        ValueError, match=r"tree=node starts from the rewards, .*kind=.*:rloo .*set advantage\.kind=grpo or"
     ):
-        AdvantageConfig(kind="rloo", tree="node")
+        AdvantageConfig(kind=rloo, tree="node")
 
 
 def test_every_way_to_share_credit_covers_the_trajectories_that_teach():

@@ -38,11 +38,13 @@ def test_every_metric_of_the_tools_is_in_the_table():
         assert shortened.get(last, last) in table, name
 
 
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("benchmarks/*/*.md")]
-INVENTED = {
-    "arpo/tools/age.py", "arpo/tools/calculator.py", "arpo/tools/ledger.py", "tests/test_NAME.py", "arpo/NAME.py",
-    "section.field",
-}  # fmt: skip
+PAGES = [
+    *ROOT.glob("*.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *ROOT.glob("benchmarks/*/*.md"),
+    ROOT / "extras/README.md",
+]
+INVENTED = {"tests/test_NAME.py", "arpo/NAME.py", "section.field"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -51,7 +53,9 @@ def test_files_that_a_page_names_are_there(path):
     links = [link.partition("#")[0] for link in re.findall(r"\w\]\(([^)\s]+)\)", text) if "://" not in link]
     for link in filter(None, links):
         assert (path.parent / link).exists(), link
-    for name in re.findall(r"\b(?:configs|scripts|benchmarks|tests|arpo)/[\w./]+\.(?:yaml|py|sh|md|png)\b", text):
+    for name in re.findall(
+        r"\b(?:configs|scripts|benchmarks|tests|arpo|extras)/[\w./]+\.(?:yaml|py|sh|md|png)\b", text
+    ):
         assert (ROOT / name).exists() or name in INVENTED, name
 
 

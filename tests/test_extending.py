@@ -1,47 +1,64 @@
-"""The edits of docs/extending.md, made in a copy of the project as they stand there; then the copy is used.
+"""What docs/extending.md shows, as it stands there: files of a researcher's own, which options name; nothing else knows
+them. And edits of the package, made in a copy."""
 
-Nothing else in the copy may need to know the new name.
-"""
-
+import asyncio
 import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
-from helpers.edits import edited_copy, edits_of, run_in
+import torch
+from helpers.edits import edited_copy, edits_of, run_in, write_own_file
+from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
+from helpers.scripted_rollout import ANSWER, CALL, play
+from helpers.toy_run import build_toy_world, dumped, train
 
-USE_RLOO = """
-from arpo.advantages import TREE_CREDITS, assign_advantages
+from arpo.advantages import assign_advantages, token_advantages
 from arpo.config.load import load_config
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.trajectory import Group, Prompt, Trajectory
+from arpo.evals.grading import well_formed
+from arpo.evals.records import group_records
+from arpo.log.charts import rl_charts
+from arpo.log.trackers import TrackedRun, Trackers
+from arpo.losses import LossInputs, policy_loss
+from arpo.metrics import rollout_metrics
+from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.protocol import Codec
+from arpo.rewards import load_custom, score_groups
+from arpo.rewards.terms import load_terms
+from arpo.rollout import rollout
+from arpo.tools import make_tools, system_prompt_for, tool_schemas
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 from train_rl import RLConfig
 
 RL = ["--data.train", "x"]
-cfg = load_config(RLConfig, [*RL, "--advantage.kind", "rloo", "--advantage.rloo_scale", "2.0",
-                             "--advantage.dead_groups", "drop", "--advantage.tree", "hard"]).advantage
-assert not cfg.needs_critic
-rewards = [3.0, 0.0, 0.0]
-trajectories = [Trajectory("p", str(i), [5], [1], [0.0], reward=reward) for i, reward in enumerate(rewards)]
-group = Group(Prompt("p", [], []), trajectories)
-assign_advantages([group], cfg)
-assert [t.advantage for t in group.trajectories] == [6.0, -3.0, -3.0], group
-assert TREE_CREDITS[cfg.tree](group, cfg)["1"].tolist() == [-3.0]
-for flags in (["--advantage.kind", "rlo"], ["--advantage.kind", "rloo", "--critic.lr", "1e-4"]):
-    try:
-        load_config(RLConfig, [*RL, *flags])
-    except UserError as error:
-        print(error)
-"""
 
 
-def test_an_advantage_estimator_is_one_function_one_line_and_one_field(tmp_path):
-    edits = edits_of("An advantage estimator")
-    assert [code.count("def ") for _, code in edits] == [1, 0, 0]
-    printed = run_in(edited_copy(tmp_path, edits), USE_RLOO).splitlines()
-    assert "did you mean 'rloo'" in printed[0] and "critic.lr" in printed[1] and "advantage.kind" in printed[1]
+# ---- a loss
+
+
+def sapo_at_3() -> tuple[LossInputs, torch.Tensor]:
+    logprobs = torch.tensor([[1.0, 3.0]]).log().requires_grad_()
+    ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
+    return LossInputs(logprobs, zeros, ones, torch.tensor([[1, 0]]), ref_logprobs=zeros), logprobs
+
+
+def test_a_loss_is_one_file_and_one_flag(tmp_path):
+    flag = f"{write_own_file('A loss', tmp_path)}:sapo"
+    cfg = load_config(RLConfig, [*RL, "--loss.kind", flag, "--loss.kl_coefficient", "0.1"])
+    inputs, logprobs = sapo_at_3()
+    loss, metrics = policy_loss(inputs, cfg.loss)
+    loss.backward()
+    assert loss.item() == -2.0 and logprobs.grad.tolist() == [[-1.0, 0.0]]  # on-policy, gate 1/2: the gradient is -A
+    assert metrics["gate"] == 0.5 and metrics["ratio_max"] == 1.0 and metrics["clip_fraction"] == 0.0
+    with pytest.raises(UserError, match="does not define 'sap0'; did you mean 'sapo'"):
+        load_config(RLConfig, [*RL, "--loss.kind", flag.replace("sapo", "sap0")])
 
 
 USE_SAPO = """
-import math
 import torch
 from arpo.config.load import load_config
 from arpo.errors import UserError
@@ -49,15 +66,10 @@ from arpo.losses import LossInputs, policy_loss
 from train_rl import RLConfig
 
 RL = ["--data.train", "x"]
-flags = ["--loss.kind", "sapo", "--loss.sapo_temperature", "2.0", "--loss.kl_coefficient", "0.1"]
-cfg = load_config(RLConfig, [*RL, *flags])
-logprobs = torch.tensor([[1.0, 3.0]]).log().requires_grad_()
-mask = torch.tensor([[1, 0]])
-ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
-loss, metrics = policy_loss(LossInputs(logprobs, zeros, ones, mask, ref_logprobs=zeros), cfg.loss)
-loss.backward()
-assert loss.item() == -1.0 and logprobs.grad.tolist() == [[-1.0, 0.0]], (loss, logprobs.grad)  # on-policy: -A
-assert metrics["gate"] == 0.5 and metrics["ratio_max"] == 1.0 and metrics["clip_fraction"] == 0.0
+cfg = load_config(RLConfig, [*RL, "--loss.kind", "sapo", "--loss.sapo_temperature", "2.0"])
+logprobs, zeros = torch.zeros(1, 1), torch.zeros(1, 1)
+loss, metrics = policy_loss(LossInputs(logprobs, zeros, zeros + 1, zeros + 1), cfg.loss)
+assert loss.item() == -1.0 and metrics["gate"] == 0.5
 try:
     load_config(RLConfig, [*RL, "--loss.kind", "sap0"])
 except UserError as error:
@@ -65,8 +77,10 @@ except UserError as error:
 """
 
 
-def test_a_loss_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
-    edits = edits_of("A loss with a knob")
+def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
+    [(_, file)], edits = edits_of("A loss"), edits_of("Into the package")
+    function = file[file.index("def sapo") :].replace("TEMPERATURE", "cfg.sapo_temperature")
+    edits = [("In `arpo/losses.py`, above `TOKEN_LOSSES`:", function), *edits]
     assert [code.count("def ") for _, code in edits] == [1, 0, 0]
     assert "did you mean 'sapo'? use one of sapo, ppo" in run_in(edited_copy(tmp_path, edits), USE_SAPO)
 
@@ -76,212 +90,80 @@ def test_an_edit_in_a_place_that_is_not_there_is_noticed(tmp_path):
         edited_copy(tmp_path, [("One line in `LOSSES` of `arpo/losses.py`:", "    1: 1,\n")])
 
 
-# ---- a tool with state
-
-USE_LEDGER = """
-from helpers.fakes import ScriptedEngine, byte_tokenizer
-
-from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import TagsCodec
-from arpo.rollout import rollout
-from arpo.tools import make_tools, system_prompt_for
-from arpo.tools.base import ToolRunner
-from arpo.config.tools import ToolsConfig
-from arpo.trajectory import Prompt
-
-tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=("ledger",)))
-codec, runner = TagsCodec(tokenizer, tools=tools), ToolRunner(tools)
-ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
-script = lambda _prompt, path, turn: f"<ledger>{turn - len(path)}</ledger>" if turn < 3 else "done"
-[group] = rollout(
-    [Prompt("p", [], [], meta={"balance": 7}, token_ids=ids)], ScriptedEngine(tokenizer, script), runner, codec,
-    RolloutConfig(group_size=6, max_response_tokens=900, answer_reserve_tokens=60),
-    BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2), seed=0,
-)
-runner.close()
-for t in group.trajectories:
-    balance = 7
-    for call in t.tool_calls:
-        balance += int(call.argument)
-        assert (call.result, call.info, call.replayed) == (str(balance), {"balance": balance}, 0), call
-print(sum(t.parent_id is not None for t in group.trajectories))
-print("an account" in system_prompt_for("default", ["ledger"]))
-"""
+# ---- an advantage
 
 
-def test_a_tool_with_state_is_one_file_and_one_line(tmp_path):
-    edits = edits_of("A tool with state")
-    assert len(edits) == 2 and edits[1][1].count("\n") == 1
-    assert run_in(edited_copy(tmp_path, edits), USE_LEDGER).split() == ["4", "True"]
+def test_an_advantage_is_one_file_and_one_flag(tmp_path):
+    flags = ["--advantage.kind", f"{write_own_file('An advantage', tmp_path)}:rloo", "--advantage.tree", "hard"]
+    cfg = load_config(RLConfig, [*RL, *flags, "--advantage.dead_groups", "drop"]).advantage
+    rewards = [3.0, 0.0, 0.0]
+    trajectories = [Trajectory("p", str(i), [5], [1], [0.0], reward=reward) for i, reward in enumerate(rewards)]
+    group = Group(Prompt("p", [], []), trajectories)
+    assign_advantages([group], cfg)
+    assert [t.advantage for t in group.trajectories] == [3.0, -1.5, -1.5]
+    assert token_advantages(group, cfg.tree, cfg)["1"].tolist() == [-1.5]
 
 
-# ---- a branching rule on token entropies
+# ---- branching
 
-USE_SPIKES = '''
-import json
-from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
-import arpo.rollout
-from arpo.config.load import load_config
-from arpo.protocol import TagsCodec
-from arpo.tools.base import ToolRunner
-from arpo.trajectory import Prompt
-from train_rl import RLConfig
-
-COMMON = [
-    "--data.train", "x", "--rollout.group_size", "6", "--branching.num_initial_rollouts", "2",
-    "--branching.entropy_tokens", "8", "--branching.rule", "threshold", "--branching.threshold", "0.45",
-]
 
 def script(prompt_id, path, turn):
     """Two searches, then the answer. After the first result half of the tokens stand out against root 0, none against
     root 1; after the second all do, but only against root 0. In the mean the entropy falls, but for root 0's last."""
-    text = "<think>t</think><search>q</search>" if turn < 2 else "<think>t</think><answer>1</answer>"
+    text = CALL if turn < 2 else "<think>t</think><answer>1</answer>"
     if turn == 0:
         return text, [1.0] * 8 if path == "0" else [3.0] * 8
     return text, [1.5] * 4 + [0.1] * 4 if turn == 1 else [1.2] * 8
 
-tokenizer = byte_tokenizer()
-codec = TagsCodec(tokenizer)
-messages = [{"role": "user", "content": "question"}]
-prompt = Prompt("p", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))
 
-def decisions(flags):
-    cfg = load_config(RLConfig, COMMON + flags)
-    tools = ToolRunner({"search": EchoTool("search", "found")})
-    engine = ScriptedEngine(tokenizer, script)
-    [group] = arpo.rollout.rollout([prompt], engine, tools, codec, cfg.rollout, cfg.branching, seed=0)
-    tools.close()
+def decisions(selector: str, *flags: str) -> dict[str, dict[int, list]]:
+    """Trajectory -> turn -> [P, number of children]."""
+    sizes = ["--rollout.group_size", "6", "--branching.num_initial_rollouts", "2", "--branching.entropy_tokens", "8"]
+    rule = ["--branching.selector", selector, "--branching.rule", "threshold", "--branching.threshold", "0.45"]
+    cfg = load_config(RLConfig, [*RL, *sizes, *rule, *flags])
+    [group] = play(script, cfg=cfg.rollout, branching=cfg.branching)
     return {
-        t.trajectory_id: {i: [turn.decision.probability, turn.decision.num_children]
-                          for i, turn in enumerate(t.turns) if turn.decision}
+        t.trajectory_id: {
+            i: [turn.decision.probability, turn.decision.num_children]
+            for i, turn in enumerate(t.turns)
+            if turn.decision
+        }
         for t in group.trajectories
     }
 
-print(json.dumps({name: decisions(flags) for name, flags in RUNS.items()}))
-'''
-RUNS = {
-    "plain": ["--branching.selector", "spikes"],
-    "weighted": ["--branching.selector", "spikes", "--branching.spike_weight", "0.8"],
-    "means": ["--branching.selector", "arpo", "--branching.threshold", "0.5"],
-}
-Decisions = dict[str, dict[str, list]]
-"""Trajectory -> turn -> [P, number of children]."""
 
-
-@pytest.fixture(scope="module")
-def decisions(tmp_path_factory) -> dict[str, Decisions]:
-    """What rollouts on the scripted engine decide with each of RUNS, in a copy with the rule in it."""
-    folder = edited_copy(tmp_path_factory.mktemp("rule"), edits_of("A branching rule on token entropies"))
-    return json.loads(run_in(folder, f"RUNS = {RUNS!r}\n{USE_SPIKES}"))
-
-
-def test_decisions_follow_a_rule_on_the_token_entropies_of_turn_and_root(decisions):
+def test_decisions_follow_a_rule_on_the_token_entropies_of_turn_and_root(tmp_path):
     # Root 0 branches after both results. Its child has the parent's first turn, so all tokens of its own last turn
     # stand out too, and it branches as well; against root 1's first turn nothing stands out.
-    assert decisions["plain"] == {
-        "0": {"1": [0.5, 1], "2": [1.0, 1]},
-        "0.0": {"2": [1.0, 1]},
+    rule = f"{write_own_file('A branching rule', tmp_path)}:spikes"
+    assert decisions(rule) == {
+        "0": {1: [0.5, 1], 2: [1.0, 1]},
+        "0.0": {2: [1.0, 1]},
         "0.0.0": {},
         "0.1": {},
-        "1": {"1": [0.0, 0], "2": [0.0, 0]},
+        "1": {1: [0.0, 0], 2: [0.0, 0]},
         "2": {},
     }
+    assert decisions(rule, "--branching.base", "0.4")["0"] == {1: [0.4, 0], 2: [0.8, 1]}  # a knob of its section
+    means = decisions("arpo", "--branching.threshold", "0.5")["0"]
+    assert [children for _, children in means.values()] == [0, 1]
 
 
-def test_the_rules_knob_comes_from_the_command_line(decisions):
-    assert decisions["weighted"]["0"] == {"1": [0.4, 0], "2": [0.8, 1]}
+def test_a_retrospective_selector_is_one_file_and_one_flag(tmp_path):
+    flags = ["--branching.num_initial_rollouts", "2", "--branching.expansion_rounds", "1", "--rollout.group_size", "4"]
+    selector = f"{write_own_file('A branching rule', tmp_path)}:middle"
+    cfg = load_config(RLConfig, [*RL, *flags, "--branching.selector", selector])
+    [group] = play(
+        lambda p, path, turn: CALL if turn < 3 - 2 * int(path[0]) else ANSWER,
+        cfg=replace(cfg.rollout, max_response_tokens=600, answer_reserve_tokens=60),
+        branching=cfg.branching,
+    )
+    assert [t.trajectory_id for t in group.trajectories] == ["0", "0.0", "1", "1.0"]
+    with pytest.raises(UserError, match=r"base=0\.4 is ignored unless branching\.selector=arpo"):
+        load_config(RLConfig, [*RL, "--branching.selector", selector, "--branching.base", "0.4"])
 
 
-def test_a_rule_on_the_means_decides_otherwise(decisions):
-    assert [children for _, children in decisions["means"]["0"].values()] == [0, 1]
-
-
-# ---- a retrospective selector
-
-USE_MIDDLE = """
-from helpers.scripted_rollout import ANSWER, CALL, play
-from arpo.config.load import load_config
-from arpo.errors import UserError
-from train_rl import RLConfig
-
-RL = ["--data.train", "x", "--rollout.group_size", "4", "--branching.num_initial_rollouts", "2"]
-cfg = load_config(RLConfig, [*RL, "--branching.selector", "middle", "--branching.expansion_rounds", "1"])
-[group] = play(lambda p, path, turn: CALL if turn < 3 - 2 * int(path[0]) else ANSWER, cfg=cfg.rollout,
-               branching=cfg.branching)
-print([t.trajectory_id for t in group.trajectories])
-for flags in (["--branching.selector", "midle"], ["--branching.selector", "middle", "--branching.base", "0.4"]):
-    try:
-        load_config(RLConfig, [*RL, *flags])
-    except UserError as error:
-        print(error)
-"""
-
-
-def test_a_retrospective_selector_is_one_function_and_one_line(tmp_path):
-    edits = edits_of("A retrospective selector")
-    assert [code.count("def ") for _, code in edits] == [1, 0]
-    forked, misspelt, useless = run_in(edited_copy(tmp_path, edits), USE_MIDDLE).splitlines()
-    assert forked == "['0', '0.0', '1', '1.0']"
-    assert "did you mean 'middle'" in misspelt and "base=0.4 is ignored unless branching.selector=arpo" in useless
-
-
-# ---- a tool from a function
-
-USE_AGE = """
-import asyncio
-from dataclasses import dataclass, field
-
-from arpo.config.load import load_config
-from arpo.tools import make_tools, system_prompt_for, tool_schemas
-from arpo.config.tools import ToolsConfig
-
-
-@dataclass(frozen=True)
-class Config:
-    tools: ToolsConfig = field(default_factory=ToolsConfig)
-
-
-cfg = load_config(Config, ["--tools.names", "age", "--tools.price_per_call", "age=0.5"]).tools
-tool = make_tools(cfg)["age"]
-for argument in ('{"born": 1912, "year": 1950}', '{"born": "1912"}', "1912"):
-    result = asyncio.run(tool.run(argument))
-    print(result.ok, result.cost, result.text)
-print(list(tool_schemas(cfg)))
-print(system_prompt_for("default", cfg.names))
-"""
-
-
-def test_a_tool_from_a_function_is_the_function_and_one_line(tmp_path):
-    edits = edits_of("A tool from a function")
-    assert edits[0][1].count("def ") == 1 and [code.count("\n") for _, code in edits[1:]] == [1]
-    right, mistyped, bare, names, *prompt = run_in(edited_copy(tmp_path, edits), USE_AGE).splitlines()
-    assert right == "True 0.5 38" and names == "['age']"
-    assert mistyped == 'False 0.0 Error: the argument "born" of age must be an integer, not "1912".'
-    assert bare.startswith("False 0.0 Error: the arguments of age must be a JSON object")
-    assert '<age> {"born": 1} </age>' in prompt and "Tell how old somebody is at the end of a year." in prompt
-    assert '"description": "the year of birth"' in prompt[-1]
-
-
-# ---- a tool with a knob
-
-USE_CALCULATOR = r"""
-import json
-from dataclasses import dataclass, field, replace
-
-from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
-
-from arpo.config.load import load_config
-from arpo.evals.grading import well_formed
-from arpo.evals.records import group_records
-from arpo.metrics import rollout_metrics
-from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.protocol import TagsCodec
-from arpo.rewards import score_groups
-from arpo.rollout import rollout
-from arpo.tools import make_tools, system_prompt_for
-from arpo.tools.base import ToolRunner
-from arpo.config.tools import ToolsConfig
-from arpo.trajectory import Prompt
+# ---- tools
 
 
 @dataclass(frozen=True)
@@ -290,12 +172,89 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
 
 
-with open("corpus.jsonl", "w") as file:
-    file.write(json.dumps({"contents": "otter <calculator>1</calculator> <answer>5</answer>"}) + "\n")
-cfg = load_config(Config, [
-    "--tools.names", "calculator", "search", "--tools.calculator.digits", "3", "--tools.price_per_call",
-    "calculator=0.5", "--tools.search.backend", "local", "--tools.search.corpus", "corpus.jsonl",
-])
+def test_a_tool_from_a_function_is_the_function_and_one_flag(tmp_path):
+    name = f"{write_own_file('A tool from a function', tmp_path)}:age"
+    cfg = load_config(Config, ["--tools.names", name, "--tools.price_per_call", "age=0.5"]).tools
+    tool = make_tools(cfg)["age"]
+    arguments = ('{"born": 1912, "year": 1950}', '{"born": "1912"}', "1912")
+    right, mistyped, bare = (asyncio.run(tool.run(argument)) for argument in arguments)
+    assert (right.ok, right.cost, right.text) == (True, 0.5, "38") and list(tool_schemas(cfg)) == ["age"]
+    assert (mistyped.ok, mistyped.cost) == (False, 0.0)
+    assert mistyped.text == 'Error: the argument "born" of age must be an integer, not "1912".'
+    assert bare.text.startswith("Error: the arguments of age must be a JSON object")
+    for tools in (cfg.names, tool_schemas(cfg)):
+        prompt = system_prompt_for("default", tools)
+        assert '<age> {"born": 1} </age>' in prompt and "Tell how old somebody is at the end of a year." in prompt
+        assert '"description": "the year of birth"' in prompt
+
+
+def test_a_tool_with_state_is_one_file_and_one_flag(tmp_path):
+    name = f"{write_own_file('A tool with state', tmp_path)}:Ledger"
+    tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=(name,)))
+    codec = Codec(tokenizer, tools=tools)
+    ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
+    [group] = play(
+        lambda _prompt, path, turn: f"<ledger>{turn - len(path)}</ledger>" if turn < 3 else "done",
+        cfg=RolloutConfig(group_size=6, max_response_tokens=900, answer_reserve_tokens=60),
+        branching=BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2),
+        tools=[*tools.values()], prompts=[Prompt("p", [], [], meta={"balance": 7}, token_ids=ids)], codec=codec,
+    )  # fmt: skip
+    for t in group.trajectories:
+        balance = 7
+        for call in t.tool_calls:
+            balance += int(call.argument)
+            assert (call.result, call.info, call.replayed) == (str(balance), {"balance": balance}, 0), call
+    assert sum(t.parent_id is not None for t in group.trajectories) == 4
+    assert "an account" in system_prompt_for("default", [name])
+
+
+def calculator(folder: Path, **options: object) -> list[str]:
+    """The flags that load the calculator with these options."""
+    name = f"{write_own_file('A tool with options', folder)}:Calculator"
+    return ["--tools.names", name, "search", "--tools.options", json.dumps({name: options})]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"digit": 3}, "unknown key 'digit'; did you mean 'digits'"),
+        ({"digits": "many"}, "digits.*many"),
+        ({"digits": 3.5}, "digits.*3.5"),
+    ],
+)
+def test_an_option_of_a_tool_is_checked_like_any_knob(tmp_path, options, words):
+    cfg = load_config(Config, calculator(tmp_path, **options)).tools
+    with pytest.raises(UserError, match=rf"^tools\.options: .*:Calculator: .*{words}") as error:
+        tool_schemas(cfg)
+    assert "\n" not in str(error.value)
+
+
+def test_options_of_no_loaded_tool_and_of_a_tool_without_any_are_refused(tmp_path):
+    age = f"{write_own_file('A tool from a function', tmp_path)}:age"
+    with pytest.raises(UserError, match=r"takes no options \(its constructor"):
+        tool_schemas(load_config(Config, ["--tools.names", age, "--tools.options", json.dumps({age: {"a": 1}})]).tools)
+    for entry, words in (
+        ('{"python": {"wall_s": 3}}', r"'python' must be, once, a FILE.py:NAME of tools.names \(none\)"),
+        ("[3]", r"an entry must be a mapping like .*, not '\[3\]'"),
+        ('{"x.py:X": 3}', "an entry must be a mapping like "),
+    ):
+        with pytest.raises(UserError, match=rf"tools\.options: {words}"):
+            load_config(Config, ["--tools.options", entry])
+
+
+def test_options_stand_in_yaml_as_mappings(tmp_path):
+    name = f"{write_own_file('A tool with options', tmp_path)}:Calculator"
+    entry = f"tools:\n  names: [{name}]\n  options:\n    - {{{name}: {{digits: 3}}}}\n"
+    (tmp_path / "c.yaml").write_text(entry)
+    cfg = load_config(Config, [str(tmp_path / "c.yaml")]).tools
+    assert make_tools(cfg)["calculator"].cfg.digits == 3
+
+
+def test_two_tools_of_one_tag_are_refused(tmp_path):
+    name = f"{write_own_file('A tool from a function', tmp_path)}:age"
+    with pytest.raises(UserError, match="has the tag 'age', which is taken"):
+        tool_schemas(ToolsConfig(names=(name, name)))
+
 
 T, A = "<think>t</think>", "<think>t</think><answer>\\boxed{4}</answer>"
 CALC, SEARCH = T + "<calculator>20 / 3</calculator>", T + "<search>otter</search>"
@@ -309,38 +268,47 @@ SCRIPTS = {
     "both": [CALC, SEARCH, A],
     "failed": [T + "<calculator>1 / 0</calculator>", SEARCH, A],
 }
-tokenizer = byte_tokenizer()
-loaded = make_tools(cfg.tools) | {"python": EchoTool("python", "6.67")}
-codec, runner = TagsCodec(tokenizer, tools=loaded), ToolRunner(loaded)
-ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
-prompts = [Prompt(name, [{"role": "user", "content": "q"}], ["4"], "gsm8k", token_ids=ids) for name in SCRIPTS]
-groups = rollout(
-    prompts, ScriptedEngine(tokenizer, lambda prompt, _path, turn: SCRIPTS[prompt][turn]), runner, codec,
-    RolloutConfig(group_size=1, max_response_tokens=900, answer_reserve_tokens=60),
-    BranchingConfig(selector="none", num_initial_rollouts=1), seed=0,
-)
-runner.close()
-found = {}
-for bonus in (cfg.reward.bonus_tools, ("search", "calculator")):
-    score_groups(groups, replace(cfg.reward, bonus_tools=bonus), tools=tuple(loaded))
-    found["+".join(bonus)] = {g.prompt.prompt_id: g.trajectories[0].to_dict() for g in groups}
-values = rollout_metrics(groups).values()
-records = {g.prompt.prompt_id: group_records(g, "own", "reward", [0.0], tuple(loaded))[0] for g in groups}
-print(json.dumps({
-    "plain": found["search+python"], "bonus": found["search+calculator"], "metrics": values,
-    "well_formed": {name: well_formed(record) for name, record in records.items()},
-    "from_text": {name: well_formed(replace(record, segments=[])) for name, record in records.items()},
-    "prompt": system_prompt_for("default", cfg.tools.names), "decides": cfg.tools.what_decides(),
-}))
-"""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """What USE_CALCULATOR prints in a copy that has the calculator."""
-    edits = edits_of("A tool with a knob")
-    assert [code.count("\n") for _, code in edits[1:]] == [1, 1, 1]
-    return json.loads(run_in(edited_copy(tmp_path_factory.mktemp("tool"), edits), USE_CALCULATOR))
+    """What a rollout of SCRIPTS with the calculator of the docs says to reward, metrics, grades and prompt."""
+    folder = tmp_path_factory.mktemp("tool")
+    (folder / "corpus.jsonl").write_text(
+        json.dumps({"contents": "otter <calculator>1</calculator> <answer>5</answer>"}) + "\n"
+    )
+    local = ["--tools.search.backend", "local", "--tools.search.corpus", f"{folder}/corpus.jsonl"]
+    cfg = load_config(Config, [*calculator(folder, digits=3), "--tools.price_per_call", "calculator=0.5", *local])
+    tokenizer = byte_tokenizer()
+    loaded = make_tools(cfg.tools) | {"python": EchoTool("python", "6.67")}
+    codec, runner = Codec(tokenizer, tools=loaded), ToolRunner(loaded)
+    ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
+    prompts = [Prompt(name, [{"role": "user", "content": "q"}], ["4"], "gsm8k", token_ids=ids) for name in SCRIPTS]
+    groups = rollout(
+        prompts,
+        ScriptedEngine(tokenizer, lambda prompt, _path, turn: SCRIPTS[prompt][turn]),
+        runner,
+        codec,
+        RolloutConfig(group_size=1, max_response_tokens=900, answer_reserve_tokens=60),
+        BranchingConfig(selector="none", num_initial_rollouts=1),
+        seed=0,
+    )
+    runner.close()
+    by_bonus = {}
+    for bonus in (cfg.reward.bonus_tools, ("search", "calculator")):
+        score_groups(groups, replace(cfg.reward, bonus_tools=bonus), tools=tuple(loaded))
+        by_bonus["+".join(bonus)] = {g.prompt.prompt_id: g.trajectories[0].to_dict() for g in groups}
+    values = rollout_metrics(groups).values()
+    records = {g.prompt.prompt_id: group_records(g, "own", "reward", [0.0], tuple(loaded))[0] for g in groups}
+    return {
+        "plain": by_bonus["search+python"],
+        "bonus": by_bonus["search+calculator"],
+        "metrics": values,
+        "well_formed": {name: well_formed(record) for name, record in records.items()},
+        "from_text": {name: well_formed(replace(record, segments=[])) for name, record in records.items()},
+        "prompt": system_prompt_for("default", cfg.tools.names),
+        "decides": cfg.tools.what_decides(),
+    }
 
 
 def reward(trajectory: dict) -> tuple[float, dict, str]:
@@ -377,14 +345,80 @@ def test_the_bonus_can_be_for_the_tool(found):
 
 
 def test_prompt_metrics_prices_and_grades_know_the_tool(found):
-    assert "with the help of a calculator and a search tool." in found["prompt"]
+    assert "with the help of a search tool and a calculator." in found["prompt"]
     metrics = found["metrics"]
     assert metrics["tools/calculator/calls"] == 3 and metrics["tools/calculator/not_run"] == 1
     assert metrics["tools/calculator/failed_error"] == 1 and metrics["tools/calculator/cost"] == 2 * 0.5
     ill_formed = {"unclosed", "unclosed_python", "unopened"}
     for verdicts in (found["well_formed"], found["from_text"]):
         assert {name for name, good in verdicts.items() if not good} == ill_formed
-    assert found["decides"]["calculator"] == {"digits": 3}
+    name, [options] = found["decides"]["names"][0], found["decides"]["options"]
+    assert json.loads(options) == {name: {"digits": 3}}
+
+
+# ---- a reward, a tracker
+
+
+def test_a_reward_and_a_term_are_one_file_and_one_flag(tmp_path):
+    file = write_own_file("A reward", tmp_path)
+    right = ToolCall("search", "q", result="it is 4", ok=True, executed=True)
+    t = Trajectory("p", "0", [5], [1], [0.0], turns=[Turn(0, 1, 1, tool_calls=[right])], text="4")
+    group = Group(Prompt("p", [], ["4"], "gsm8k"), [t])
+    score_groups([group], RewardConfig(), load_custom(file, "compute_score"), tools=("search",))
+    assert t.reward == 1.0
+    cfg = load_config(RLConfig, [*RL, "--reward.terms", f"{file}:useful_searches=0.2"]).reward
+    score_groups([group], cfg, tools=("search",), terms=load_terms(cfg, 100))
+    assert t.reward == 0.2 and t.reward_parts == {"useful_searches": 1.0}
+
+
+def test_a_tracker_is_one_file_and_one_flag(tmp_path):
+    name = f"{write_own_file('A tracker', tmp_path)}:Lines"
+    cfg = load_config(RLConfig, [*RL, "--run.trackers", name])
+    said = []
+    trackers = Trackers(cfg.run.trackers, TrackedRun(tmp_path, cfg, rl_charts(1.0), 0), say=said.append)
+    trackers.scalars(3, {"loss/policy": 0.5}, {})
+    trackers.close()
+    assert json.loads((tmp_path / "lines.jsonl").read_text()) == {"step": 3, "loss": 0.5} and not said
+
+
+# ---- a whole run
+
+TIMED = re.compile(r"^(time|memory)/|per_s|seconds|mfu|utilization")
+OURS_IN_A_FILE = """
+from arpo.advantages import grpo, hard
+from arpo.branching import arpo as entropy_rise
+from arpo.log.trackers import tensorboard
+from arpo.losses import AGGREGATIONS, ppo
+from arpo.rollout_correction import ROLLOUT_CORRECTIONS
+from arpo.tools.python import PythonTool
+
+mean, masked = AGGREGATIONS["sequence_mean_token_mean"], ROLLOUT_CORRECTIONS["mis"]
+
+
+def rule(evidence, cfg):
+    return entropy_rise(evidence, cfg)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
+    world, file = build_toy_world(tmp_path), tmp_path / "mine.py"
+    file.write_text(OURS_IN_A_FILE)
+    sizes = ("--run.num_steps", "2", "--run.validate_every", "0", "--data.valid", "", "--rollout.group_size", "4",
+             "--branching.num_initial_rollouts", "2")  # fmt: skip
+    options = ("loss.kind", "loss.aggregation", "loss.rollout_correction", "advantage.kind", "advantage.tree",
+               "branching.selector", "run.trackers")  # fmt: skip
+    ours = ("ppo", "sequence_mean_token_mean", "mis", "grpo", "hard", "arpo", "tensorboard")
+    mine = [f"{file}:{name}" for name in ("ppo", "mean", "masked", "grpo", "hard", "rule", "tensorboard")]
+    tool = f"{file}:PythonTool"
+    tools = ["--tools.names", tool, "search", "--tools.options", json.dumps({tool: {"wall_s": 20}})]
+    runs = {}
+    for name, chosen, more in (("ours", ours, []), ("mine", mine, tools)):
+        flags = [word for option, value in zip(options, chosen, strict=True) for word in (f"--{option}", value)]
+        rows = train(world, name, *sizes, *flags, *more, ranks=2)
+        runs[name] = [{k: v for k, v in row.items() if not TIMED.search(k)} for row in rows]
+    assert runs["ours"] == runs["mine"] and len(runs["ours"][0]) > 40
+    assert any(t["parent_id"] for t in dumped(world, "mine", 2)) and list((world / "runs" / "mine" / "tb").iterdir())
 
 
 # ---- a benchmark

@@ -7,7 +7,8 @@ from __future__ import annotations
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig
 from arpo.config.tools import SearchConfig
-from arpo.errors import names_of, require
+from arpo.errors import require
+from arpo.named import is_own, names_of
 from arpo.options import (
     AdvantageConfig,
     BranchingConfig,
@@ -95,12 +96,16 @@ def check_sampling_policy(
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
     """Raise ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
-    whole_rows = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
+    known = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
+
+    def combines(value: str) -> bool:  # a user's function may
+        return is_own(value) or value in known
+
     for wrong, option in (
         (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
-        (loss.kind in whole_rows, f"loss.kind={loss.kind}"),
-        (loss.aggregation in whole_rows, f"loss.aggregation={loss.aggregation}"),
-        (loss.rollout_correction in whole_rows, f"loss.rollout_correction={loss.rollout_correction}"),
+        (combines(loss.kind), f"loss.kind={loss.kind}"),
+        (combines(loss.aggregation), f"loss.aggregation={loss.aggregation}"),
+        (combines(loss.rollout_correction), f"loss.rollout_correction={loss.rollout_correction}"),
         (loss.kl_coefficient and loss.kl_in == "reward", "loss.kl_in=reward"),
     ):
         require(

@@ -8,6 +8,7 @@ functions below are the one loop over these facts. Imports nothing but the stand
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from math import inf
@@ -37,6 +38,7 @@ class Needs:
     Needs("loss.kind", "gspo", "mine")                        one of these values
     Needs("loss.kind", not_in=("ppo",), use="gspo")           another one: a new loss gives the knob an effect too
     Needs("tools.names", has=("python",))                     a list with one of these names (judge=0.5 is called judge)
+    Needs("branching.selector", met=judges, use="arpo")       one of which this function says so
     Needs("loss.kl_coefficient", use="0.001")                 any value but 0, False and the empty one
     """
 
@@ -46,14 +48,17 @@ class Needs:
         *values: object,
         not_in: tuple[str, ...] = (),
         has: tuple[str, ...] = (),
+        met: Callable[[Any], bool] | None = None,
         use: str = "",
     ):
         """owner: key of the setting. use: a value that gives an effect, for the error message; else all of `values`."""
-        self.owner, self.values, self.not_in, self.has = owner, values, not_in, has
+        self.owner, self.values, self.not_in, self.has, self.met = owner, values, not_in, has, met
         self.use = use or " or ".join(str(value) or '""' for value in values or has)
 
     def is_met(self, value: Any) -> bool:
         """Return whether this value of the owner gives the knob an effect."""
+        if self.met:
+            return self.met(value)
         if self.not_in:
             return value not in self.not_in
         if self.values or self.has:

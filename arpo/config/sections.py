@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Between, Needs
-from arpo.errors import check_name, names_of, require
+from arpo.errors import require
+from arpo.named import check_name, names_of
 
 FORMS = names_of("protocol/__init__", "FORMS")
 
@@ -49,8 +50,8 @@ class RunConfig:
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb and trackio (extras of the same names; a
-    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own (TRACKERS in arpo/log/trackers.py).
-    One that fails is a warning, and is then off. Empty = none."""
+    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own, FILE.py:NAME. One that fails
+    is a warning, and is then off. Empty = none."""
     keep_dumps: Annotated[int, AtLeast(0)] = 50
     """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from arpo.config.facts import MAY_CHANGE, AtLeast, Needs, sampling_settings
 from arpo.config.mcp import McpServer, entry_of, parse_servers
 from arpo.errors import UserError
+from arpo.named import check_name, is_own
 
 PYTHON = Needs("tools.names", has=("python",))
 NOTEBOOK = Needs("tools.names", has=("notebook",))
@@ -55,24 +57,6 @@ class PythonConfig:
     def replayed(self) -> PythonConfig:
         """Return the settings of the same tool answering from its recorded cache only."""
         return replace(self, mode="replay_strict")
-
-
-@dataclass(frozen=True)
-class NotebookConfig(PythonConfig):
-    """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
-
-    FACTS = (NOTEBOOK, MAY_CHANGE)
-
-    session_cpu_s: float = 60.0
-    """Longest time in seconds that all calls of a notebook together may compute. Then it ends, as at any limit, and the
-    next call begins a new one."""
-    max_sessions: Annotated[int, AtLeast(0)] = 256
-    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
-    a process, which may keep memory_mib."""
-    cgroup: Literal["none"] = "none"
-    """A cgroup is one call's; the limits of a notebook, whose processes stay, are polled."""
-    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], NOTEBOOK, LIVE] = "record"
-    """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
 
 
 @dataclass(frozen=True)
@@ -142,24 +126,6 @@ class SearchConfig:
 
 
 @dataclass(frozen=True)
-class SqlConfig:
-    """The <sql> tool: a SQLite database in memory for each trajectory."""
-
-    FACTS = (Needs("tools.names", has=("sql",)),)
-
-    setup_column: str = "sql"
-    """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
-    max_sessions: Annotated[int, AtLeast(0)] = 1024
-    """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
-    max_mib: Annotated[int, AtLeast(1)] = 64
-    """Largest size of a database in MiB."""
-    max_steps: Annotated[int, AtLeast(10_000)] = 50_000_000
-    """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
-    max_rows: Annotated[int, AtLeast(1)] = 50
-    """Most rows of a result that are shown."""
-
-
-@dataclass(frozen=True)
 class ToolsConfig:
     """The tools of the policy. A field that has the name of a tool is that tool's own section.
 
@@ -168,7 +134,10 @@ class ToolsConfig:
     """
 
     names: tuple[str, ...] = ("python", "search")
-    """Tags of the tools that the policy may call."""
+    """Tools that the policy may call; FILE.py:NAME = a class or a function of yours (docs/tools.md)."""
+    options: tuple[str, ...] = ()
+    """Settings of tools from a file. Each entry is a mapping, on the command line as JSON:
+    {"my_tool.py:MyTool": {"max_rows": 20}}, with the tool as in tools.names."""
     mcp: tuple[str, ...] = ()
     """Servers of the Model Context Protocol (MCP), whose tools are offered beside those of tools.names. Each is a
     mapping, on the command line as JSON, with command, args and env, or url and headers; docs/tools.md has the other
@@ -178,11 +147,31 @@ class ToolsConfig:
     calls that the tool answered itself, not for those that its cache answered."""
     python: PythonConfig = field(default_factory=PythonConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
-    notebook: NotebookConfig = field(default_factory=NotebookConfig)
-    sql: SqlConfig = field(default_factory=SqlConfig)
 
     def __post_init__(self) -> None:
+        for name in self.names:
+            check_name("tools.names", name, "tools/__init__", "TOOLS")
+        _ = self.options_by_tool  # which raises
         parse_servers(self.mcp)
+
+    @property
+    def options_by_tool(self) -> dict[str, dict[str, Any]]:
+        """`options` by the tool's name in `names`. Raises UserError for an entry that makes no sense."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in self.options:
+            try:
+                tree = json.loads(entry)
+            except ValueError:
+                tree = None
+            if not isinstance(tree, dict) or not all(isinstance(options, dict) for options in tree.values()):
+                form = '{"my_tool.py:MyTool": {"max_rows": 20}}'
+                raise UserError(f"tools.options: an entry must be a mapping like {form}, not {entry[:60]!r}")
+            for name in tree:
+                if not is_own(name) or name not in self.names or name in found:
+                    own = ", ".join(filter(is_own, self.names)) or "none"
+                    raise UserError(f"tools.options: {name!r} must be, once, a FILE.py:NAME of tools.names ({own})")
+            found |= tree
+        return found
 
     @property
     def servers(self) -> tuple[McpServer, ...]:
@@ -210,4 +199,5 @@ class ToolsConfig:
         """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""
         decides = {name: sampling_settings(section) for name, section in self.sections.items()}
         servers = {"mcp": [server.what_decides() for server in self.servers]} if self.mcp else {}
-        return {"names": self.names} | servers | decides
+        options = {"options": self.options} if self.options else {}
+        return {"names": self.names} | options | servers | decides

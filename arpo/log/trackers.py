@@ -1,8 +1,8 @@
 """Trackers show the numbers of a run elsewhere than in metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
 
-A tracker is one function and one line in TRACKERS. One that cannot be imported is an error before a model is loaded;
-whatever goes wrong later is one warning, and the tracker is off: a run never ends for its sake. A continued run goes on
-in the same run of the tracker, whose name RUN/trackers.json keeps.
+A tracker is one function, in a file of yours (run.trackers FILE.py:NAME) or with one line in TRACKERS. One that cannot
+be imported is an error before a model is loaded; whatever goes wrong later is one warning, and the tracker is off: a
+run never ends for its sake. A continued run goes on in the same run of the tracker, whose name RUN/trackers.json keeps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from arpo.config.facts import leaves
 from arpo.errors import UserError
 from arpo.log.charts import Charts
+from arpo.named import find, is_own
 
 IDS = "trackers.json"
 PROJECT = "arpo-torch"
@@ -154,8 +155,10 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Raise UserError for a tracker whose package is not there. Imports none of them."""
+    """Raise UserError for a tracker whose package is not there, without importing it, or a user's that cannot be."""
     for name in names:
+        if is_own(name):
+            find("run.trackers", name, TRACKERS)
         if name in ("wandb", "trackio") and not _is_installed(name):
             raise UserError(f"run.trackers has {name}, which is not installed; pip install '.[{name}]', or drop it")
 
@@ -176,7 +179,7 @@ class Trackers:
         self._running: dict[str, Tracker] = {}
         for name in names:
             try:
-                self._running[name] = TRACKERS[name](run)
+                self._running[name] = find("run.trackers", name, TRACKERS)(run)
             except Exception as error:
                 self._tell(name, error)
 

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from arpo.protocol.schema import ToolSchema, example_call
+from arpo.protocol.schema import About, ToolSchema, example_call
 
 ANSWER_RULE = r"When you are sure, give the final answer inside <answer> </answer>, the exact answer in \boxed{}."
 BOX_RULE = r"When you are sure, give the final answer, the exact answer in \boxed{}."
 _EXAMPLE_END = r"<answer> The final answer is \[ \boxed{42} \] </answer>"
-
-
-class About(NamedTuple):
-    """Texts with which a tool is introduced in the default system prompt."""
-
-    noun: str
-    """Name of the tool with its article: "a search tool"."""
-    usage: str
-    """Instruction to call it: "to search, write <search> query </search>"."""
-    example: str
-    """A call and its result. The last tool's is followed by the answer 42, which its result should lead to."""
 
 
 def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] = ()) -> str:

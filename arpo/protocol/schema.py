@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
@@ -34,6 +34,17 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+class About(NamedTuple):
+    """Texts with which a tool is introduced in the default system prompt."""
+
+    noun: str
+    """Name of the tool with its article: "a search tool"."""
+    usage: str
+    """Instruction to call it: "to search, write <search> query </search>"."""
+    example: str
+    """A call and its result. The last tool's is followed by the answer 42, which its result should lead to."""
+
+
 @dataclass(frozen=True)
 class ToolSchema:
     """A tool as a model must know it to call it."""
@@ -44,6 +55,8 @@ class ToolSchema:
     """Its purpose, in a sentence or a paragraph for the model."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: {"type": "object", "properties": {name: schema}, "required": [name, ...]}."""
+    about: About | None = None
+    """Its introduction in the default system prompt; None = by this schema."""
 
     def as_function(self) -> dict[str, Any]:
         """Return the entry of `tools=` that chat templates and OpenAI's interface take."""

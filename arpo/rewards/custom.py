@@ -9,15 +9,14 @@ def compute_score(trajectories, prompts): ...    # lists of them, of equal lengt
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo.errors import UserError
+from arpo.named import brief, module_of
 from arpo.protocol import Codec
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
@@ -77,19 +76,8 @@ def load_custom(
     means that it takes all samples at once. Raises UserError where the file cannot be imported or holds no such
     function.
     """
-    path, (of_file, of_function) = Path(file), options
-    if not path.is_file():
-        raise UserError(f"{of_file}={file}: there is no such file; check the path")
-    name = f"arpo_custom_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None:
-        raise UserError(f"{of_file}={file}: not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{of_file}={file}: cannot be imported ({_brief(error)})") from error
+    of_file, of_function = options
+    module = module_of(str(Path(file).resolve()), f"{of_file}={file}")
     found = getattr(module, function, None)
     if not callable(found):
         defined = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v)) or "no function"
@@ -158,7 +146,7 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
     """Return the results of (where, arguments) calls; those of an async function run at the same time."""
 
     def failed(where: str, error: Exception) -> UserError:
-        return UserError(f"{custom.place} failed on {where} ({_brief(error)})")
+        return UserError(f"{custom.place} failed on {where} ({brief(error)})")
 
     def checked(result: object) -> object:
         return list(result) if custom.batched else result
@@ -218,7 +206,3 @@ def _parse(result: object, where: str) -> Score:
 
 def _sample(t: Trajectory) -> str:
     return f"prompt {t.prompt_id}, trajectory {t.trajectory_id}"
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -86,7 +86,7 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     there already, from the same file, tokenizer and options, are used again. Raises UserError, the same on every rank,
     for a conversation that cannot be used or masked exactly, and where none is short enough.
     """
-    cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, codec.tools, form=codec.format))
+    cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, cfg.tools, form=codec.format))
     origin = _origin(Path(path), cfg, codec)
     state = dist.all_gather_objects(_state(folder, origin) if dist.is_main else "")[0]
     if state != "ready":

@@ -7,6 +7,7 @@ rows are read; all of it is read, with the same checks, once the script runs.
 from __future__ import annotations
 
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import check_installed
+from arpo.named import find, is_own
 from arpo.protocol import FORMS
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_schemas
 
 NUM_ROWS = 50
+OWN = (
+    "loss.kind", "loss.aggregation", "loss.kl_estimator", "loss.rollout_correction", "branching.selector",
+    "advantage.kind", "advantage.tree",
+)  # fmt: skip
+"""Options whose FILE.py is imported here, so that what is wrong with it is known before a model is loaded."""
 
 
 def check_sft(cfg: Any) -> None:
@@ -39,13 +46,13 @@ def check_rl(cfg: Any) -> None:
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     _check_reward_file(cfg.reward.file)
     tools = tuple(tool_schemas(cfg.tools))
-    for file in [entry.rpartition(":")[0] for entry in cfg.reward.weights if ".py:" in entry]:
-        if not Path(file).is_file():
-            raise UserError(f"reward.terms: {file}: there is no such file; check the path")
     if "judge" in cfg.reward.weights and not (cfg.judge.url and cfg.judge.model):
         raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         _check_questions(path, tools)
+    for option in OWN:
+        if is_own(value := attrgetter(option)(cfg)):
+            find(option, value, {})
     _check_run(cfg)
 
 

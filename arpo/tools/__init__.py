@@ -1,22 +1,30 @@
-"""Tools that the policy calls from inside a rollout. A new tool is one file, and one line here.
+"""Tools that the policy calls from inside a rollout: ours, those of a user's files, those of MCP servers (`tools.mcp`).
 
-A tool's settings are the field of `ToolsConfig` (arpo/config/tools.py) that has its name: `tools.search` goes to the
-search tool. A tool without such a field is made without arguments. The tools of MCP servers (`tools.mcp`) come beside.
+The settings of ours are the field of `ToolsConfig` (arpo/config/tools.py) that has its name: `tools.search` goes to the
+search tool. A tool from a file (tools.names FILE.py:NAME) is made with the dataclass that its constructor's first
+parameter is typed as, filled from `tools.options`; one whose constructor takes nothing is made without arguments.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import json
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from importlib import import_module
+from typing import Any, get_type_hints
 
+from arpo.config.load import check_known as check_key
+from arpo.config.load import field_names, parse
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
+from arpo.named import find, is_own
 from arpo.protocol import FORMS, Codec
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
@@ -31,8 +39,6 @@ logger = logging.getLogger(__name__)
 TOOLS: dict[str, Callable[[], type[Tool] | FunctionTool]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
     "python": lambda: import_module("arpo.tools.python").PythonTool,
-    "notebook": lambda: import_module("arpo.tools.notebook").NotebookTool,
-    "sql": lambda: import_module("arpo.tools.sql").SqlTool,
 }
 """Class of each tool, or the FunctionTool itself, by tag, in the order in which the default system prompt speaks of
 them. Imported here and not above, so that a tool's own imports are paid only where it is used."""
@@ -43,7 +49,8 @@ TAG = re.compile(r"[A-Za-z0-9_.-]+")
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
     """Return the config's tools, by tag. A tool that cannot start raises: training never goes on without it."""
     price = prices(cfg.price_per_call, tuple(tool_schemas(cfg)))
-    tools = {name: _make_tool(name, cfg) for name in cfg.names}
+    made = [_make_tool(name, cfg) for name in cfg.names]
+    tools = {tool.tag: tool for tool in made}
     for server in cfg.servers:
         tools |= mcp_tools(server)
     return {name: PricedTool(tool, price[name]) if price.get(name) else tool for name, tool in tools.items()}
@@ -53,7 +60,30 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool:
     made = tool_class(name)
     if isinstance(made, FunctionTool):
         return made
-    return made(cfg.sections[name]) if name in cfg.sections else made()
+    section = own_options(name, cfg) if is_own(name) else cfg.sections.get(name)
+    return made() if section is None else made(section)
+
+
+def own_options(name: str, cfg: ToolsConfig) -> Any | None:
+    """Return the settings of a tool from a file; None for one that takes none. Raises UserError, as for any setting."""
+    made, given = tool_class(name), cfg.options_by_tool.get(name, {})
+    hints = {} if isinstance(made, FunctionTool) else get_type_hints(made.__init__)
+    kind = next(iter(hints.values()), None)
+    where = f"tools.options: {name}"
+    if not is_dataclass(kind):
+        if given:
+            raise UserError(f"{where} takes no options (its constructor has no parameter whose type is a dataclass)")
+        return None
+    known = field_names(kind)
+    flags: list[str] = []
+    for key, value in given.items():
+        check_key(key, known, where)
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{key}", *(one if isinstance(one, str) else json.dumps(one) for one in values)]
+    try:
+        return parse(kind, flags)
+    except ValueError as error:
+        raise UserError(f"{where}: {str(error).removesuffix('; see --help')}") from None
 
 
 def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
@@ -62,10 +92,16 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
     The servers are asked once per process, without torch. Raises UserError for a tool that is unknown, a server that
     cannot be used, and a name that cannot be a tag or that two tools have.
     """
-    schemas = {name: schema_of_tool(name) for name in cfg.names}
-    origin = dict.fromkeys([*TOOLS, *cfg.names], "a tool of ours") | dict.fromkeys(
-        reserved_tags(()), "a tag of the protocol"
-    )
+    schemas: dict[str, ToolSchema] = {}
+    reserved = dict.fromkeys(reserved_tags(()), "a tag of the protocol")
+    for name in cfg.names:
+        schema = schema_of_tool(name)
+        if not TAG.fullmatch(schema.name) or schema.name in {*schemas, *reserved}:
+            raise UserError(f"tools.names: {name} has the tag {schema.name!r}, which is taken or no name; rename it")
+        if is_own(name):
+            own_options(name, cfg)  # which raises
+        schemas[schema.name] = schema
+    origin = dict.fromkeys([*TOOLS, *schemas], "a tool of ours") | reserved
     for server in cfg.servers:
         for name, schema in mcp_schemas(server).items():
             if not TAG.fullmatch(name):
@@ -110,6 +146,13 @@ def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
 
 def tool_class(name: str) -> type[Tool] | FunctionTool:
     """Return the class of a tool, or the tool itself where a function is one. Raises UserError for an unknown name."""
+    if is_own(name):
+        found = find("tools.names", name, {})
+        if inspect.isfunction(found):
+            return FunctionTool(found)
+        if not (hasattr(found, "tag") and hasattr(found, "run")):
+            raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
+        return found
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
     return TOOLS[name]()
@@ -118,7 +161,17 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
 def schema_of_tool(name: str) -> ToolSchema:
     """Return what a tool takes: one text, where its class has no schema. Raises UserError for an unknown name."""
     tool = tool_class(name)
-    return getattr(tool, "schema", None) or text_schema(name, f"Call {tool.about.noun}.", "text", "What it is to do.")
+    about = getattr(tool, "about", None)
+    purpose = f"Call {about.noun if about else tool.tag}."
+    schema = getattr(tool, "schema", None) or text_schema(tool.tag, purpose, "text", "What it is to do.")
+    return replace(schema, about=about)
+
+
+def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, ToolSchema]:
+    """Return schemas by tag, of names or of what has them already. Raises UserError for an unknown name."""
+    if isinstance(tools, Mapping):
+        return tools
+    return {schema.name: schema for schema in map(schema_of_tool, tools)}
 
 
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
@@ -153,8 +206,9 @@ def make_codec(
     """
     form = FORMS[cfg.format]
     if form.template_lists_tools:
-        tools = [tools[name] if isinstance(tools, Mapping) else schema_of_tool(name) for name in tools]
-    return form.codec(tokenizer, tools=tuple(tools), enable_thinking=enable_thinking)
+        return form.codec(tokenizer, tools=list(schemas_of(tools).values()), enable_thinking=enable_thinking)
+    tags = tuple(tool_class(name).tag if is_own(name) else name for name in tools)
+    return form.codec(tokenizer, tools=tags, enable_thinking=enable_thinking)
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
@@ -165,11 +219,10 @@ def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSche
     """
     if setting != "default":
         return setting
-    names = list(tools)
     if FORMS[form].template_lists_tools:
-        return json_system_prompt(names)
-    ours = {name: tool_class(name) for name in TOOLS if name in names}
-    listed = tools if isinstance(tools, Mapping) else {}
-    schemas = {name: listed[name] if name in listed else schema_of_tool(name) for name in names}
-    abouts = {name: tool.about for name, tool in ours.items() if tool.about}
-    return default_system_prompt([*abouts.values()], [schemas[name] for name in names if name not in abouts])
+        return json_system_prompt(list(tools))
+    schemas, places = schemas_of(tools), {name: place for place, name in enumerate(TOOLS)}
+    abouts = {name: schema.about for name, schema in schemas.items() if schema.about}
+    in_order = sorted(abouts, key=lambda name: places.get(name, len(places)))
+    listed = [schema for schema in schemas.values() if not schema.about]
+    return default_system_prompt([abouts[name] for name in in_order], listed)

@@ -45,6 +45,7 @@ class PythonTool:
     """
 
     tag = "python"
+    setting = "tools.python"
     about = About(
         "a Python interpreter",
         "to run code, write <python> code </python> and print what you need",
@@ -63,14 +64,14 @@ class PythonTool:
         self.cfg = cfg
         replays = cfg.mode in ("replay", "replay_strict")
         if replays and not cfg.cache:
-            raise UserError(f"tools.{self.tag}.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
+            raise UserError(f"{self.setting}.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
         uses_cache = cfg.cache and cfg.mode != "live"
-        self.cache = open_cache(cfg.cache, read_only=replays, setting=f"tools.{self.tag}.cache") if uses_cache else None
-        interpreter = interpreter_of(cfg, self.tag)
+        self.cache = open_cache(cfg.cache, read_only=replays, setting=f"{self.setting}.cache") if uses_cache else None
+        interpreter = interpreter_of(cfg, self.setting)
         self.sandbox = self._slots = None
         if not replays:
-            check_limits(cfg, self.tag)
-            check_cgroup(cfg, self.tag)
+            check_limits(cfg, self.setting)
+            check_cgroup(cfg, self.setting)
             if cfg.max_concurrent_per_node:
                 self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
             limits = self.limits(cfg)
@@ -79,9 +80,9 @@ class PythonTool:
                 self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
             except SandboxUnavailable as error:
                 raise UserError(
-                    f"tools.{self.tag}: no isolation for model-written code on this machine ({error}); allow user "
+                    f"{self.setting}: no isolation for model-written code on this machine ({error}); allow user "
                     f"namespaces or Landlock, drop {self.tag} from tools.names, or accept the risk with "
-                    f"tools.{self.tag}.allow_unsafe"
+                    f"{self.setting}.allow_unsafe"
                 ) from error
             # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
             # shared with everybody and has few.
@@ -189,32 +190,32 @@ class PythonTool:
         return reasons.get(reply.status, message)
 
 
-def check_limits(cfg: PythonConfig, tag: str) -> None:
+def check_limits(cfg: PythonConfig, setting: str) -> None:
     """Raises UserError for a limit with which nothing could run."""
     for name, least in LEAST.items():
         if not least <= getattr(cfg, name) < math.inf:
-            raise UserError(f"tools.{tag}.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
+            raise UserError(f"{setting}.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
     if cfg.max_concurrent_per_node < 0:
-        raise UserError(f"tools.{tag}.max_concurrent_per_node must not be negative; 0 = no such limit")
+        raise UserError(f"{setting}.max_concurrent_per_node must not be negative; 0 = no such limit")
 
 
-def check_cgroup(cfg: PythonConfig, tag: str) -> None:
+def check_cgroup(cfg: PythonConfig, setting: str) -> None:
     """Raises UserError for a named cgroup that cannot be used."""
     if cfg.cgroup not in ("auto", "none"):
         try:
             find_parent(cfg.cgroup)
         except ValueError as error:
-            raise UserError(f"tools.{tag}.cgroup: {error}; see docs/tools.md, or set auto") from None
+            raise UserError(f"{setting}.cgroup: {error}; see docs/tools.md, or set auto") from None
 
 
-def interpreter_of(cfg: PythonConfig, tag: str) -> Interpreter | None:
+def interpreter_of(cfg: PythonConfig, setting: str) -> Interpreter | None:
     """Return the interpreter that the config names; None for this one. Raises UserError for one that cannot be used."""
     if not cfg.interpreter:
         return None
     try:
         return named_interpreter(cfg.interpreter)
     except ValueError as error:
-        raise UserError(f"tools.{tag}.interpreter: {cfg.interpreter} {error}") from None
+        raise UserError(f"{setting}.interpreter: {cfg.interpreter} {error}") from None
 
 
 def refuse(code: str) -> ToolResult | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -107,25 +107,25 @@ class Sessions:
 
     def park(self) -> None:
         """Set all sessions aside until `unpark`; their calls go on. Idle ones give their places to those that wait."""
-        self._run(self._park())
+        self._run(self._park)
 
     def unpark(self) -> None:
         """Take up what `park` has set aside, if there is anything."""
-        self._run(self._unpark())
+        self._run(self._unpark)
 
     def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
         """Return (trajectory, name, calls that it has answered) of all sessions, those that are parked, if any are."""
-        return self._run(self._records()) or []
+        return self._run(self._records) or []
 
     def restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
         """Give a trajectory a session that begins with a replay of these calls."""
         self._post(self._restore, owner, name, calls)
 
-    def _run(self, work: Coroutine) -> Any:
+    def _run(self, work: Callable[[], Coroutine]) -> Any:
         """Return what comes of the work on the loop, which is short; None without a stateful tool."""
         if self.tools and self._loop.is_running():
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        return work.close()
+            return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+        return None
 
     def _post(self, action: Any, *arguments: Any) -> None:
         if self.tools:

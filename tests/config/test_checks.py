@@ -42,7 +42,7 @@ ALWAYS = {
     "engine": "max_num_seqs",
     "branching": "selector entropy_mode",
     "protocol": "format",
-    "tools": "names mcp price_per_call",
+    "tools": "names options mcp price_per_call",
     "reward": "terms",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
@@ -93,7 +93,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
     "loss.old_logprobs": "recompute",
     "loss.rollout_correction": "mis", "optim.schedule": "linear",
-    "tools.names": ("python", "search", "sql", "notebook"),
+    "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
     "rollout.dispatch": "pull",
@@ -147,7 +147,6 @@ SPECIAL_OFF = {
     ("advantage.normalize_std", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
     ("tools.python.mode", "eval.replay"): True,
-    ("tools.notebook.mode", "eval.replay"): True,
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",
@@ -292,7 +291,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
         (["--engine.quantization", "fp8"], ["samples from another policy", "loss.rollout_correction=tis"]),
         # a reward of several terms
-        (["--reward.terms", "answr=1"], ["did you mean 'answer'", "use one of answer, format", "FILE.py:FUNCTION"]),
+        (["--reward.terms", "answr=1"], ["did you mean 'answer'", "use one of answer, format", "FILE.py:NAME"]),
         (["--reward.terms", "answer"], ["'answer' is not of the form NAME=WEIGHT, like answer=1"]),
         (["--reward.terms", "answer=much"], ["'answer=much' is not of the form NAME=WEIGHT"]),
         (["--reward.terms", "answer=1", "answer=2"], ["answer stands there twice"]),
@@ -337,7 +336,14 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
         ["--branching.selector", "at2po", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
         [*JUDGE, "--judge.fallback", "drop", "--judge.max_calls", "1000", "--reward.compat", "upstream"],
-        ["--reward.terms", "answer=1", "overlong=0.5", "my/r.py:f=-0.2", "--reward.overlong_buffer_tokens", "512"],
+        [
+            "--reward.terms",
+            "answer=1",
+            "overlong=0.5",
+            f"{__file__}:build=-0.2",
+            "--reward.overlong_buffer_tokens",
+            "512",
+        ],
         [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],
 )
@@ -366,10 +372,10 @@ def test_critic_and_reference_default_to_the_policys_model_with_their_own_settin
 
 
 def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
-    """A loss may read any knob; an estimator's knobs are those of the dict that names it (test_extending.py)."""
-    assert all(need.is_met("mine") for knob in ("loss.clip_low", "loss.dual_clip") for need in needs_of(knob))
-    for knob in ("advantage.normalize_std", "critic.lr"):
-        assert not needs_of(knob)[0].is_met("mine")
+    """A loss and an estimator may read any knob of their section; but no critic is loaded."""
+    for knob in ("loss.clip_low", "loss.dual_clip", "advantage.normalize_std"):
+        assert needs_of(knob)[0].is_met("mine.py:f")
+    assert not needs_of("critic.lr")[0].is_met("mine.py:f")
 
 
 def test_a_half_chosen_aepo_says_what_is_missing():

@@ -1,4 +1,4 @@
-"""A researcher's edit, as docs/extending.md shows it, in a copy of the project; and a process that uses the copy."""
+"""What docs/extending.md shows: files of a researcher, and edits of a copy of the package, which a process uses."""
 
 import ast
 import contextlib
@@ -32,6 +32,14 @@ def edits_of(title: str) -> list[Edit]:
     return edits
 
 
+def write_own_file(title: str, folder: Path) -> str:
+    """Write the file that a section shows to `folder`, and return its path, as the command line takes it."""
+    [(place, code)] = [edit for edit in edits_of(title) if "file of yours" in " ".join(edit[0].split())]
+    path = folder / re.findall(r"`(\w+\.py)`", place)[-1]
+    path.write_text(code)
+    return str(path)
+
+
 def edited_copy(folder: Path, edits: list[Edit]) -> Path:
     """Copy the package and the scripts to `folder`, and make the edits there; returns `folder`."""
     shutil.copytree(ROOT / "arpo", folder / "arpo", ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,20 +51,14 @@ def edited_copy(folder: Path, edits: list[Edit]) -> Path:
         file = next((name for name in names if name.endswith(".py")), file)  # else in the file of the edit before
         target = next((name for name in names if not name.endswith(".py")), "")
         path = folder / file
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(make(lines, place, target, code)))
+        path.write_text("".join(make(path.read_text().splitlines(keepends=True), place, target, code)))
     return folder
 
 
 def make(lines: list[str], place: str, target: str, code: str) -> list[str]:
     """The lines of a file with the edit. Raises AssertionError where the paragraph names a place that is not there."""
-    if place.startswith("A new file, "):
-        assert not lines, place
-        return [code]
     tree = ast.parse("".join(lines))
-    if code.startswith("from "):  # an import, beside the others
-        at = next(node.lineno - 1 for node in tree.body if isinstance(node, ast.ImportFrom) and "arpo" in node.module)
-    elif place.startswith("One field in "):
+    if place.startswith("One field in "):
         [section] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == target]
         at = [node.end_lineno for node in section.body if isinstance(node, ast.AnnAssign | ast.Expr)][-1]
     else:

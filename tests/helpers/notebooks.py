@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from helpers.python_tools import HANG_S
 
-from arpo.config.tools import NotebookConfig
 from arpo.tools.base import ToolContext, ToolResult
-from arpo.tools.notebook import Notebook, NotebookTool
+from extras.tools.notebook import Notebook, NotebookConfig, NotebookTool
 
 CFG = NotebookConfig(wall_s=60.0, session_cpu_s=60.0, memory_mib=256, max_concurrent=4)
 CONTEXT = ToolContext("p0", "0", 0)

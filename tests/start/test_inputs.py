@@ -18,6 +18,7 @@ from train_sft import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = {"prompt": "1 + 1?", "answer": "2"}
+SQL = f"{ROOT}/extras/tools/sql.py:SqlTool"
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
 
@@ -35,6 +36,7 @@ def folder(tmp_path, monkeypatch):
     write_jsonl(Path("offers.jsonl"), [QUESTION | {"tools": ["pyhton"]}])
     Path("half.parquet").write_bytes(b"PAR1 and no more")
     Path("model").mkdir()
+    Path("t.py").write_text("class Tool: ...\n")
     return tmp_path
 
 
@@ -48,6 +50,11 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
         (RLConfig, ["--data.train", "good.jsonl", "--reward.file", "r.py"], "reward.file=r.py: there is no such file"),
         (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "pyton"], "unknown tool 'pyton'"),
+        (
+            RLConfig,
+            ["--data.train", "good.jsonl", "--tools.names", "python", "t.py:Tool"],
+            "t.py:Tool is no tool: a class with",
+        ),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
         (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),

@@ -1,24 +1,7 @@
-import asyncio
-
 import pytest
-from helpers.notebooks import CFG
-from helpers.python_tools import start
-
-from arpo.tools.notebook import NotebookTool
 
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path_factory, monkeypatch):
     """Keep what the tools derive from a test's files out of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache_home")))
-
-
-@pytest.fixture(scope="module")
-def forking():
-    """A tool in the tier that can copy notebooks."""
-    tool = start(CFG, "namespaces", kind=NotebookTool)
-    if tool.sandbox._host.has_proc:
-        yield tool
-    asyncio.run(tool.aclose())
-    if not tool.sandbox._host.has_proc:
-        pytest.skip("there is no /proc in this jail, so nothing may fork")

@@ -10,7 +10,7 @@ from helpers.stateful import ForkedNotes, Notes
 
 from arpo.protocol.prompts import About
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from arpo.tools.environment import EnvironmentTool
+from extras.tools.environment import EnvironmentTool
 
 
 class Calls:

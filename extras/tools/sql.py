@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+from dataclasses import dataclass
 
-from arpo.config.tools import SqlConfig
+from arpo.errors import require
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.interface import CannotFork, ToolContext, ToolResult
@@ -34,6 +35,26 @@ DENIED = {
     sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
     sqlite3.SQLITE_CREATE_TEMP_VIEW,
 }
+
+
+@dataclass(frozen=True)
+class SqlConfig:
+    """The <sql> tool: a SQLite database in memory for each trajectory."""
+
+    setup_column: str = "sql"
+    """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
+    max_sessions: int = 1024
+    """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
+    max_mib: int = 64
+    """Largest size of a database in MiB."""
+    max_steps: int = 50_000_000
+    """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
+    max_rows: int = 50
+    """Most rows of a result that are shown."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_sessions", 0), ("max_mib", 1), ("max_steps", 10_000), ("max_rows", 1)):
+            require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
 
 
 class SqlTool:

@@ -11,13 +11,12 @@ from helpers.notebooks import CFG, CONTEXT, cells, talk, texts
 from helpers.python_tools import TIERS, processes_of, start, wait_until
 from helpers.scripted_rollout import ANSWER, play, prompt
 
-from arpo.config.tools import NotebookConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolRunner
-from arpo.tools.notebook import ENDED, Notebook, NotebookTool
 from arpo.tools.sandbox.client import Sandbox
 from arpo.tools.sandbox.host import NUM_SPARES
+from extras.tools.notebook import ENDED, Notebook, NotebookConfig, NotebookTool
 
 LONG = RolloutConfig(
     group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
@@ -116,9 +115,11 @@ def test_limits_hold_for_each_cell_and_for_the_notebook(tier):
 
 
 def test_a_session_limit_below_that_of_a_call_is_refused():
-    with pytest.raises(UserError, match=r"tools.notebook.session_cpu_s=5 must be at least .* one call may compute: 10"):
+    with pytest.raises(
+        UserError, match=r"tools.options: notebook.session_cpu_s=5 must be at least .* one call may compute: 10"
+    ):
         NotebookTool(NotebookConfig(session_cpu_s=5.0))
-    with pytest.raises(UserError, match=r"tools.notebook.cache is empty, and mode replay"):
+    with pytest.raises(UserError, match=r"tools.options: notebook.cache is empty, and mode replay"):
         NotebookTool(NotebookConfig(mode="replay"))
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from arpo.config.tools import NotebookConfig
-from arpo.errors import UserError
+from arpo.config.tools import PythonConfig
+from arpo.errors import UserError, require
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.cache.cache import PYTHON
@@ -28,6 +29,24 @@ from arpo.tools.sandbox.host_process import Tier
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.session_client import SessionClient
 from arpo.tools.sandbox.wire import Reply
+
+
+@dataclass(frozen=True)
+class NotebookConfig(PythonConfig):
+    """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
+
+    session_cpu_s: float = 60.0
+    """Longest time in seconds that all calls of a notebook together may compute. Then it ends, as at any limit, and the
+    next call begins a new one."""
+    max_sessions: int = 256
+    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
+    a process, which may keep memory_mib."""
+    cgroup: Literal["none"] = "none"
+    """A cgroup is one call's; the limits of a notebook, whose processes stay, are polled."""
+
+    def __post_init__(self) -> None:
+        require(self.max_sessions >= 0, f"max_sessions={self.max_sessions} must be at least 0")
+
 
 ENDED = "The notebook has ended; the next call begins a new one, without the variables."
 
@@ -47,6 +66,7 @@ class NotebookTool(PythonTool):
     """Runs cells in the trajectory's notebook; see the module. Without a session (`run(code)`), in one of its own."""
 
     tag = "notebook"
+    setting = "tools.options: notebook"
     about = About(
         "a Python notebook",
         "to run code, write <notebook> code </notebook> and print what you need; variables and functions stay, files "
@@ -62,8 +82,8 @@ class NotebookTool(PythonTool):
     def __init__(self, cfg: NotebookConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
         """Raises as PythonTool; also for a session_cpu_s that is less than a call may take."""
         if cfg.session_cpu_s < cfg.cpu_s:
-            least = f"at least half of tools.notebook.wall_s, which one call may compute: {cfg.cpu_s:g}"
-            raise UserError(f"tools.notebook.session_cpu_s={cfg.session_cpu_s:g} must be {least}")
+            least = f"at least half of wall_s, which one call may compute: {cfg.cpu_s:g}"
+            raise UserError(f"{self.setting}.session_cpu_s={cfg.session_cpu_s:g} must be {least}")
         super().__init__(cfg, tier=tier, grace_s=grace_s)
         self.max_sessions = cfg.max_sessions
         self._params["session_cpu_s"] = cfg.session_cpu_s

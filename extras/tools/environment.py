@@ -1,6 +1,8 @@
 """A tool from an environment with `reset(seed=...)` and `step(action)`: Gymnasium's interface, and that of its likes.
 
-An environment of yours is a subclass and one line in TOOLS; the package gymnasium is not needed for that:
+An environment of yours is a subclass in a file of yours (tools.names my_env.py:FrozenLake), which needs no gymnasium:
+
+    from extras.tools.environment import EnvironmentTool
 
     class FrozenLake(EnvironmentTool):
         tag = "lake"

@@ -9,7 +9,7 @@ from helpers.scripted_rollout import ANSWER, play, prompt
 
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import ToolContext, ToolResult
-from arpo.tools.environment import EnvironmentTool
+from extras.tools.environment import EnvironmentTool
 
 CFG = RolloutConfig(
     group_size=8, max_response_tokens=6000, max_result_tokens=600, answer_reserve_tokens=60, max_tool_calls=6

@@ -7,7 +7,7 @@ import pytest
 from helpers.notebooks import CONTEXT, answers_to, cells, talk, texts
 
 from arpo.tools.base import CannotFork, ToolContext, ToolResult, ToolRunner
-from arpo.tools.notebook import Notebook
+from extras.tools.notebook import Notebook
 
 
 def test_a_fork_has_the_state_and_shares_none_of_what_follows(forking):

@@ -18,16 +18,15 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from arpo.config.sections import EngineConfig
-from arpo.config.tools import NotebookConfig, SqlConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rollout import rollout
 from arpo.tools.base import ToolContext, ToolRunner
-from arpo.tools.notebook import NotebookTool
-from arpo.tools.sql import SqlTool
 from arpo.trajectory import Prompt
 from benchmarks.rollout_streaming import PrescribedTokens
+from extras.tools.notebook import NotebookConfig, NotebookTool
+from extras.tools.sql import SqlConfig, SqlTool
 
 CFG = RolloutConfig(
     group_size=6, max_response_tokens=1500, max_tool_calls=4, max_result_tokens=200, answer_reserve_tokens=20

@@ -10,10 +10,9 @@ import pytest
 from helpers.mounts import under_mount
 from helpers.scripted_rollout import ANSWER, play, prompt
 
-from arpo.config.tools import SqlConfig
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import CannotFork, ToolContext, ToolResult
-from arpo.tools.sql import SqlTool, statements
+from extras.tools.sql import SqlConfig, SqlTool, statements
 
 SETUP = "CREATE TABLE films (name TEXT, year INTEGER); INSERT INTO films VALUES ('Alien', 1979), ('Heat', 1995);"
 CONTEXT = ToolContext("p0", "0", 0, row={"sql": SETUP})
@@ -89,8 +88,7 @@ def test_a_query_that_never_ends_and_a_database_that_grows_hit_their_limits():
 SORT = """
 import asyncio
 from arpo.tools.base import ToolContext
-from arpo.config.tools import SqlConfig
-from arpo.tools.sql import SqlTool
+from extras.tools.sql import SqlConfig, SqlTool
 async def ask():
     tool = SqlTool(SqlConfig())
     session = await tool.open(ToolContext("p", "0", 0))

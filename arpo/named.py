@@ -1,0 +1,141 @@
+"""`NAME or FILE.py:NAME`: how an option names a function or a class, ours or one in a file of the user's.
+
+Ours are the keys of dicts of functions (losses, branching rules, ...). `names_of` reads them from the source, because
+those modules import torch, and a misspelt name must be reported before that takes its seconds. So a new function needs
+no second place in which its name is listed. A user's file is parsed for the same reason; once torch is there, `find`
+imports it, once in a process, and returns what it names. A relative path is relative to the current directory.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from arpo.errors import UserError
+
+T = TypeVar("T")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def names_of(module: str, name: str) -> tuple[str, ...]:
+    """Return the keys of a dict literal, or the entries of a set literal, at the top level of a module of this package.
+
+    They come in order; LookupError where there is no such literal.
+    names_of("losses", "TOKEN_LOSSES") -> ("ppo", "gspo", "cispo", "reinforce")
+    """
+    source = Path(__file__).parent.joinpath(f"{module}.py").read_text()
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(
+            node.value, ast.Dict | ast.Set
+        ):
+            entries = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
+            return tuple(ast.literal_eval(entry) for entry in entries)
+    raise LookupError(f"arpo/{module}.py assigns no dict or set literal to {name}")
+
+
+def check_name(option: str, value: str, module: str, dict_name: str, *also: str) -> None:
+    """Raise ValueError unless `value` is a key of that dict, one of `also`, or FILE.py:NAME; it suggests the closest.
+
+    Raises UserError where the file is not there or does not define the name. Nothing is imported.
+    """
+    if is_own(value):
+        definition_of(option, value)
+        return
+    known = (*names_of(module, dict_name), *also)
+    if value not in known:
+        close = difflib.get_close_matches(value, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"{option}={value!r} is unknown; {hint}use one of {', '.join(known)}, or FILE.py:NAME")
+
+
+def is_own(value: str) -> bool:
+    """Return whether the value names something in a file of the user's."""
+    return ".py:" in value
+
+
+def parameters_of(option: str, value: str) -> tuple[str, ...]:
+    """Return the names of the parameters of a function of the user's; () for what is no `def` in its file."""
+    node = definition_of(option, value)
+    return tuple(arg.arg for arg in node.args.args) if isinstance(node, Function) else ()
+
+
+def definition_of(option: str, value: str) -> ast.stmt | None:
+    """Return the statement of FILE.py that makes NAME; None where only an import of everything (*) can.
+
+    Raises UserError where there is none, or no such file.
+    """
+    file, _, name = value.rpartition(":")
+    try:
+        defined = _defined_in(Path(file).resolve())
+    except OSError:
+        raise UserError(f"{option}={value}: there is no such file; check the path") from None
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{option}={value}: {file} is not valid Python ({brief(error)})") from None
+    if name not in defined and "*" not in defined:
+        close = difflib.get_close_matches(name, defined, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(defined) or 'nothing'}"
+        raise UserError(f"{option}={value}: {file} does not define {name!r}; {fix}")
+    return defined.get(name)
+
+
+@cache
+def _defined_in(path: Path) -> dict[str, ast.stmt]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {name: node for node in tree.body for name in _made_by(node)}
+
+
+def _made_by(node: ast.stmt) -> list[str]:
+    """Return the names that a statement at the top level of a module makes."""
+    if isinstance(node, Function | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+
+
+def find(option: str, value: str, ours: Mapping[str, T]) -> T:
+    """Return what an option names: an entry of `ours`, or what FILE.py:NAME defines. Raises UserError."""
+    if not is_own(value):
+        return ours[value]
+    file, _, name = value.rpartition(":")
+    module = module_of(str(Path(file).resolve()), f"{option}={value}")
+    if not hasattr(module, name):
+        raise UserError(f"{option}={value}: {file} does not define {name!r}")
+    return getattr(module, name)
+
+
+_modules: dict[str, ModuleType] = {}
+
+
+def module_of(path: str, setting: str) -> ModuleType:
+    """Import a Python file, once. Raises UserError, which begins with the `setting` that names it."""
+    if path not in _modules:
+        if not Path(path).is_file():
+            raise UserError(f"{setting}: there is no such file; check the path")
+        name = f"own_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None:
+            raise UserError(f"{setting}: not a Python file; its name must end in .py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look their module up there
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UserError(f"{setting}: cannot be imported ({brief(error)})") from error
+        _modules[path] = module
+    return _modules[path]
+
+
+def brief(error: Exception) -> str:
+    """Return kind and text of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
