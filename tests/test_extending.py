@@ -12,7 +12,7 @@ import torch
 from helpers.edits import edited_copy, edits_of, run_in, write_own_file
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 from helpers.scripted_rollout import ANSWER, CALL, play
-from helpers.toy_run import build_toy_world, dumped, train
+from helpers.toy_run import build_toy_world, train
 
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.config.load import load_config
@@ -418,7 +418,7 @@ def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
         rows = train(world, name, *sizes, *flags, *more, ranks=2)
         runs[name] = [{k: v for k, v in row.items() if not TIMED.search(k)} for row in rows]
     assert runs["ours"] == runs["mine"] and len(runs["ours"][0]) > 40
-    assert any(t["parent_id"] for t in dumped(world, "mine", 2)) and list((world / "runs" / "mine" / "tb").iterdir())
+    assert list((world / "runs" / "mine" / "tb").iterdir())  # a tracker's own
 
 
 # ---- a benchmark
