@@ -267,12 +267,13 @@ def test_a_tool_from_a_function_is_the_function_and_one_line(tmp_path):
 USE_CALCULATOR = r"""
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 
 from arpo.config.load import load_config
 from arpo.evals.grading import well_formed
-from arpo.evals.records import group_records
+from arpo.evals.records import SetDump, read_records
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.protocol import Codec
@@ -325,7 +326,10 @@ for bonus in (cfg.reward.bonus_tools, ("search", "calculator")):
     score_groups(groups, replace(cfg.reward, bonus_tools=bonus), tools=tuple(loaded))
     found["+".join(bonus)] = {g.prompt.prompt_id: g.trajectories[0].to_dict() for g in groups}
 values = rollout_metrics(groups).values()
-records = {g.prompt.prompt_id: group_records(g, "own", "reward", [0.0], tuple(loaded))[0] for g in groups}
+dump = SetDump(Path("run"), "own", metric="reward", tools=tuple(loaded), protocol="tags")
+for g in groups:
+    dump.add(g, [0.0])
+records = {record.question_id: record for record in read_records(Path("run"))}
 print(json.dumps({
     "plain": found["search+python"], "bonus": found["search+calculator"], "metrics": values,
     "well_formed": {name: well_formed(record) for name, record in records.items()},
@@ -393,8 +397,6 @@ USE_FRAMES = """
 import json
 from pathlib import Path
 from arpo.evals.benchmarks import questions, select
-from arpo.evals.grading import grade_records
-from arpo.evals.records import Record
 
 Path("sets/frames").mkdir(parents=True)
 row = {"Prompt": "Who wrote it?", "Answer": "Jane Austen", "reasoning_types": "multi hop"}

@@ -45,14 +45,15 @@ def table(folder: Path, name: str = "demo") -> str:
 
 
 def where_to_look(folder: Path, name: str = "demo") -> str:
-    """The picture of the training, the page of the evaluation, and the commands that show more."""
+    """The picture of the training, the numbers of the evaluation, and the commands that show more."""
     return "\n".join(
         [
             f"reward and accuracy over the steps: {folder / f'{name}_arpo' / 'curve.png'}",
-            f"every question and answer:          {folder / EVALUATIONS[name]['after RL'][0] / 'report.html'}",
+            f"all numbers of the evaluation:      {folder / EVALUATIONS[name]['after RL'][0] / 'report.md'}",
             "",
             "source .venv/bin/activate",
             f"python -m arpo.viewer {folder / f'{name}_arpo'}  # the branch trees of the last step, on one page",
+            f"python -m arpo.viewer {folder / EVALUATIONS[name]['after RL'][0]}  # every question and answer",
             f"tensorboard --logdir {folder}",
         ]
     )

@@ -14,8 +14,7 @@ import numpy as np
 
 from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of, mean
-from arpo.evals.grading import read_grades
-from arpo.evals.report import GRADES_FOLDER
+from arpo.evals.grades import grades_path, read_grades
 from arpo.evals.scores import correct_by_question, ks_of, pass_values
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 
@@ -71,7 +70,7 @@ def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
         raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
     benchmarks = {}
     for benchmark in scores:
-        grades = read_grades(folder / GRADES_FOLDER / f"{benchmark}.jsonl")
+        grades = read_grades(grades_path(folder, benchmark))
         # one number in two versions of a test set is two questions
         grades = [replace(g, question_id=f"{g.question_id} {g.question_digest}") for g in grades]
         benchmarks[benchmark] = correct_by_question(grades)

@@ -5,12 +5,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ablate import AblationConfig
 from arpo.config.checks import NEEDS, RANGES, half_chosen_aepo, ignored, leaves, needs_of
 from arpo.config.load import field_names, load_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, LossConfig
 from evaluate import EvalConfig
+from extras.ablation.config import AblationConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
 

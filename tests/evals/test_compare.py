@@ -11,7 +11,7 @@ from helpers.eval_records import boxed
 
 from arpo.errors import UserError
 from arpo.evals.compare import compare_runs
-from arpo.evals.grading import Grade
+from arpo.evals.grades import Grade
 from arpo.evals.report import RunMeta, write_report
 
 
