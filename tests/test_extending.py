@@ -333,7 +333,6 @@ records = {record.question_id: record for record in read_records(Path("run"))}
 print(json.dumps({
     "plain": found["search+python"], "bonus": found["search+calculator"], "metrics": values,
     "well_formed": {name: well_formed(record) for name, record in records.items()},
-    "from_text": {name: well_formed(replace(record, segments=[])) for name, record in records.items()},
     "prompt": system_prompt_for("default", cfg.tools.names), "decides": cfg.tools.what_decides(),
 }))
 """
@@ -386,8 +385,7 @@ def test_prompt_metrics_prices_and_grades_know_the_tool(found):
     assert metrics["tools/calculator/calls"] == 3 and metrics["tools/calculator/not_run"] == 1
     assert metrics["tools/calculator/failed_error"] == 1 and metrics["tools/calculator/cost"] == 2 * 0.5
     ill_formed = {"unclosed", "unclosed_python", "unopened"}
-    for verdicts in (found["well_formed"], found["from_text"]):
-        assert {name for name, good in verdicts.items() if not good} == ill_formed
+    assert {name for name, good in found["well_formed"].items() if not good} == ill_formed
     assert found["decides"]["calculator"] == {"digits": 3}
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -43,11 +43,10 @@ def grade_records(
     judge: Judge | None = None,
     reward: RewardConfig | None = None,
     custom: CustomReward | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> list[Grade]:
     """Return grades in the order of the records.
 
-    `reward` and `custom` are those of training (metric "reward"). `on_progress` gets the number of judgements done.
+    `reward` and `custom` are those of training (metric "reward").
     Raises UserError where the judge must be asked and cannot be reached, or a custom reward fails.
     """
     if metric == "reward":
@@ -58,18 +57,13 @@ def grade_records(
     if judge is None:
         return [_qa_grade(record, prediction) for record, prediction in answered]
     tasks = [JudgeTask(record.question, tuple(record.answers), text) for record, text in answered if text]
-    verdicts = iter(judge.judge(tasks, on_progress))
+    verdicts = iter(judge.judge(tasks))
     return [_judged(_qa_grade(record, text), next(verdicts) if text else None) for record, text in answered]
-
-
-def segments_of(record: Record) -> list[tuple[str, bool]]:
-    """Return a record's (text, written by the model) runs, which are derived if only the text is known."""
-    return record.segments or FORMATS[record.protocol].derive_segments(record.text, record.tools)
 
 
 def prediction_of(record: Record) -> str:
     """Return the answer that the model gave; "" = none. With calls in JSON only the last turn can give one."""
-    return predicted(segments_of(record), record.protocol)
+    return predicted(record.segments, record.protocol)
 
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
@@ -156,4 +150,4 @@ def question_digest(question: str, answers: list[str]) -> str:
 
 def well_formed(record: Record) -> bool:
     """Return whether the response is in the format of training."""
-    return not FORMATS[record.protocol].format_error(segments_of(record), record.tools)
+    return not FORMATS[record.protocol].format_error(record.segments, record.tools)

@@ -143,7 +143,7 @@ def is_current(run: Path, dump: Dump, max_groups: int) -> bool:
         return stamp in file.read(STAMP_WITHIN)
 
 
-def render(run: Path, dump: Dump, max_groups: int) -> bytes:
+def page_of(run: Path, dump: Dump, max_groups: int) -> bytes:
     """Return the page of a dump, still without what concerns the whole run (with_run_data)."""
     groups, num_groups = read_groups(dump.paths, dump.grades, max_groups)
     data = {"title": title_of(run, dump), "num_groups": num_groups, "groups": groups}
@@ -207,7 +207,7 @@ def make_pages(args: argparse.Namespace) -> None:
     shown = known_dump(args.file, dumps) if args.file else choose_dump(run, dumps, step=args.step)
     trend = read_trend(run)
     is_there = is_current(run, shown, args.max_groups)
-    page = page_path(run, shown).read_bytes() if is_there else render(run, shown, args.max_groups)
+    page = page_path(run, shown).read_bytes() if is_there else page_of(run, shown, args.max_groups)
     damaged = [] if args.out else write_folder(run, newest(dumps, args.pages), args.max_groups, (shown, page))
     out = args.out or run / "viewer.html"
     name = shown.name if shown in dumps else None
@@ -244,7 +244,7 @@ def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dum
         if is_current(run, dump, max_groups):
             continue
         try:
-            page = known[1] if dump == known[0] else render(run, dump, max_groups)
+            page = known[1] if dump == known[0] else page_of(run, dump, max_groups)
         except UserError as error:
             problems.append(str(error))
             continue

@@ -97,7 +97,7 @@ def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
 
 def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
     """Return what all results depend on besides the commands: the config files' contents, and model and data files."""
-    train, evaluation = read_settings(cfg.train, "train_rl"), read_settings(cfg.eval, "evaluate")
+    train, evaluation = read_configs(cfg.train, "train_rl"), read_configs(cfg.eval, "evaluate")
     try:
         paths = [train["model"]["path"], train["data"]["train"], *evaluation["eval"]["files"]]
     except KeyError as error:
@@ -106,7 +106,7 @@ def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
     return {"train": train, "eval": evaluation, "files": stamps(paths)}
 
 
-def read_settings(paths: Sequence[str], script: str) -> dict[str, dict]:
+def read_configs(paths: Sequence[str], script: str) -> dict[str, dict]:
     """Read the settings of config files for a script, unchecked: the runs check them. UserError if unreadable."""
     settings: dict[str, dict] = {}
     for path in paths:

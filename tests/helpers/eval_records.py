@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from arpo.evals.records import Record, SetDump, read_records
+from arpo.rewards.format import derive_segments
 from arpo.trajectory import Group, ToolCall
 
 CALL = ToolCall("search", "q", "r", ok=True, seconds=0.5)
@@ -12,10 +13,11 @@ def record(text: str, answers=("4",), **other) -> Record:
     """A finished trajectory that wrote `text`; results in it are the tool's."""
     fields = {
         "benchmark": "bench", "question_id": "q0", "sample": 0, "question": "How many?", "data_source": "",
-        "segments": [], "stop_reason": "eos", "num_tokens": 10, "num_sampled_tokens": 8, "wall_s": 1.5,
+        "stop_reason": "eos", "num_tokens": 10, "num_sampled_tokens": 8, "wall_s": 1.5,
         "tool_calls": [], "metric": "qa",
     }  # fmt: skip
-    return Record(text=text, answers=list(answers), **{**fields, **other})
+    fields |= {"segments": derive_segments(text)} | other
+    return Record(text=text, answers=list(answers), **fields)
 
 
 def boxed(answer: str, **other) -> Record:

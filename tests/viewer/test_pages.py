@@ -156,7 +156,7 @@ def test_only_what_changed_is_written_again(run, groups):
 
 def test_a_dump_is_read_again_only_when_it_has_changed(run, monkeypatch):
     first = write_page(run)
-    monkeypatch.setattr(viewer, "render", None)
+    monkeypatch.setattr(viewer, "page_of", None)
     assert write_page(run) == first
 
 
