@@ -16,8 +16,8 @@ from pathlib import Path
 from arpo.data import load_prompts, read_rows
 from arpo.errors import UserError, exit_with
 from arpo.evals import mean
-from arpo.evals.grading import question_digest, read_grades
-from arpo.evals.report import GRADES_FOLDER
+from arpo.evals.grades import grades_path, read_grades
+from arpo.evals.grading import question_digest
 from arpo.evals.scores import correct_by_question
 from arpo.evals.tables import replace_file
 
@@ -32,7 +32,7 @@ def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99
         raise UserError(f"--low {low:g} --high {high:g}: must be 0 <= low <= high <= 1")
     if out.suffix != ".jsonl" or out.resolve() == data.resolve():
         raise UserError(f"--out {out}: must be a .jsonl file, and not the data itself")
-    grades = read_grades(run / GRADES_FOLDER / f"{data.stem}.jsonl")
+    grades = read_grades(grades_path(run, data.stem))
     rates = {question: mean(correct) for question, correct in correct_by_question(grades).items()}
     digests = {grade.question_id: grade.question_digest for grade in grades}
     prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data)}

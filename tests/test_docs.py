@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from helpers.sample_groups import group
 
-from ablate import AblationConfig
 from arpo.config.load import field_names
 from arpo.metrics import rollout_metrics
 from evaluate import EvalConfig
+from extras.ablation.config import AblationConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
 

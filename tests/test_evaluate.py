@@ -18,7 +18,6 @@ import pytest
 import torch.distributed as dist
 from helpers.eval_sets import write_sets
 from helpers.fakes import byte_tokenizer
-from helpers.files import read_jsonl
 from helpers.kill import run_until_killed
 from helpers.models import build_tiny_model
 from helpers.processes import free_port
@@ -107,7 +106,7 @@ def evaluate_here(monkeypatch):
 
 
 def texts_of(run: Path) -> dict[tuple, str]:
-    return {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(run / "records")}
+    return {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(run)}
 
 
 # ---- generation by vLLM
@@ -121,7 +120,7 @@ def test_every_benchmark_is_generated_graded_and_reported(whole):
         assert s["metric"] == {"math": "math_equal", "qa": "f1"}[BENCHMARKS[name].grader]
     assert set(scores["gaia"]["splits"]) == {"level 2"} and set(scores["hle"]["splits"]) == {"Math"}
     assert "No judge" in (whole / "report.md").read_text()
-    records = read_records(whole / "records")
+    records = read_records(whole)
     assert len(records) == 14 * 2 * 2 and len({r.text for r in records}) > 50
     assert all(0 < r.num_tokens <= 48 and r.wall_s >= 0 for r in records)
 
@@ -130,22 +129,21 @@ def test_every_benchmark_is_generated_graded_and_reported(whole):
 def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(whole, world):
     """Each trajectory has its own random stream, so the result is that of the run that was left alone."""
     process = start(world, "killed", *flags_of(engine__max_num_seqs="2"))
-    records, deadline = world / "killed" / "records", time.monotonic() + PATIENCE_S
-    while sum(path.read_text().count("\n") for path in records.glob("*.jsonl")) < 10:
+    dumps, deadline = world / "killed" / "trajectories", time.monotonic() + PATIENCE_S
+    while sum(path.read_text().count("\n") for path in dumps.glob("*.jsonl")) < 10:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    finished = {path: path.read_bytes().rpartition(b"\n")[0] for path in records.glob("*.jsonl")}
-    assert 10 <= len(read_records(records)) < 56 and not (world / "killed" / "scores.json").exists()
-    with (records / "xbench.jsonl").open("ab") as torn:
+    finished = {path: path.read_bytes() for path in dumps.glob("*.jsonl")}
+    assert 10 <= len(read_records(world / "killed")) < 56 and not (world / "killed" / "scores.json").exists()
+    with (dumps / "xbench.0.jsonl").open("ab") as torn:
         torn.write(b'{"benchmark": "xbe')
 
     output = run(world, "killed", *flags_of(), ranks=2)
-    assert "2 of them finished before" in output and (records / "xbench.rank1.jsonl").exists()
-    assert (
-        sum(len(read_jsonl(path)) for path in records.glob("*.jsonl")) == 56
-    )  # a line twice would be a trajectory generated twice
+    assert "2 of them finished before" in output and (dumps / "xbench.2.jsonl").exists()
+    whole_lines = [line for path in dumps.glob("*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
+    assert sum(line.endswith(b"\n") for line in whole_lines) == 56  # else a trajectory was generated twice
     assert all(path.read_bytes().startswith(before) for path, before in finished.items())
     assert texts_of(world / "killed") == texts_of(whole)
 
@@ -156,7 +154,7 @@ def test_ranks_that_pull_their_questions_generate_the_same_also_after_a_kill_at_
     run_until_killed(("arpo.dispatch:PromptQueue.pull", 5, 1), "evaluate.py", *flags)
     run_script("evaluate.py", *flags, ranks=2)
     assert texts_of(world / "pulled") == texts_of(whole)
-    assert list((world / "pulled" / "records").glob("*.rank1.jsonl"))
+    assert len(list((world / "pulled" / "trajectories").glob("xbench.*.jsonl"))) == 2
 
 
 def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world):
@@ -169,7 +167,7 @@ def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world
 
 
 def test_regrading_needs_no_model_and_gives_the_same_to_the_digit(whole, evaluate_here):
-    before = {name: (whole / name).read_bytes() for name in ("scores.json", "report.md", "report.html")}
+    before = {name: (whole / name).read_bytes() for name in ("scores.json", "report.md")}
     for name in before:
         (whole / name).unlink()
     evaluate_here(str(whole / "config.yaml"), "--model.path", "/nonexistent", "--eval.regrade", str(whole))
@@ -217,16 +215,16 @@ def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_
     own = {"eval__benchmarks": "gsm8k gaia", "eval__files": str(world / "own.jsonl")}
     caches = {"tools__search__cache": str(tmp_path / "s.sqlite"), "tools__python__cache": str(tmp_path / "p.sqlite")}
     evaluate_here(*server_flags(world, server, "live", **own, **caches))
-    first = read_records(world / "live" / "records")
+    first = read_records(world / "live")
     assert len(first) == 7 * 2 and {r.metric for r in first} == {"math", "qa", "reward"}
     for record in first:
-        assert [(call["tag"], call["ok"]) for call in record.tool_calls] == [("search", True), ("python", True)]
+        assert [(call.tag, call.ok) for call in record.tool_calls] == [("search", True), ("python", True)]
         assert record.text.endswith("\\boxed{42}</answer>") and "otters swim" in record.text
 
     evaluate_here(*server_flags(world, server, "replayed", **own, **caches, eval__replay="True"))
-    second = read_records(world / "replayed" / "records")
+    second = read_records(world / "replayed")
     assert [r.text for r in second] == [r.text for r in first]  # random.random() and all
-    assert all(call["cached"] for r in second for call in r.tool_calls)
+    assert all(call.cached for r in second for call in r.tool_calls)
     old, new = (json.loads((world / name / "scores.json").read_text()) for name in ("live", "replayed"))
     assert old["own"]["accuracy"] == 1.0 and old["own"]["reward"] == pytest.approx(1.1)
     assert without_times(new) == without_times(old)
@@ -246,15 +244,15 @@ def test_the_report_says_what_was_asked_of_which_model_and_what_was_left_out(wor
     assert text.startswith("# tiny\n") and "| lengths | 2 (1 left out) | 2 |" in text
     assert "(lengths: 1 of 3)" in text and "2 of 1319 questions" in text
     for row in (
-        "| temperature | 0.5 |",
-        "| samples per question | 2 |",
-        "| tools | python, search |",
+        "| rollout.temperature | 0.5 |",
+        "| num_samples | 2 |",
+        "| tools.names | python, search |",
         "| judge | none |",
     ):
         assert row in text
     assert "not recorded" not in text
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.yaml", "grades", "records", "report.html", "report.md", "scores.json", "sessions.jsonl"}
+    assert names == {"config.yaml", "grades", "report.md", "scores.json", "sessions.jsonl", "trajectories"}
     evaluate_here(*flags)  # nothing is left to ask: no session, and the same report to the letter
     assert len((folder / "sessions.jsonl").read_text().splitlines()) == 1 and (folder / "report.md").read_text() == text
 
@@ -262,20 +260,20 @@ def test_the_report_says_what_was_asked_of_which_model_and_what_was_left_out(wor
 def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_average(world, server, evaluate_here):
     flags = {"eval__benchmarks": "gsm8k math500", "eval__files": str(world / "own.jsonl")}
     evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="1"))
-    records = read_records(world / "muted" / "records")
+    records = read_records(world / "muted")
     muted = [r for r in records if r.benchmark.endswith("_muted")]
     assert sorted((r.benchmark, r.metric) for r in muted) == sorted(
         2 * [("gsm8k_muted", "math"), ("math500_muted", "math"), ("own_muted", "reward")]
     )
-    assert {call["error_kind"] for r in muted for call in r.tool_calls} == {"muted"}
-    assert all(call["ok"] for r in records if r not in muted for call in r.tool_calls)
+    assert {call.error_kind for r in muted for call in r.tool_calls} == {"muted"}
+    assert all(call.ok for r in records if r not in muted for call in r.tool_calls)
     asked = {r.question for r in records if r.benchmark == "own"}
     assert len(asked) == 3 and {r.question for r in muted if r.benchmark == "own_muted"} < asked
     report = (world / "muted" / "report.md").read_text()
     assert "SET_muted: all tool calls were refused." in report
     assert "| mean of 2 (math) |" in report and "| mean of 3 (all) |" in report and "| own_muted | 1 | 2 |" in report
     evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="2"))  # goes on with one more
-    again = read_records(world / "muted" / "records")
+    again = read_records(world / "muted")
     assert sum(r.benchmark == "own_muted" for r in again) == 4 and sum(r.benchmark == "own" for r in again) == 6
 
 
@@ -307,12 +305,12 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         flags = {"eval__benchmarks": "qa", "engine__max_num_seqs": "2", "tools__names": "search"}
         with pytest.raises(UserError, match="what is finished is saved"):
             evaluate_here(*server_flags(world, first, "left", **flags))
-    done = read_records(world / "left" / "records")
+    done = read_records(world / "left")
     assert 0 < len(done) < 20
     with ScriptedServer(script, max_model_len=10**6) as second:
         evaluate_here(*server_flags(world, second, "left", **flags))
         assert len(second.requests) - 2 <= 3 * (20 - len(done))
-    assert len(read_records(world / "left" / "records")) == 20
+    assert len(read_records(world / "left")) == 20
 
 
 # ---- bad input: one line, before anything is generated
@@ -335,7 +333,7 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
 def test_bad_input_is_found_before_anything_is_generated(world, server, evaluate_here, changes, words, tmp_path):
     with pytest.raises(UserError, match=words):
         evaluate_here(*server_flags(world, server, "bad", **{"run__dir": str(tmp_path)} | changes))
-    assert not list(tmp_path.rglob("records/*.jsonl"))
+    assert not list(tmp_path.rglob("trajectories/*.jsonl"))
     assert not any(b'"seed"' in r.body for r in server.requests)
 
 

@@ -19,7 +19,7 @@ from arpo.config.load import load_config
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.evals.grading import well_formed
-from arpo.evals.records import group_records
+from arpo.evals.records import SetDump, read_records
 from arpo.log.charts import rl_charts
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.losses import LossInputs, policy_loss
@@ -299,13 +299,15 @@ def found(tmp_path_factory) -> dict:
         score_groups(groups, replace(cfg.reward, bonus_tools=bonus), tools=tuple(loaded))
         by_bonus["+".join(bonus)] = {g.prompt.prompt_id: g.trajectories[0].to_dict() for g in groups}
     values = rollout_metrics(groups).values()
-    records = {g.prompt.prompt_id: group_records(g, "own", "reward", [0.0], tuple(loaded))[0] for g in groups}
+    dump = SetDump(folder, "own", metric="reward", tools=tuple(loaded), protocol="tags")
+    for g in groups:
+        dump.add(g, [0.0])
+    records = {record.question_id: record for record in read_records(folder)}
     return {
         "plain": by_bonus["search+python"],
         "bonus": by_bonus["search+calculator"],
         "metrics": values,
         "well_formed": {name: well_formed(record) for name, record in records.items()},
-        "from_text": {name: well_formed(replace(record, segments=[])) for name, record in records.items()},
         "prompt": system_prompt_for("default", cfg.tools.names),
         "decides": cfg.tools.what_decides(),
     }
@@ -350,8 +352,7 @@ def test_prompt_metrics_prices_and_grades_know_the_tool(found):
     assert metrics["tools/calculator/calls"] == 3 and metrics["tools/calculator/not_run"] == 1
     assert metrics["tools/calculator/failed_error"] == 1 and metrics["tools/calculator/cost"] == 2 * 0.5
     ill_formed = {"unclosed", "unclosed_python", "unopened"}
-    for verdicts in (found["well_formed"], found["from_text"]):
-        assert {name for name, good in verdicts.items() if not good} == ill_formed
+    assert {name for name, good in found["well_formed"].items() if not good} == ill_formed
     name, [options] = found["decides"]["names"][0], found["decides"]["options"]
     assert json.loads(options) == {name: {"digits": 3}}
 
@@ -427,8 +428,6 @@ USE_FRAMES = """
 import json
 from pathlib import Path
 from arpo.evals.benchmarks import questions, select
-from arpo.evals.grading import grade_records
-from arpo.evals.records import Record
 
 Path("sets/frames").mkdir(parents=True)
 row = {"Prompt": "Who wrote it?", "Answer": "Jane Austen", "reasoning_types": "multi hop"}

@@ -1,9 +1,9 @@
 """The import rule: who may import what, read off the source; and what `--help` must not pay for.
 
-Scripts import the package, never each other; the package never imports a script; no circles, not even through imports
-inside functions; the pure core imports only itself and pure libraries; only `engine/` imports vllm, inside functions;
-only `tools/http`, the tools that fetch pages, and their users in `evals/` and `engine/` know aiohttp; only `tools/mcp`
-imports the MCP client, inside functions.
+Scripts import the package, never each other; the package never imports a script or `extras`; no circles, not even
+through imports inside functions; the pure core imports only itself and pure libraries; only `engine/` imports vllm,
+inside functions; only `tools/http`, the tools that fetch pages, and their users in `evals/` and `engine/` know aiohttp;
+only `tools/mcp` imports the MCP client, inside functions.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["train_sft", "train_rl", "evaluate", "ablate"]
+SCRIPTS = ["train_sft", "train_rl", "evaluate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
 PURE_CORE = [
     "trajectory", "protocol", "entropy", "branching", "branching_signal", "growing", "retrospective", "selection",

@@ -43,7 +43,7 @@ class EvalSection:
     """Answer tool calls with recorded results only: tools.search.mode and tools.python.mode become replay_strict, and
     a call whose result is not in tools.search.cache or tools.python.cache stops the run."""
     regrade: str = ""
-    """Folder of a run to grade and report again, from its records alone."""
+    """Folder of a run to grade and report again, from its trajectories alone."""
     compare: tuple[str, ...] = ()
     """Folders of runs to compare with the first of them, question by question; the result is written to the last."""
 

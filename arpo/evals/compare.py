@@ -14,8 +14,7 @@ import numpy as np
 
 from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of, mean
-from arpo.evals.grading import read_grades
-from arpo.evals.report import GRADES_FOLDER
+from arpo.evals.grades import grades_path, read_grades
 from arpo.evals.scores import correct_by_question, ks_of, pass_values
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 
@@ -35,8 +34,8 @@ class EvaluatedRun:
     """Benchmark -> the grader, like "f1" or "judge (Qwen2.5-72B)"; numbers of different graders are not compared."""
 
 
-def compare_runs(folders: Sequence[str | Path], out: str | Path | None = None, *, seed: int = 0) -> str:
-    """Return the comparison as Markdown, after writing it to `out` (default: the last folder) as compare.{md,json}.
+def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
+    """Return the comparison as Markdown, after writing it to the last folder as compare.{md,json}.
 
     Raises UserError for a folder that holds no evaluation, and where nothing can be compared.
     """
@@ -53,8 +52,7 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path | None = None, *
     head = "Mean over the questions that both answered, with 95 % bootstrap intervals; * = the interval is without 0."
     notes = [head, *(f"{title}: {line}" for title, result in results.items() for line in result["left_out"])]
     text = markdown_report("Comparison", notes, [_table(title, result) for title, result in results.items()])
-    folder = Path(folders[-1] if out is None else out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(folders[-1])
     replace_file(folder / "compare.json", [json.dumps(results, indent=1), "\n"])
     replace_file(folder / "compare.md", [text])
     return text
@@ -71,7 +69,7 @@ def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
         raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
     benchmarks = {}
     for benchmark in scores:
-        grades = read_grades(folder / GRADES_FOLDER / f"{benchmark}.jsonl")
+        grades = read_grades(grades_path(folder, benchmark))
         # one number in two versions of a test set is two questions
         grades = [replace(g, question_id=f"{g.question_id} {g.question_digest}") for g in grades]
         benchmarks[benchmark] = correct_by_question(grades)

@@ -15,12 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
-from arpo.errors import UserError
+from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.options import RewardConfig
@@ -30,35 +29,12 @@ from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import option_letter, qa_accuracy, tokens, wanted_option
-from arpo.trajectory import Prompt, ToolCall, Trajectory, Turn
+from arpo.trajectory import Prompt, Trajectory, Turn
 
 Metric = Literal["math", "qa", "reward"]
 MAX_PREDICTION_CHARS = 2000
 """Longest prediction that is taken from an answer block without a box."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Grade:
-    """The grade of one trajectory."""
-
-    question_id: str
-    sample: int
-    scores: dict[str, float]
-    """Name -> score. `judge` is there only if the judge's verdict could be read."""
-    correct: float
-    """Share of correctness, 0..1; a sample counts as solved at 1."""
-    metric: str
-    """Name of the score that `correct` is: math_equal, f1, judge or reward."""
-    reason: str
-    """Short stable name of what was unusual: "" = nothing, no_answer, judge_unparsable, judge_failed, or the format's
-    defect."""
-    prediction: str = ""
-    """The answer that was graded; "" = none."""
-    judge_reply: str = ""
-    """The judge's whole reply, or the reason why there is none."""
-    question_digest: str = ""
-    """Digest of question and answers. Runs are compared on equal questions only."""
 
 
 def grade_records(
@@ -68,11 +44,10 @@ def grade_records(
     judge: Judge | None = None,
     reward: RewardConfig | None = None,
     custom: CustomReward | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> list[Grade]:
     """Return grades in the order of the records.
 
-    `reward` and `custom` are those of training (metric "reward"). `on_progress` gets the number of judgements done.
+    `reward` and `custom` are those of training (metric "reward").
     Raises UserError where the judge must be asked and cannot be reached, or a custom reward fails.
     """
     if metric == "reward":
@@ -83,19 +58,13 @@ def grade_records(
     if judge is None:
         return [_qa_grade(record, prediction) for record, prediction in answered]
     tasks = [JudgeTask(record.question, tuple(record.answers), text) for record, text in answered if text]
-    verdicts = iter(judge.judge(tasks, on_progress))
+    verdicts = iter(judge.judge(tasks))
     return [_judged(_qa_grade(record, text), next(verdicts) if text else None) for record, text in answered]
-
-
-def segments_of(record: Record) -> list[tuple[str, bool]]:
-    """Return a record's (text, written by the model) runs, which are derived if only the text is known."""
-    derive = FORMS[record.protocol].rules.derive_segments
-    return [(text, bool(by_model)) for text, by_model in record.segments] or derive(record.text, record.tools)
 
 
 def prediction_of(record: Record) -> str:
     """Return the answer that the model gave; "" = none. With calls in JSON only the last turn can give one."""
-    return predicted(segments_of(record), record.protocol)
+    return predicted(record.segments, record.protocol)
 
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
@@ -154,9 +123,8 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
     for r in records:
         messages = [{"role": "user", "content": r.question}]
         prompts[r.question_id] = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
-        turns = [Turn(0, tool_calls=[ToolCall(**call)]) for call in r.tool_calls]
-        segments = [(text, bool(by_model)) for text, by_model in r.segments]
-        trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=segments))
+        turns = [Turn(0, tool_calls=[call]) for call in r.tool_calls]
+        trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=r.segments))
     tools = records[0].tools if records else ()  # the same in all records of a run
     form = records[0].protocol if records else "tags"
     score_trajectories(trajectories, prompts, cfg, custom, tools=tools, form=form)
@@ -183,29 +151,4 @@ def question_digest(question: str, answers: list[str]) -> str:
 
 def well_formed(record: Record) -> bool:
     """Return whether the response is in the format of training."""
-    return not FORMS[record.protocol].rules.format_error(segments_of(record), record.tools)
-
-
-def write_grades(path: Path, grades: Sequence[Grade]) -> None:
-    """Write one line per grade."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(grade)) + "\n" for grade in grades), encoding="utf-8")
-
-
-def read_grades(path: Path) -> list[Grade]:
-    """Read what `write_grades` wrote. Raises UserError that names file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the grades ({error}); regrade the run") from None
-    grades = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            grades.append(Grade(**{f.name: row[f.name] for f in fields(Grade)}))
-            if not isinstance(row["correct"], int | float) or not isinstance(row["scores"], dict):
-                raise TypeError("'correct' must be a number and 'scores' an object")
-        except (ValueError, TypeError, KeyError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise UserError(f"{path}:{number}: not a grade ({reason}); regrade the run") from None
-    return grades
+    return not FORMS[record.protocol].rules.format_error(record.segments, record.tools)

@@ -114,8 +114,8 @@ class Judge:
             asyncio.run(probe(self.client(), self._request(task.prompt), chat_content, "judge.url:", fix))
             self._is_probed = True
 
-    def judge(self, tasks: Sequence[JudgeTask], on_progress: Callable[[int], None] | None = None) -> list[Verdict]:
-        """Return verdicts in the order of the tasks; equal tasks are asked once. `on_progress` gets the number done.
+    def judge(self, tasks: Sequence[JudgeTask]) -> list[Verdict]:
+        """Return verdicts in the order of the tasks; equal tasks are asked once.
 
         Raises UserError where something is to be asked and the endpoint cannot be reached at all.
         """
@@ -125,7 +125,7 @@ class Judge:
         missing = {prompt: task for prompt, task in prompts.items() if prompt not in verdicts}
         if missing:
             self.probe()
-            verdicts |= asyncio.run(self._ask_all(missing, len(verdicts), on_progress))
+            verdicts |= asyncio.run(self._ask_all(missing))
         return [verdicts[task.prompt] for task in tasks]
 
     def recorded(self, task: JudgeTask) -> Verdict | None:
@@ -147,9 +147,7 @@ class Judge:
     def _key(self, prompt: str) -> bytes:
         return cache_key(BACKEND, {"model": self.cfg.model, "temperature": 0.0, "max_tokens": MAX_TOKENS}, prompt)
 
-    async def _ask_all(
-        self, missing: dict[str, JudgeTask], num_done: int, on_progress: Callable[[int], None] | None
-    ) -> dict[str, Verdict]:
+    async def _ask_all(self, missing: dict[str, JudgeTask]) -> dict[str, Verdict]:
         client = self.client()
         outage = _Outage(self._policy.deadline_s, 3 * self.cfg.max_concurrent, self._time_source)
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
@@ -162,8 +160,6 @@ class Judge:
                     verdicts[prompt] = await outage.outlast(partial(self.ask, client, task))
                 except OSError as error:
                     verdicts[prompt] = Verdict("failed", str(error))
-            if on_progress is not None:
-                on_progress(num_done + len(verdicts))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -180,8 +176,14 @@ class Judge:
 
     def client(self) -> HttpClient:
         """Return a client of the endpoint, for one event loop; its user closes it."""
-        names = {"setting": "judge.url", "key_variable": KEY_VARIABLE}
-        return HttpClient(BACKEND, chat_url(self.cfg.url), self._policy, **names, time_source=self._time_source)
+        return HttpClient(
+            BACKEND,
+            chat_url(self.cfg.url),
+            self._policy,
+            setting="judge.url",
+            key_variable=KEY_VARIABLE,
+            time_source=self._time_source,
+        )
 
 
 class _Outage:

@@ -1,13 +1,18 @@
-"""The numbers that the papers report, in percent, to stand beside ours. Users could not reproduce several of them.
+"""The numbers that the papers report (published.csv), in percent, to stand beside ours.
 
 AEPO's (arXiv 2510.14545) are those of its abstract. ARPO's (arXiv 2507.19849, tables 1 and 2) were collected from
 secondary sources: check with the paper before citing. Numbers known from memory or one unsure source are left out.
+The line "questions" has the number in the released test files, splits ("gaia: level 1") included (of MATH, whose file
+is empty there: in MATH's test set). The released script asks at most 500 of a set unless told otherwise, so the papers'
+may be over fewer of GSM8K and MATH. The last column has ARPO's headline numbers, means over TEN.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 from arpo.evals.scores import Scores
 from arpo.evals.tables import Table
@@ -22,15 +27,9 @@ MARK = "\N{DAGGER}"
 """Stands behind a number of ours that the papers' cannot be compared with."""
 F1, JUDGE = "token F1", "72B judge"
 """The papers' graders: F1 for knowledge questions; Qwen2.5-72B-Instruct for math and deep search."""
-NUM_QUESTIONS = {
-    "aime24": 30, "aime25": 30, "math500": 500, "gsm8k": 1319, "math": 5000,
-    "hotpotqa": 200, "2wiki": 200, "musique": 200, "bamboogle": 125, "webwalker": 200,
-    "gaia": 103, "gaia: level 1": 39, "gaia: level 2": 52, "gaia: level 3": 12, "hle": 500, "xbench": 100,
-}  # fmt: skip
-"""Questions in the released test files, splits included (of MATH, whose file is empty there: in MATH's test set).
-
-The released script asks at most 500 of a set unless told otherwise, so the papers' may be over fewer of GSM8K and MATH.
-"""
+TEN = ("aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki", "musique", "bamboogle")
+"""Benchmarks of ARPO's table 1."""
+MEAN_OF_TEN = "mean of ten"
 
 
 @dataclass(frozen=True)
@@ -47,43 +46,22 @@ class Published:
     metric: str
 
 
-def _rows(model: str, method: str, metric: str, *, score: str = "pass@1", **percents: float) -> list[Published]:
-    return [Published(name, score, percent, model, method, metric) for name, percent in percents.items()]
+def _read() -> tuple[dict[str, int], list[Published], list[tuple[str, str, float]]]:
+    """Return the questions by benchmark, all numbers, and (model, method, percent) of the means of ten."""
+    text = resources.files("arpo.evals").joinpath("published.csv").read_text(encoding="utf-8")
+    questions, *rows = csv.DictReader(text.splitlines())
+    names = list(questions)[4:-1]
+    numbers = [
+        Published(name, row["score"], float(row[name]), row["model"], row["method"], row["grader"])
+        for row in rows
+        for name in names
+        if row[name]
+    ]
+    means = [(row["model"], row["method"], float(row[MEAN_OF_TEN])) for row in rows if row[MEAN_OF_TEN]]
+    return {name: int(questions[name]) for name in names}, numbers, means
 
 
-_3B, _7B, _LLAMA = "Qwen2.5-3B", "Qwen2.5-7B", "Llama3.1-8B"
-_8B, _14B = "Qwen3-8B", "Qwen3-14B"
-PUBLISHED: tuple[Published, ...] = (
-    *_rows(_3B, "ARPO", JUDGE, aime24=23.3, aime25=20.0),
-    *_rows(_3B, "ARPO", F1, webwalker=24.5, hotpotqa=58.5, **{"2wiki": 67.4}, musique=28.7, bamboogle=66.8),
-    *_rows(_LLAMA, "ARPO", JUDGE, aime25=16.7),
-    *_rows(_LLAMA, "ARPO", F1, hotpotqa=65.4, **{"2wiki": 75.5}, musique=34.8, bamboogle=73.8),
-    *_rows(_7B, "ARPO", JUDGE, aime24=30.0, aime25=30.0, math500=78.8, gsm8k=92.2, math=88.8),
-    *_rows(_7B, "ARPO", F1, webwalker=26.0, hotpotqa=58.8, **{"2wiki": 76.1}, musique=31.1, bamboogle=71.5),
-    *_rows(_8B, "GRPO", JUDGE, gaia=32.0, webwalker=29.0, hle=7.8, xbench=20.0),
-    *_rows(_8B, "GRPO", JUDGE, **{"gaia: level 1": 48.7, "gaia: level 2": 25.0, "gaia: level 3": 8.3}),
-    *_rows(_8B, "ARPO", JUDGE, gaia=38.8, webwalker=30.5, hle=8.8, xbench=25.0),
-    *_rows(_8B, "ARPO", JUDGE, **{"gaia: level 1": 53.9, "gaia: level 2": 32.7, "gaia: level 3": 16.7}),
-    *_rows(_14B, "GRPO", JUDGE, gaia=36.9, webwalker=30.0, hle=8.6, xbench=27.0),
-    *_rows(_14B, "GRPO", JUDGE, **{"gaia: level 1": 51.3, "gaia: level 2": 34.6, "gaia: level 3": 0.0}),
-    *_rows(_14B, "ARPO", JUDGE, gaia=43.7, webwalker=36.0, hle=10.0, xbench=32.0),
-    *_rows(_14B, "ARPO", JUDGE, **{"gaia: level 1": 56.4, "gaia: level 2": 40.4, "gaia: level 3": 16.7}),
-    *_rows(_14B, "ARPO", JUDGE, score="pass@5", gaia=61.2, hle=24.0, xbench=59.0),
-    *_rows(_14B, "AEPO", JUDGE, gaia=47.6, hle=11.2, webwalker=43.0),
-    *_rows(_14B, "AEPO", JUDGE, score="pass@5", gaia=65.0, hle=26.0, webwalker=70.0),
-)
-
-TEN = ("aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki", "musique", "bamboogle")
-"""Benchmarks of ARPO's table 1, whose mean is its headline number."""
-TEN_AVERAGES: tuple[tuple[str, str, float], ...] = (
-    (_3B, "ARPO", 52.8),
-    (_3B, "GRPO", 50.4),
-    (_LLAMA, "ARPO", 55.3),
-    (_LLAMA, "GRPO", 51.1),
-    (_7B, "ARPO", 58.3),
-    (_7B, "GRPO", 56.5),
-)
-"""(model, method, percent): means over TEN."""
+NUM_QUESTIONS, PUBLISHED, TEN_AVERAGES = _read()
 
 
 def papers_table(scores: Mapping[str, Scores]) -> Table:
@@ -109,7 +87,7 @@ def papers_table(scores: Mapping[str, Scores]) -> Table:
         unlike = [name for name in TEN if differences_in_ten(name, scores[name])]
         reasons = [f"in {', '.join(unlike)}"] if unlike else []
         ours = _percent(sum(scores[name]["accuracy"] for name in TEN) / len(TEN), reasons)
-        cells = ("mean of ten", "pass@1", ours, "".join(reasons), "as above", "as above")
+        cells = (MEAN_OF_TEN, "pass@1", ours, "".join(reasons), "as above", "as above")
         rows[cells] = [f"{model} {method} {percent:.1f}" for model, method, percent in TEN_AVERAGES]
     head = ["benchmark", "score", "ours", "not alike", "our grader", "their grader", "their models"]
     models = [[*cells, "; ".join(found)] for cells, found in rows.items()]
@@ -138,7 +116,7 @@ def differences(theirs: Published, num_questions: int, grader: str, judge: str) 
 
 def differences_in_ten(name: str, s: Scores) -> list[str]:
     """Return in what our accuracy differs from the number that the mean of ten was made of, ARPO's of the 7B model."""
-    theirs = next(row for row in PUBLISHED if (row.benchmark, row.model, row.method) == (name, _7B, "ARPO"))
+    theirs = next(row for row in PUBLISHED if (row.benchmark, row.model, row.method) == (name, "Qwen2.5-7B", "ARPO"))
     return differences(theirs, s["questions"], s["metric"], s.get("judge", ""))
 
 

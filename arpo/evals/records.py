@@ -1,21 +1,27 @@
-"""Records of an evaluation's finished trajectories, from which grades and reports are made.
+"""Records: what grading and reports read of an evaluation's finished trajectories, which are dumps (log/dumps.py).
 
-    RUN/records/<benchmark>.jsonl, <benchmark>.rank1.jsonl, ...     one line per trajectory, only ever appended to
+    RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl ...     a set's groups; a file for each process that sampled of them
 
-A group's lines are on disk before the next group is handled, so a killed run continues behind its last whole line.
+A group is on disk before the next one is handled. No file is written to by a second process, so what a killed one left
+of a last line stays, and is passed over: the next start of the command makes files of its own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from arpo.errors import UserError
+from arpo.log.dumps import dump_line, read_dump
 from arpo.protocol.tags import PAPER_TOOLS
-from arpo.trajectory import Group
+from arpo.trajectory import Group, ToolCall, Trajectory
+
+FOLDER = "trajectories"
 
 
 @dataclass(frozen=True)
@@ -32,124 +38,97 @@ class Record:
     answers: list[str]
     """Accepted answers (aliases)."""
     data_source: str
-    split: str
-    """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
     metric: str
     """Grading rule: "math", "qa", or "reward" (for question files of one's own)."""
     text: str
     """The whole response, tool results included."""
-    segments: list
-    """`text` as [text, written by the model] runs."""
+    segments: list[tuple[str, bool]]
+    """`text` as (text, written by the model) runs."""
     stop_reason: str
     num_tokens: int
     """Number of tokens of the response, tool results included."""
     num_sampled_tokens: int
     wall_s: float
     """Seconds from the first token to the end, with tool calls, without the wait for a place in the batch."""
-    tool_calls: list[dict]
-    """The tool calls in order, each with the fields of arpo.trajectory.ToolCall."""
+    tool_calls: list[ToolCall]
     meta: dict = field(default_factory=dict)
     """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
-    tools: list[str] = field(default_factory=lambda: list(PAPER_TOOLS))
+    tools: tuple[str, ...] = PAPER_TOOLS
     """Tags of the tools that were loaded; their calls must be well-formed."""
     protocol: str = "tags"
     """The protocol.format of the run."""
 
-
-def group_records(
-    group: Group,
-    benchmark: str,
-    metric: str,
-    wall_s: Sequence[float],
-    tools: Sequence[str] = PAPER_TOOLS,
-    protocol: str = "tags",
-) -> list[Record]:
-    """Make a record of each trajectory of a finished group; `wall_s[i]` are the seconds of trajectory i."""
-    prompt = group.prompt
-    return [
-        Record(
-            benchmark=benchmark,
-            question_id=prompt.prompt_id,
-            sample=sample,
-            question=prompt.messages[-1]["content"],
-            answers=prompt.answers,
-            data_source=prompt.data_source,
-            split=prompt.meta.get("split", ""),
-            metric=metric,
-            text=t.text,
-            segments=[list(run) for run in t.segments],
-            stop_reason=str(t.stop_reason),
-            num_tokens=len(t.token_ids),
-            num_sampled_tokens=t.num_sampled_tokens,
-            wall_s=round(seconds, 3),
-            tool_calls=[asdict(call) for call in t.tool_calls],
-            meta=prompt.meta,
-            tools=list(tools),
-            protocol=protocol,
-        )
-        for sample, (t, seconds) in enumerate(zip(group.trajectories, wall_s, strict=True))
-    ]
+    @property
+    def split(self) -> str:
+        """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
+        return str(self.meta.get("split", ""))
 
 
-def append_records(path: str | Path, records: Sequence[Record]) -> None:
-    """Append records in one write, and wait until they are on disk. Only one process at a time may write to a file.
+class SetDump:
+    """This process' dump of one set of questions. Its file is made with the first group."""
 
-    First an incomplete last line, which a killed writer left, is cut off.
+    def __init__(self, run: Path, benchmark: str, *, metric: str, tools: Sequence[str], protocol: str):
+        self.run, self.benchmark = run, benchmark
+        self.about = {"benchmark": benchmark, "metric": metric, "tools": list(tools), "protocol": protocol}
+        self.path: Path | None = None
+
+    def add(self, group: Group, wall_s: Sequence[float]) -> None:
+        """Write a finished group, and wait until it is on disk; `wall_s[i]` are the seconds of trajectory i."""
+        lines = []
+        for sample, (trajectory, seconds) in enumerate(zip(group.trajectories, wall_s, strict=True)):
+            more = {"sample": sample, "wall_s": round(seconds, 3), "meta": group.prompt.meta}
+            lines.append(dump_line(group, trajectory, self.about | more))
+        self.path = self.path or self._new_file()
+        with self.path.open("ab") as file:
+            file.write(b"".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _new_file(self) -> Path:
+        folder = self.run / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = count()
+        while True:
+            path = folder / f"{self.benchmark}.{next(numbers)}.jsonl"
+            with suppress(FileExistsError):
+                path.open("xb").close()  # of two processes only one makes it
+                return path
+
+
+def read_records(run: Path) -> list[Record]:
+    """Read the records of an evaluation, ordered by benchmark, question and sample.
+
+    If a trajectory is there twice, its first record counts. Raises UserError that names file and line for any damage.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records).encode()
-    with path.open("ab+") as file:
-        file.truncate(_end_of_last_line(file))
-        file.write(lines)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _end_of_last_line(file) -> int:
-    """Return the position behind the last newline; 0 without one."""
-    end = file.seek(0, os.SEEK_END)
-    for start in range(end - 65536, -65536, -65536):
-        file.seek(max(0, start))
-        found = file.read(65536 + min(0, start)).rfind(b"\n")
-        if found >= 0:
-            return max(0, start) + found + 1
-    return 0
-
-
-def read_records(folder_or_path: str | Path) -> list[Record]:
-    """Read the records of a file, or of all files of a folder, ordered by benchmark, question and sample.
-
-    An incomplete last line is dropped; if a trajectory is there twice, its first record counts. Raises UserError that
-    names file and line for any other damage.
-    """
-    path = Path(folder_or_path)
     found: dict[tuple[str, str, int], Record] = {}
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        try:
-            lines = file.read_bytes().split(b"\n")
-        except OSError as error:
-            raise UserError(f"{file}: cannot read the records ({error.strerror}); check the path") from None
-        for number, line in enumerate(lines[:-1], 1):  # the last piece is empty, or a line that never got its newline
-            try:
-                record = _parse(line)
-            except ValueError as error:
-                raise UserError(f"{file}:{number}: {error}; remove the line, and run again") from None
+    for path in sorted((run / FOLDER).glob("*.jsonl")):
+        for place, trajectory, row in read_dump(path):
+            record = as_record(trajectory, row, place)
             found.setdefault((record.benchmark, record.question_id, record.sample), record)
     return [found[key] for key in sorted(found)]
 
 
-def _parse(line: bytes) -> Record:
-    kinds = {"sample": int, "num_tokens": int, "num_sampled_tokens": int, "wall_s": float | int, "meta": dict}
-    kinds |= dict.fromkeys(("answers", "segments", "tool_calls", "tools"), list)
+def as_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Record:
+    """Return the record of a dumped trajectory; `row`: the other fields of its line."""
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"must be a JSON object, not {type(row).__name__}")
-    row = {"tools": list(PAPER_TOOLS), "protocol": "tags"} | row  # older records name neither: there were no others
-    for f in fields(Record):
-        if not isinstance(row.get(f.name), kinds.get(f.name, str)):
-            raise ValueError(f"field {f.name!r} is missing or of the wrong kind")
-    return Record(**{f.name: row[f.name] for f in fields(Record)})
+        return Record(
+            benchmark=row["benchmark"],
+            question_id=trajectory.prompt_id,
+            sample=row["sample"],
+            question=row["question"],
+            answers=row["answers"],
+            data_source=row["data_source"],
+            metric=row["metric"],
+            text=trajectory.text,
+            segments=[(text, by_model) for text, by_model in trajectory.segments],
+            stop_reason=str(trajectory.stop_reason),
+            num_tokens=len(trajectory.token_ids),
+            num_sampled_tokens=trajectory.num_sampled_tokens,
+            wall_s=row["wall_s"],
+            tool_calls=trajectory.tool_calls,
+            meta=row["meta"],
+            tools=tuple(row["tools"]),
+            protocol=row["protocol"],
+        )
+    except KeyError as error:
+        raise UserError(f"{place}: no trajectory of an evaluation ({error} is missing); remove the line") from None

@@ -1,4 +1,4 @@
-"""The report of an evaluation: RUN/{scores.json, report.md, report.html, grades/<benchmark>.jsonl}.
+"""The report of an evaluation: RUN/{scores.json, report.md, grades/<benchmark>.jsonl}.
 
 All of it is made of records and grades, so that it can be made again at any time, and comes out the same.
 """
@@ -10,14 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arpo.evals.grading import Grade, write_grades
-from arpo.evals.page import write_page
+from arpo.config.evals import JudgeConfig
+from arpo.evals.about import left_out, model_name, read_sessions, settings_rows
+from arpo.evals.benchmarks import BENCHMARKS
+from arpo.evals.grades import Grade, grades_path, write_grades
+from arpo.evals.grading import grade_records
+from arpo.evals.judge import Judge
 from arpo.evals.published import MARK, PAPERS, papers_table
-from arpo.evals.records import Record
-from arpo.evals.scores import MEANS, Scores, averages, benchmark_scores
+from arpo.evals.records import Record, read_records
+from arpo.evals.resume import read_settings
+from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
+from arpo.options import RewardConfig
+from arpo.rewards import load_custom
 
-GRADES_FOLDER = "grades"
 JUDGE_REASONS = {
     "judge_unparsable": "with a judgement that is not clearly a verdict",
     "judge_failed": "that the judge could not be asked about (grading again asks again)",
@@ -40,10 +46,36 @@ class RunMeta:
     """Lines for the head of the report: tools muted, ..."""
     overlong: dict[str, int] = field(default_factory=dict)
     """Set -> number of its questions that were left out because their prompts are too long."""
-    settings: tuple[tuple[str, str], ...] = ()
+    settings: Sequence[Sequence[str]] = ()
     """(name, value) of what the run was made with, the most important first."""
-    links: tuple[tuple[str, str], ...] = ()
-    """(words, address) of other pages about the run or its model."""
+
+
+def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, judge: Judge | None) -> None:
+    """Grade all records of a run, write its report, and say where that is."""
+    settings, sessions = read_settings(run), read_sessions(run)
+    found: dict[str, list[Record]] = {}
+    for record in read_records(run):
+        found.setdefault(record.benchmark, []).append(record)
+    by_name = {name: found[name] for name in [*BENCHMARKS, *found] if name in found}  # benchmarks in their own order
+    custom = load_custom(reward.file, reward.function) if reward.file else None
+    grades = {
+        name: grade_records(records, metric=records[0].metric, judge=judge, reward=reward, custom=custom)
+        for name, records in by_name.items()
+    }
+    meta = RunMeta(
+        title=model_name(settings),
+        judge=judge_cfg.model,
+        families={name: benchmark.family for name, benchmark in BENCHMARKS.items()},
+        seed=settings["seed"],
+        notes=(f"SET{MUTED}: all tool calls were refused.",) if any(name.endswith(MUTED) for name in found) else (),
+        overlong=left_out(sessions),
+        settings=settings_rows(settings, sessions, judge_cfg.model),
+    )
+    write_report(run, by_name, grades, meta)
+    if judge is not None:
+        judge.close()
+    print(summary(run))
+    print(f"all tables: {run / 'report.md'}\nevery trajectory: python -m arpo.viewer {run}")
 
 
 def write_report(
@@ -66,16 +98,13 @@ def write_report(
             s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
     tables = report_tables(scores, averages(grades, meta.families, seed=meta.seed))
-    notes = [*meta.notes, *left_out(scores), *grader_notes(scores, meta.judge), *empty, *warning_of_papers(tables)]
-    tables += [Table("Settings", ["setting", "value"], [list(row) for row in meta.settings])] if meta.settings else []
+    notes = [*meta.notes, *overlong_note(scores), *grader_notes(scores, meta.judge), *empty, *warning_of_papers(tables)]
+    tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        write_grades(folder / GRADES_FOLDER / f"{name}.jsonl", grades[name])
+        write_grades(grades_path(folder, name), grades[name])
     replace_file(folder / "report.md", [markdown_report(meta.title, notes, tables)])
-    pairs = [(name, *pair) for name in names for pair in zip(records_by_benchmark[name], grades[name], strict=True)]
-    head = {"title": meta.title, "made": made(meta.settings), "links": meta.links, "notes": notes}
-    write_page(folder / "report.html", **head, tables=tables, scores=scores, pairs=pairs)
     replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])  # last: what is there is whole
     return scores
 
@@ -85,13 +114,7 @@ def summary(folder: Path) -> str:
     return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
 
 
-def made(settings: Sequence[tuple[str, str]]) -> list[str]:
-    """Return how a run was made in a few words each, for the head of a page; the rest is in its last table."""
-    known = dict(settings)
-    return [f"{name} {known[name]}" for name in ("date", "code", "temperature", "top-p", "seed") if name in known]
-
-
-def left_out(scores: Mapping[str, Scores]) -> list[str]:
+def overlong_note(scores: Mapping[str, Scores]) -> list[str]:
     """Return a line about questions that were left out, as the numbers are then not of the whole set."""
     parts = [
         f"{name}: {s['overlong']} of {s['questions'] + s['overlong']}" for name, s in scores.items() if "overlong" in s

@@ -1,6 +1,6 @@
 """Continuing a run folder, which needs the settings with which it was begun.
 
-RUN/records/settings.json     model, seed, samples, rollout, tools; written before the first trajectory
+RUN/trajectories/settings.json     model, seed, samples, rollout, tools; written before the first trajectory
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arpo.config.facts import leaves, sampling_settings
 from arpo.config.sections import ModelConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.evals.records import Record
+from arpo.evals.records import FOLDER, Record
 from arpo.options import RolloutConfig
 from arpo.trajectory import Prompt
 
@@ -67,13 +67,13 @@ def what_decides(
 
 
 def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
-    """Write the settings of a new run to RUN/records, or check that those of a begun run are the same.
+    """Write the settings of a new run beside its trajectories, or check that those of a begun run are the same.
 
     Raises UserError that names the first setting that differs, and for a begun run if `resume` is False.
     """
-    path = folder / "records" / SETTINGS_FILE
+    path = settings_path(folder)
     settings = json.loads(json.dumps(settings))  # as it will be read back
-    if not list(path.parent.glob("*.jsonl")):  # begun, perhaps, but without a result
+    if not list(path.parent.glob("*.jsonl*")):  # begun, perhaps, but without a result
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings, indent=1) + "\n")
         return
@@ -88,9 +88,18 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
             )
 
 
+def settings_path(folder: Path) -> Path:
+    """Return where the settings of a run are. Raises UserError for a run of an earlier version of the code."""
+    if (folder / "records").is_dir():
+        raise UserError(
+            f"{folder}/records is of an earlier version, and can only be graded by that; choose another run.name"
+        )
+    return folder / FOLDER / SETTINGS_FILE
+
+
 def read_settings(folder: Path) -> dict:
     """Read the settings that `claim_run` wrote. Raises UserError if the folder holds no evaluation."""
-    path = folder / "records" / SETTINGS_FILE
+    path = settings_path(folder)
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

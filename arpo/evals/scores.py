@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from arpo.evals import bootstrap_interval, bootstrap_means, interval_of, mean, pass_at_k
-from arpo.evals.grading import Grade, well_formed
+from arpo.evals.grades import Grade
+from arpo.evals.grading import well_formed
 from arpo.evals.records import Record
 from arpo.metrics import source_names
-from arpo.trajectory import Group, StopReason
+from arpo.trajectory import Group, StopReason, ToolCall
 
 Scores = dict[str, Any]
 """Name -> number, or a table of numbers (splits, tools, failures, stop_reasons, grade_reasons, tool_errors)."""
@@ -44,7 +45,7 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
         "well_formed": mean(g.scores.get("well_formed", float(well_formed(r))) for r, g in pairs),
         **{m: mean(g.scores[m] for g in grades) for m in MEANS if all(m in g.scores for g in grades)},
         "tool_calls": mean(len(r.tool_calls) for r in records),
-        "failed_tool_calls": mean(sum(not call["ok"] for call in r.tool_calls) for r in records),
+        "failed_tool_calls": mean(sum(not call.ok for call in r.tool_calls) for r in records),
         "response_tokens": mean(r.num_tokens for r in records),
         "sampled_tokens": mean(r.num_sampled_tokens for r in records),
         "seconds": mean(r.wall_s for r in records),
@@ -53,7 +54,7 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
         "failures": counts(failure(r, g) for r, g in pairs if g.correct < 1.0),
         "stop_reasons": counts(r.stop_reason for r in records),
         "grade_reasons": counts(g.reason for g in grades if g.reason),
-        "tool_errors": counts(f"{c['tag']}: {c['error_kind'] or 'failed'}" for c in calls if not c["ok"]),
+        "tool_errors": counts(f"{c.tag}: {c.error_kind or 'failed'}" for c in calls if not c.ok),
     }
     if set(by_split) != {""}:
         splits = sorted(by_split.items())
@@ -109,17 +110,17 @@ def pass_values(questions: Iterable[Sequence[float]], k: int) -> list[float]:
     return [pass_at_k(len(c), sum(x >= 1.0 for x in c), k) for c in questions if len(c) >= k]
 
 
-def tool_scores(calls: Sequence[dict], num_trajectories: int) -> dict[str, dict[str, float]]:
+def tool_scores(calls: Sequence[ToolCall], num_trajectories: int) -> dict[str, dict[str, float]]:
     """Tag -> calls per trajectory, share of calls that failed or came from a cache, mean seconds of a call."""
-    by_tag: dict[str, list[dict]] = defaultdict(list)
+    by_tag: dict[str, list[ToolCall]] = defaultdict(list)
     for call in calls:
-        by_tag[call["tag"]].append(call)
+        by_tag[call.tag].append(call)
     return {
         tag: {
             "calls": len(mine) / num_trajectories,
-            "failed_share": mean(not call["ok"] for call in mine),
-            "cached_share": mean(call["cached"] for call in mine),
-            "seconds": mean(call["seconds"] for call in mine),
+            "failed_share": mean(not call.ok for call in mine),
+            "cached_share": mean(call.cached for call in mine),
+            "seconds": mean(call.seconds for call in mine),
         }
         for tag, mine in sorted(by_tag.items())
     }

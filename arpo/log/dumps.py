@@ -1,9 +1,10 @@
 """Trajectory dumps: whole trajectories of a step, one per line, gzipped, written while the run goes on.
 
-    RUN/trajectories/step_000100.jsonl.gz  valid_000100.jsonl.gz
+    RUN/trajectories/step_000100.jsonl.gz  valid_000100.jsonl.gz     of a training
+    RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl                      of an evaluation (evals/records.py)
 
 A row is a trajectory's fields (trajectory.py), its prompt (question, answers, messages, data_source), and the rank that
-sampled it.
+sampled it. An evaluation adds what grading needs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
-from typing import BinaryIO
 
-from arpo.trajectory import Group
+from arpo.errors import UserError
+from arpo.trajectory import BranchDecision, Group, ToolCall, Trajectory, Turn
 
 SUFFIX = ".jsonl.gz"
 COMPRESSION = 1  # a fifth of the size in a tenth of the time of level 9, which is 10 % smaller (benchmarks/dumps.py)
@@ -73,14 +76,62 @@ class DumpWriter:
         self.folder.mkdir(exist_ok=True)
         with gzip.open(temporary, "wb", compresslevel=COMPRESSION) as file:
             for group in groups:
-                prompt = group.prompt
-                about = {"question": prompt.messages[-1]["content"], "answers": prompt.answers}
-                about |= {"messages": prompt.messages, "data_source": prompt.data_source}
-                about |= {"sampled_by": group.sampled_by}
                 for trajectory in group.trajectories:
-                    file.write(json.dumps(about | trajectory.to_dict(), ensure_ascii=False).encode() + b"\n")
+                    file.write(dump_line(group, trajectory, {}))
 
 
-def open_dump(path: Path) -> BinaryIO:
-    """Open a dump for reading, compressed or not. Raises OSError."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+def dump_line(group: Group, trajectory: Trajectory, more: dict) -> bytes:
+    """Return a trajectory of a group as a line of a dump, with `more` fields besides its own."""
+    prompt = group.prompt
+    about = {"question": prompt.messages[-1]["content"], "answers": prompt.answers}
+    about |= {"messages": prompt.messages, "data_source": prompt.data_source, "sampled_by": group.sampled_by}
+    return json.dumps(about | more | trajectory.to_dict(), ensure_ascii=False).encode() + b"\n"
+
+
+def read_dump(path: Path) -> Iterator[tuple[str, Trajectory, dict]]:
+    """Yield for each trajectory of a dump, compressed or not, its place (FILE:LINE), itself, and the other fields.
+
+    A last line without its newline, which a killed or working process left, is passed over. Raises UserError where the
+    file cannot be read, and with the place where a line is not a whole, consistent trajectory. Dumps of older versions
+    lack some fields, and have some that are now among the others.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    place = f"{path}:{number}"
+                    yield (place, *_parsed(line, place))
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot read the dump ({reason}); check the path") from None
+
+
+def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
+    try:
+        row = json.loads(line)
+        own = {f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row}
+        return _trajectory(own), row
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
+
+
+def _trajectory(row: dict) -> Trajectory:
+    """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
+    trajectory = Trajectory(**row)
+    trajectory.turns = [Turn(**_of_now(turn)) for turn in trajectory.turns]
+    for turn in trajectory.turns:
+        turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
+        turn.decision = BranchDecision(**turn.decision) if turn.decision else None
+    if not isinstance(trajectory.reward, int | float | None):
+        raise TypeError(f"reward {trajectory.reward!r} is not a number")
+    trajectory.check()
+    return trajectory
+
+
+def _of_now(turn: dict) -> dict:
+    """Return a dumped turn with today's fields: once a turn had one call, or None."""
+    if "tool_call" not in turn:
+        return turn
+    call = turn["tool_call"]
+    return {name: value for name, value in turn.items() if name != "tool_call"} | {"tool_calls": [call] if call else []}

@@ -5,15 +5,16 @@ Reads dumps of older versions too: what those do not have (token texts, token en
 
 from __future__ import annotations
 
-import json
-import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 from arpo.errors import UserError
-from arpo.log.dumps import open_dump
+from arpo.evals.grades import read_grades
+from arpo.log.dumps import read_dump
 from arpo.metrics import tokens_by_step
-from arpo.trajectory import BranchDecision, ToolCall, Trajectory, Turn
+from arpo.trajectory import Trajectory
 
 SHOWN = (
     "trajectory_id", "parent_id", "fork_at", "stop_reason",
@@ -24,71 +25,51 @@ DIGITS = 3
 """Decimals of a token's logprob and entropy (nats) on the page; the dump has all."""
 
 
-def read_groups(dump: Path, max_groups: int) -> tuple[list[dict], int]:
-    """Return the first `max_groups` groups as the page shows them, and the number of groups in the dump.
+def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> tuple[list[dict], int]:
+    """Return the first `max_groups` groups as the page shows them, and the number of groups in the dumps.
 
-    The dump has one trajectory a line, group after group. Raises UserError with the line's number where a line is not
-    a whole, consistent trajectory.
+    A dump has one trajectory a line, group after group. `grades`: the file of an evaluation's grades, where there is
+    one; they stand in the place of the rewards. Raises UserError with the line's number where a line is not a whole,
+    consistent trajectory.
     """
+    graded = {(grade.question_id, grade.sample): grade for grade in read_grades(grades)} if grades else {}
     groups: list[dict] = []
     num_groups, prompt_id, seen = 0, None, set()  # `seen`: trajectory ids of the current group
-    try:
-        with open_dump(dump) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    row = json.loads(line)
-                    head = {"question": row.pop("question"), "answers": row.pop("answers")}
-                    head |= {name: row.pop(name, "") for name in ("messages", "data_source", "sampled_by")}  # new ones
-                    trajectory = parse_trajectory(row)
-                except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    place = f"{dump}:{number}"
-                    raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
-                # One prompt may come twice in a step: a path that comes again starts the next group.
-                if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
-                    prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
-                    if num_groups <= max_groups:
-                        groups.append({"prompt_id": prompt_id, **head, "trajectories": []})
-                seen.add(trajectory.trajectory_id)
-                if num_groups <= max_groups:
-                    groups[-1]["trajectories"].append(trajectory_view(trajectory))
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{dump}: cannot read the dump ({reason}); check the path") from None
+    for place, trajectory, row in chain.from_iterable(map(read_dump, dumps)):
+        try:
+            head = {"question": row["question"], "answers": row["answers"]}
+            head |= {name: row.get(name, "") for name in ("messages", "data_source", "sampled_by")}  # new ones
+            grade = graded.get((trajectory.prompt_id, row.get("sample")))
+            if grade:
+                trajectory.reward, trajectory.reward_parts = grade.correct, grade.scores
+                trajectory.reward_reason = grade.reason
+            view = trajectory_view(trajectory) | {"grade": asdict(grade) if grade else None}
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{place}: not a trajectory ({error!r}); drop the line or dump again") from None
+        # One prompt may come twice in a step: a path that comes again starts the next group.
+        if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
+            prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
+            if num_groups <= max_groups:
+                groups.append({"prompt_id": prompt_id, **head, "trajectories": []})
+        seen.add(trajectory.trajectory_id)
+        if num_groups <= max_groups:
+            groups[-1]["trajectories"].append(view)
     if not groups:
-        raise UserError(f"{dump}: the dump is empty; choose another with --step or --file")
+        raise UserError(f"{dumps[0]}: the dump is empty; choose another with --step or --file")
     for group in groups:
         group |= group_summary([t["reward"] for t in group["trajectories"]])
     return groups, num_groups
 
 
-def parse_trajectory(row: dict) -> Trajectory:
-    """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
-    trajectory = Trajectory(**row)
-    trajectory.turns = [Turn(**_of_now(turn)) for turn in trajectory.turns]
-    for turn in trajectory.turns:
-        turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
-        turn.decision = BranchDecision(**turn.decision) if turn.decision else None
-    if not isinstance(trajectory.reward, int | float | None):
-        raise TypeError(f"reward {trajectory.reward!r} is not a number")
-    num_spans = sum((t.end > t.start) + (t.result_end > t.end) for t in trajectory.turns)
-    if num_spans != len(trajectory.segments):
-        raise ValueError(f"{num_spans} spans of turns and results, but {len(trajectory.segments)} segments of text")
-    trajectory.check()
-    return trajectory
-
-
-def _of_now(turn: dict) -> dict:
-    """Return a dumped turn with today's fields: once a turn had one call, or None."""
-    if "tool_call" not in turn:
-        return turn
-    call = turn["tool_call"]
-    return {name: value for name, value in turn.items() if name != "tool_call"} | {"tool_calls": [call] if call else []}
-
-
 def trajectory_view(t: Trajectory) -> dict:
-    """Return what the page shows of a trajectory: of each turn its text, its tokens' numbers, its result's text."""
+    """Return what the page shows of a trajectory: of each turn its text, its tokens' numbers, its result's text.
+
+    Raises ValueError where the texts are not those of its turns.
+    """
     num_sampled = t.num_sampled_tokens
+    num_spans = sum((turn.end > turn.start) + (turn.result_end > turn.end) for turn in t.turns)
+    if num_spans != len(t.segments):
+        raise ValueError(f"{num_spans} spans of turns and results, but {len(t.segments)} segments of text")
     view = {name: getattr(t, name) for name in SHOWN} | {"num_tokens": len(t.token_ids), "num_sampled": num_sampled}
     view["mean_logprob"] = sum(t.rollout_logprobs) / num_sampled if num_sampled else None
     view["sampled_in"] = tokens_by_step(t)

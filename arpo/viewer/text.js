@@ -152,6 +152,7 @@ function drawText(group, t) {
     advantage: short(t.advantage), "KL penalty": short(t.kl_penalty), stop: t.stop_reason,
     tokens: `${t.num_tokens}, ${t.num_sampled} sampled`, "mean logprob": short(t.mean_logprob)};
   if (t.sampled_in.length) facts["tokens of step"] = t.sampled_in.map(([step, n]) => `${step}: ${n}`).join(", ");
+  if (t.grade) Object.assign(facts, {answer: plain(t.grade.prediction || "none"), "graded by": t.grade.metric});
   const turns = t.turns.map((turn, index) => [drawTurn(group, t, turn, index)]);
   const fork = el("div", {class: "fork small"}, `leaves trajectory ${t.parent_id} at token ${t.fork_at}`);
   const others = group.trajectories.filter(other => other !== t).map(other => other.trajectory_id);
@@ -168,5 +169,7 @@ function drawText(group, t) {
       others.length ? choice("compare", "compare with", [["", "none"], ...others.map(id => [id, id])], other ? state.compare : "",
         value => { state.compare = value; redraw(); }) : null,
       legend(t)),
+    ...(t.grade?.judge_reply ? [el("details", {class: "small"}, el("summary", {}, "what the judge said"),
+      prose("pre", {}, t.grade.judge_reply))] : []),
     ...turns.flat());
 }

@@ -1,24 +1,25 @@
-// The run's other steps: picker, and what its numbers did.
-const KINDS = {step: "training", valid: "validation", test: "test", nonfinite: "non-finite loss"};
+// The run's other steps, or an evaluation's other sets: picker, and what its numbers did.
+const KINDS = {step: "training", valid: "validation", test: "test", nonfinite: "non-finite loss", set: "sets of questions"};
+const kindOf = one => one?.step === null ? "set" : one?.kind;
 const HERE = RUN.steps.find(one => one.shown);
 
 const address = page => page.split("/").map(encodeURIComponent).join("/") + "#" + settings();
 const go = page => { location.href = address(page); };
 
 function neighbourStep(by) {  // the next page of the same kind, in steps
-  const pages = RUN.steps.filter(one => one.kind === HERE?.kind && (one.page || one === HERE));
+  const pages = RUN.steps.filter(one => kindOf(one) === kindOf(HERE) && (one.page || one === HERE));
   return pages[pages.indexOf(HERE) + by];
 }
 
 function drawSteps() {
-  const kinds = [...new Set(RUN.steps.map(one => one.kind))];
+  const kinds = [...new Set(RUN.steps.map(kindOf))];
   kinds.sort((a, b) => Object.keys(KINDS).indexOf(a) - Object.keys(KINDS).indexOf(b));
   $("steps").hidden = !RUN.steps.length;
   if (!HERE) $("step").append(el("option", {value: ""}, "steps of this run"));
   $("step").append(...kinds.map(kind => el("optgroup", {label: KINDS[kind] ?? kind},
-    ...RUN.steps.filter(one => one.kind === kind).map(one => build(el("option", {value: RUN.steps.indexOf(one)}),
+    ...RUN.steps.filter(one => kindOf(one) === kind).map(one => build(el("option", {value: RUN.steps.indexOf(one)}),
       one === HERE ? {selected: ""} : one.page ? {} : {disabled: ""},
-      [`${KINDS[kind] ?? kind} step ${one.step}` + (one.page || one === HERE ? "" : " (no page: raise --pages)")])))));
+      [(kind === "set" ? one.kind : `${KINDS[kind] ?? kind} step ${one.step}`) + (one.page || one === HERE ? "" : " (no page: raise --pages)")])))));
   $("step").addEventListener("change", () => go(RUN.steps[$("step").value].page));
   for (const [id, by] of [["previous", -1], ["next", 1]]) {
     const target = HERE && neighbourStep(by);

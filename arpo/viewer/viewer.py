@@ -2,6 +2,7 @@
 
     RUN/viewer.html                      the newest dump, or the one that was asked for
     RUN/viewer/step_000100.html ...      one page per dump, which the pages' step picker leads to
+    RUN/viewer/gaia.html ...             one page per set of questions, where RUN is an evaluation
 
 Each page is self-contained: it opens with file://, loads nothing, and shows what the model wrote as text only. The data
 of a dump is packed (gzip) into its page, so that a page is about as large as the dump. A page is written again only
@@ -22,14 +23,16 @@ from pathlib import Path
 
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
+from arpo.evals.grades import grades_path
 from arpo.log import script_json
 from arpo.viewer.groups import read_groups
 from arpo.viewer.trend import read_trend
 
-SCRIPTS = ("base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
-REPORTS = ("report.html", "eval/report.html")
+SCRIPTS = ("elements.js", "base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
+REPORTS = ("report.md", "eval/report.md")
 """Places in a run folder where evaluate.py's report may be."""
 DUMP_NAME = re.compile(r"(.+)_(\d+)\.jsonl(\.gz)?")
+SET_NAME = re.compile(r"(.+)\.\d+\.jsonl")
 PAGE_NAME = re.compile(r"(.+)_(\d+)\.html")
 RUN_DATA = re.compile(rb'(<script type="application/json" id="run">)(.*?)(</script>)', re.DOTALL)
 STAMP_WITHIN = 1000
@@ -38,25 +41,44 @@ STAMP_WITHIN = 1000
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump of a run by its name: training step 100 is step_000100.jsonl.gz."""
+    """What one page shows: a dump of a training, step_000100.jsonl.gz, or all dumps of a set of an evaluation."""
 
-    path: Path
+    name: str
+    """step_000100; gaia"""
     kind: str
-    """ "step" (training), "valid", "test", "nonfinite". """
-    step: int
+    """ "step" (training), "valid", "test", "nonfinite", or the name of the set. """
+    step: int | None
+    """Step of the training; None of a set."""
+    paths: tuple[Path, ...]
+    grades: Path | None = None
+    """File of the set's grades, where it has been graded."""
+
+    @classmethod
+    def of_file(cls, path: Path) -> Dump:
+        """Return the dump of a file by its name, which may be any."""
+        if (match := DUMP_NAME.fullmatch(path.name)) is None:
+            return cls(path.name.partition(".")[0], "", None, (path,))
+        return cls(path.name.partition(".")[0], match[1], int(match[2]), (path,))
 
     @property
-    def name(self) -> str:
-        return self.path.name.partition(".")[0]
+    def order(self) -> tuple[str, int]:
+        return self.kind, self.step or 0
 
 
 def dumps_of(run: Path) -> list[Dump]:
     """Return a run's dumps, oldest first within each kind. Raises UserError where there is no such run."""
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder; pass runs/NAME")
-    matches = [(DUMP_NAME.fullmatch(path.name), path) for path in (run / "trajectories").glob("*")]
-    dumps = [Dump(path, match[1], int(match[2])) for match, path in matches if match]
-    return sorted(dumps, key=lambda dump: (dump.kind, dump.step, dump.path))
+    paths = sorted((run / "trajectories").glob("*"))
+    dumps = [Dump.of_file(path) for path in paths if DUMP_NAME.fullmatch(path.name)]
+    sets: dict[str, list[Path]] = {}
+    for path in paths:
+        if match := SET_NAME.fullmatch(path.name):
+            sets.setdefault(match[1], []).append(path)
+    for name, files in sets.items():
+        grades = grades_path(run, name)
+        dumps.append(Dump(name, name, None, tuple(files), grades if grades.exists() else None))
+    return sorted(dumps, key=lambda dump: (dump.order, dump.paths))
 
 
 def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dump:
@@ -70,7 +92,7 @@ def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dum
         raise UserError(f"{run}: --step {step} was not dumped; there are dumps {known}; or name one with --file")
     if not dumps:
         raise UserError(f"{run}: no trajectory dumps in {run / 'trajectories'}; train with run.dump_every above 0")
-    return training[step] if step is not None else max(dumps, key=lambda dump: (dump.kind == "step", dump.step))
+    return training[step] if step is not None else max(dumps, key=lambda dump: (dump.kind == "step", dump.step or 0))
 
 
 # ---- one page
@@ -78,40 +100,41 @@ def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dum
 
 def template() -> str:
     """Return the page with its style and scripts in it, without data."""
-    folder, shared = resources.files("arpo.viewer"), resources.files("arpo").joinpath("elements.js")
-    parts = (*(folder.joinpath(name) for name in ("viewer.html", "viewer.css")), shared, *map(folder.joinpath, SCRIPTS))
+    parts = map(resources.files("arpo.viewer").joinpath, ("viewer.html", "viewer.css", *SCRIPTS))
     page, style, *scripts = (part.read_text(encoding="utf-8") for part in parts)
     return page.replace("@@STYLE@@", style).replace("@@SCRIPT@@", "\n".join(scripts))
 
 
-def title_of(run: Path, dump: Path) -> str:
-    return f"{run.resolve().name} · {dump.name.partition('.')[0]}"
+def title_of(run: Path, dump: Dump) -> str:
+    return f"{run.resolve().name} · {dump.name}"
 
 
-def stamp_of(run: Path, dump: Path, max_groups: int) -> str:
+def stamp_of(run: Path, dump: Dump, max_groups: int) -> str:
     """Return what a page's head says of its origin: it changes with the dump, the options and the viewer's code.
 
     Raises UserError for a dump that is not there.
     """
-    try:
-        stat = dump.stat()
-    except OSError as error:
-        raise UserError(f"{dump}: cannot read the dump ({error.strerror}); check the path") from None
-    origin = [template(), max_groups, title_of(run, dump), stat.st_size, stat.st_mtime_ns]
+    origin = [template(), max_groups, title_of(run, dump)]
+    for path in (*dump.paths, *filter(None, [dump.grades])):
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the dump ({error.strerror}); check the path") from None
+        origin += [stat.st_size, stat.st_mtime_ns]
     return f"arpo.viewer {hashlib.sha256(repr(origin).encode()).hexdigest()[:32]}"
 
 
-def page_path(run: Path, dump: Path) -> Path:
+def page_path(run: Path, dump: Dump) -> Path:
     """Return where the page of a run's dump is kept."""
-    return run / "viewer" / f"{dump.name.partition('.')[0]}.html"
+    return run / "viewer" / f"{dump.name}.html"
 
 
 def pages_of(run: Path) -> list[Path]:
     """Return the pages that are there, of all dumps of the run."""
-    return sorted(path for path in (run / "viewer").glob("*.html") if PAGE_NAME.fullmatch(path.name))
+    return sorted((run / "viewer").glob("*.html"))
 
 
-def is_current(run: Path, dump: Path, max_groups: int) -> bool:
+def is_current(run: Path, dump: Dump, max_groups: int) -> bool:
     """Return True where the dump's page is there and was made of the dump as it is now. Raises UserError without it."""
     page, stamp = page_path(run, dump), stamp_of(run, dump, max_groups).encode()
     if not page.exists():
@@ -120,9 +143,9 @@ def is_current(run: Path, dump: Path, max_groups: int) -> bool:
         return stamp in file.read(STAMP_WITHIN)
 
 
-def render(run: Path, dump: Path, max_groups: int) -> bytes:
+def page_of(run: Path, dump: Dump, max_groups: int) -> bytes:
     """Return the page of a dump, still without what concerns the whole run (with_run_data)."""
-    groups, num_groups = read_groups(dump, max_groups)
+    groups, num_groups = read_groups(dump.paths, dump.grades, max_groups)
     data = {"title": title_of(run, dump), "num_groups": num_groups, "groups": groups}
     # mtime 0: the same dump makes the same page, byte for byte
     packed = base64.b64encode(gzip.compress(script_json(data).encode(), 6, mtime=0)).decode()
@@ -141,16 +164,16 @@ def run_data(run: Path, dumps: list[Dump], trend: list[dict], *, page: Path, sho
     def link(target: Path) -> str | None:
         return Path(os.path.relpath(target, page.parent)).as_posix() if target.exists() else None
 
-    steps = {(dump.kind, dump.step): dump.name for dump in dumps}
+    shown_as = {dump.name: dump for dump in dumps}
     for path in pages_of(run):  # a page stays when its dump is pruned
-        kind, step = PAGE_NAME.fullmatch(path.name).groups()
-        steps[kind, int(step)] = path.stem
+        if path.stem not in shown_as and (match := PAGE_NAME.fullmatch(path.name)):
+            shown_as[path.stem] = Dump(path.stem, match[1], int(match[2]), ())
     return {
         "trend": trend,
         "reports": [found for report in REPORTS if (found := link(run / report))],
         "steps": [
-            {"kind": kind, "step": step, "shown": name == shown, "page": link(run / "viewer" / f"{name}.html")}
-            for (kind, step), name in sorted(steps.items())
+            {"kind": one.kind, "step": one.step, "shown": one.name == shown, "page": link(page_path(run, one))}
+            for one in sorted(shown_as.values(), key=lambda dump: dump.order)
         ],
     }
 
@@ -181,13 +204,13 @@ def make_pages(args: argparse.Namespace) -> None:
     if args.pages < 0:
         raise UserError(f"--pages {args.pages}: must be at least 0")
     run, dumps = args.run, dumps_of(args.run)
-    shown = args.file or choose_dump(run, dumps, step=args.step).path
+    shown = known_dump(args.file, dumps) if args.file else choose_dump(run, dumps, step=args.step)
     trend = read_trend(run)
     is_there = is_current(run, shown, args.max_groups)
-    page = page_path(run, shown).read_bytes() if is_there else render(run, shown, args.max_groups)
+    page = page_path(run, shown).read_bytes() if is_there else page_of(run, shown, args.max_groups)
     damaged = [] if args.out else write_folder(run, newest(dumps, args.pages), args.max_groups, (shown, page))
     out = args.out or run / "viewer.html"
-    name = next((dump.name for dump in dumps if dump.path.resolve() == shown.resolve()), None)
+    name = shown.name if shown in dumps else None
     write(out, with_run_data(page, run_data(run, dumps, trend, page=out, shown=name)))
     for path in [] if args.out else pages_of(run):
         old = path.read_bytes()
@@ -199,28 +222,34 @@ def make_pages(args: argparse.Namespace) -> None:
     print(out)
 
 
+def known_dump(path: Path, dumps: list[Dump]) -> Dump:
+    """Return the dump of a file: the run's own that it belongs to, or one by itself."""
+    known = [dump for dump in dumps if path.resolve() in [own.resolve() for own in dump.paths]]
+    return known[0] if known else Dump.of_file(path)
+
+
 def newest(dumps: list[Dump], count: int) -> list[Dump]:
     """Return the newest `count` dumps of each kind."""
     kinds = {dump.kind: [other for other in dumps if other.kind == dump.kind] for dump in dumps}
     return [dump for of_kind in kinds.values() for dump in of_kind[max(len(of_kind) - count, 0) :]]
 
 
-def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Path, bytes]) -> list[str]:
+def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dump, bytes]) -> list[str]:
     """Write the pages in RUN/viewer/ that are not up to date; return what is wrong with dumps that cannot be shown.
 
     `known`: a dump and its page, which is not made a second time.
     """
     problems = []
     for dump in dumps:
-        if is_current(run, dump.path, max_groups):
+        if is_current(run, dump, max_groups):
             continue
         try:
-            page = known[1] if dump.path == known[0] else render(run, dump.path, max_groups)
+            page = known[1] if dump == known[0] else page_of(run, dump, max_groups)
         except UserError as error:
             problems.append(str(error))
             continue
-        write(page_path(run, dump.path), page, make_folder=True)
-        print(page_path(run, dump.path), flush=True)
+        write(page_path(run, dump), page, make_folder=True)
+        print(page_path(run, dump), flush=True)
     return problems
 
 

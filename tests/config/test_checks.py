@@ -5,13 +5,13 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ablate import AblationConfig
 from arpo.config.checks import half_chosen_aepo
 from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
 from arpo.config.load import field_names, load_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, LossConfig
 from evaluate import EvalConfig
+from extras.ablation.config import AblationConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
 

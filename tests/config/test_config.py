@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ablate import AblationConfig
 from arpo.config.load import load_config, save_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig
 from evaluate import EvalConfig
+from extras.ablation.config import AblationConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -233,12 +233,12 @@ def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):
         load_config(RLConfig, [str(tmp_path / "c.yaml"), "--data.train", "x", "--tools.search.backend", "serpr"])
 
 
-@pytest.mark.parametrize("script", ["train_rl.py", "ablate.py"])
+@pytest.mark.parametrize("script", [["train_rl.py"], ["-m", "extras.ablation"]])
 def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
     """`train_rl.py --help | head`, where head has closed its end before the first word."""
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, script, "--help"]
+    command = [sys.executable, *script, "--help"]
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")

@@ -11,7 +11,7 @@ from helpers.eval_records import boxed
 
 from arpo.errors import UserError
 from arpo.evals.compare import compare_runs
-from arpo.evals.grading import Grade
+from arpo.evals.grades import Grade
 from arpo.evals.report import RunMeta, write_report
 
 
@@ -115,9 +115,9 @@ def test_other_graders_and_missing_benchmarks_are_left_out_and_told(tmp_path):
 
 def test_several_runs_are_each_compared_with_the_first(tmp_path):
     runs = [write_run(tmp_path / name, gaia=grades_of(HALF, 1, seed=0)) for name in "abc"]
-    text = compare_runs(runs, tmp_path / "out")
+    text = compare_runs(runs)
     assert "## b - a" in text and "## c - a" in text and "c - b" not in text
-    assert (tmp_path / "out" / "compare.json").exists() and not (runs[-1] / "compare.json").exists()
+    assert (runs[-1] / "compare.json").exists() and not (runs[0] / "compare.json").exists()
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

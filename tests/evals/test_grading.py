@@ -4,15 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from helpers.eval_records import CALL, boxed, record, reply
+from helpers.eval_records import CALL, boxed, record, reply, saved
 from helpers.sample_groups import sample_groups
 from helpers.web_service import WebService, says
 
 from arpo.config.evals import JudgeConfig
 from arpo.errors import UserError
-from arpo.evals.grading import Grade, exact_match, extract_prediction, grade_records, read_grades, write_grades
+from arpo.evals.grades import Grade, read_grades, write_grades
+from arpo.evals.grading import exact_match, extract_prediction, grade_records
 from arpo.evals.judge import Judge
-from arpo.evals.records import group_records
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.options import RewardConfig
 from arpo.rewards import load_custom, score, score_groups
@@ -138,10 +138,10 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
 
 
-def test_the_scores_of_own_files_are_those_of_training_to_the_digit():
+def test_the_scores_of_own_files_are_those_of_training_to_the_digit(tmp_path):
     groups = sample_groups()
     score_groups(groups, RewardConfig(), tools=("python", "search"))
-    records = [r for group in groups for r in group_records(group, "own", "reward", [0.5] * len(group.trajectories))]
+    records = saved(tmp_path, groups, "own", "reward")
     scores = benchmark_scores(records, grade_records(records, metric="reward"), seed=3)
     expected = summarize(groups, seed=3)
     assert 0 < expected["accuracy"] < 1 and {name: scores[name] for name in expected} == expected

@@ -1,34 +1,31 @@
 """Evaluation with calls in JSON: the answer is the last turn's, older records have tags, no prompt speaks of tags."""
 
-import json
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
-from helpers.eval_records import record
+from helpers.eval_records import record, saved
 from helpers.eval_sets import write_sets
 from helpers.families import SCHEMAS, hermes_codec
+from helpers.sample_groups import group
 
 from arpo.config.evals import EvalSection
 from arpo.config.sections import ModelConfig, ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.evals.benchmarks import BENCHMARKS, questions
 from arpo.evals.grading import grade_records, well_formed
-from arpo.evals.records import append_records, read_records
 from arpo.evals.resume import what_decides
 from arpo.options import RolloutConfig
 from arpo.protocol import FORMS
 from arpo.tools import make_codec, system_prompt_for
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
-LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ['ipython\n\n"\\boxed{5}"assistant\n\n', False]
-RESULT = ["\nuser\n<tool_response>\n\\boxed{5}\n</tool_response>\nassistant\n", False]
+LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ('ipython\n\n"\\boxed{5}"assistant\n\n', False)
+RESULT = ("\nuser\n<tool_response>\n\\boxed{5}\n</tool_response>\nassistant\n", False)
 
 
 def of(*segments, **other):
-    return record(
-        "".join(text for text, _ in segments), segments=[list(s) for s in segments], protocol="hermes", **other
-    )
+    return record("".join(text for text, _ in segments), segments=list(segments), protocol="hermes", **other)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +62,8 @@ def test_a_call_in_llamas_form_is_no_answer(segments, prediction, is_well_formed
     assert well_formed(made) is is_well_formed
 
 
-def test_records_keep_their_protocol_and_older_ones_have_tags(tmp_path):
-    append_records(tmp_path / "a.jsonl", [of(("\\boxed{4}", True))])
-    assert [r.protocol for r in read_records(tmp_path)] == ["hermes"]
-    row = json.loads((tmp_path / "a.jsonl").read_text())
-    del row["protocol"]
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    assert [r.protocol for r in read_records(tmp_path)] == ["tags"]
+def test_records_keep_their_protocol(tmp_path):
+    assert {r.protocol for r in saved(tmp_path, [group()], "a", "qa", protocol="hermes")} == {"hermes"}
 
 
 def test_a_run_cannot_go_on_under_another_protocol_and_older_runs_had_tags():

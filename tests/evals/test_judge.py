@@ -133,11 +133,10 @@ def test_an_endless_prediction_is_cut_in_the_middle():
 
 def test_verdicts_come_in_the_order_of_the_tasks_and_equal_tasks_are_asked_once(make_judge, service):
     judge = make_judge(max_concurrent=3)
-    done = []
-    verdicts = judge.judge([*tasks(20), *tasks(20)], done.append)
+    verdicts = judge.judge([*tasks(20), *tasks(20)])
     assert [v.status for v in verdicts] == ["correct", "incorrect"] * 20
     assert len(service.requests) == 1 + 20  # the probe, and one for each question
-    assert service.most_running <= 3 and done == list(range(1, 21))
+    assert service.most_running <= 3
 
 
 def test_what_was_judged_is_not_asked_again_even_when_the_judge_is_gone(make_judge, service):
@@ -292,7 +291,7 @@ from evals.test_judge import tasks
 from arpo.evals.judge import Judge
 from arpo.config.evals import JudgeConfig
 judge = Judge(JudgeConfig(url=sys.argv[1], model="tester", max_concurrent=2), sys.argv[2])
-judge.judge(tasks(400), lambda done: print(done, flush=True))
+judge.judge(tasks(400))
 """
 
 
@@ -304,16 +303,14 @@ def test_nothing_is_judged_twice_after_kill_9(make_judge, service, tmp_path):
     service.then(at_leisure)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", JUDGING, service.url, str(tmp_path / "judge.sqlite"), str(root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
-        for line in process.stdout:
-            if int(line) >= 100:
-                break
+    with subprocess.Popen(command, cwd=root) as process:
+        while len(service.requests) < 100:
+            assert process.poll() is None
+            time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
-        process.stdout.read()
-    known = int(line)
-    assert 100 <= known < 400
+    known = len(service.requests) - 1 - 2  # without its probe, and two whose replies were on their way
+    assert known < 397
     service.then(judges_by_prediction)
     verdicts = make_judge().judge(tasks(400))
     assert [v.status for v in verdicts] == ["correct", "incorrect"] * 200
-    # the probe, those whose replies were not there yet, and two of the killed process that were on their way
-    assert len(service.requests) <= 1 + 400 - known + 2
+    assert len(service.requests) <= 1 + 400 - known

@@ -1,22 +1,19 @@
-"""The report: its numbers against a naive computation, what it says of the graders, the page in a real browser."""
+"""The report: its numbers against a naive computation, and what it says of the graders."""
 
-import base64
-import gzip
 import itertools
 import json
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.browser import needs_browser
-from helpers.devtools import Browser
 from helpers.eval_records import CALL, boxed, record
 from helpers.sample_groups import HOSTILE
 
 from arpo.evals.benchmarks import BENCHMARKS
-from arpo.evals.grading import Grade, grade_records, read_grades
-from arpo.evals.page import BLOCK
+from arpo.evals.grades import Grade, read_grades
+from arpo.evals.grading import grade_records
 from arpo.evals.published import NUM_QUESTIONS, PUBLISHED, TEN
 from arpo.evals.records import Record
 from arpo.evals.report import RunMeta, summary, write_report
@@ -28,7 +25,7 @@ def run_of(benchmark: str, num_questions: int, n: int, *, seed: int = 0, **other
     rng, records = random.Random(seed), []
     for q, sample in itertools.product(range(num_questions), range(n)):
         calls = [
-            {**CALL, "ok": ok, "error_kind": None if ok else "timeout", "seconds": rng.random()}
+            replace(CALL, ok=ok, error_kind=None if ok else "timeout", seconds=rng.random())
             for ok in rng.choices([True, False], weights=[4, 1], k=rng.randint(0, 3))
         ]  # fmt: skip
         fields = {
@@ -48,7 +45,7 @@ def report(tmp_path_factory):
     """(folder, scores, records, grades) of two benchmarks; one has levels."""
     folder = tmp_path_factory.mktemp("runs") / "eval"
     records = {
-        "gaia": run_of("gaia", 12, 5, split=lambda q: f"level {q % 3 + 1}"),
+        "gaia": run_of("gaia", 12, 5, meta=lambda q: {"split": f"level {q % 3 + 1}"}),
         "bamboogle": run_of("bamboogle", 30, 5, seed=1, question=lambda q: f"question {q} {HOSTILE}"),
     }
     grades = {name: grade_records(of, metric="qa") for name, of in records.items()}
@@ -87,10 +84,10 @@ def test_the_scores_are_those_of_a_naive_computation(report):
             assert s[f"pass@{k}"] == pytest.approx(sum(values) / len(values))
         assert "pass@3" not in s
         calls = [call for r in records[name] for call in r.tool_calls]
-        failed = [call for call in calls if not call["ok"]]
+        failed = [call for call in calls if not call.ok]
         assert s["tool_calls"] == pytest.approx(len(calls) / len(flat))
         assert s["tools"]["search"]["failed_share"] == pytest.approx(len(failed) / len(calls))
-        assert s["tools"]["search"]["seconds"] == pytest.approx(sum(call["seconds"] for call in calls) / len(calls))
+        assert s["tools"]["search"]["seconds"] == pytest.approx(sum(call.seconds for call in calls) / len(calls))
         assert s["tool_errors"] == {"search: timeout": len(failed)}
         assert s["stop_reasons"]["length"] == round(s["truncated"] * len(flat))
         assert s["grade_reasons"] == {"no_answer": sum(r.text == "hm" for r in records[name])}
@@ -158,7 +155,7 @@ def test_the_same_records_make_the_same_files(report, tmp_path):
     folder, _, records, grades = report
     meta = RunMeta("models/Qwen", families={"gaia": "deepsearch", "bamboogle": "qa"}, notes=(f"3 left out {HOSTILE}",))
     write_report(tmp_path, records, grades, meta)
-    for name in ("scores.json", "report.md", "report.html", "grades/gaia.jsonl"):
+    for name in ("scores.json", "report.md", "grades/gaia.jsonl"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
@@ -247,278 +244,9 @@ def test_judges_failures_are_told(tmp_path):
 
 
 def test_the_papers_numbers_are_percentages_of_known_benchmarks():
-    from arpo.evals.benchmarks import BENCHMARKS
 
     assert {row.benchmark.split(":")[0] for row in PUBLISHED} <= set(BENCHMARKS)
     assert all(0 <= row.percent <= 100 and row.score in ("pass@1", "pass@5") for row in PUBLISHED)
     assert {row.benchmark for row in PUBLISHED} == set(NUM_QUESTIONS)
     levels = [NUM_QUESTIONS[f"gaia: level {level}"] for level in (1, 2, 3)]
     assert sum(levels) == NUM_QUESTIONS["gaia"]
-
-
-# -- the page --------------------------------------------------------------------------------------------------------
-
-
-def packed(page: str) -> list[list[dict]]:
-    found = re.findall(r'<script type="text/plain" class="block">(.*?)</script>', page)
-    return [json.loads(gzip.decompress(base64.b64decode(block))) for block in found]
-
-
-def test_the_page_holds_every_transcript_and_loads_nothing(report):
-    folder, _, records, _ = report
-    page = (folder / "report.html").read_text()
-    blocks = packed(page)
-    assert [len(block) for block in blocks] == [BLOCK, BLOCK, BLOCK, 210 - 3 * BLOCK]
-    first = blocks[0][0]
-    assert first["question"] == records["gaia"][0].question and first["segments"] == [[records["gaia"][0].text, True]]
-    without_data = re.sub(r"<script type.*?</script>", "", page, flags=re.DOTALL).replace(
-        "http://www.w3.org/2000/svg", ""
-    )
-    assert not re.search(r"https?:|\bsrc=|\bhref=(?!\"#)|@import|url\(", without_data)
-    assert "default-src 'none'" in without_data and "innerHTML" not in without_data
-    assert HOSTILE not in page
-
-
-def test_a_page_that_is_full_lists_the_rest_without_their_text(report, tmp_path, monkeypatch):
-    _, _, records, grades = report
-    monkeypatch.setattr("arpo.evals.page.MAX_TRANSCRIPT_BYTES", 3000)
-    write_report(tmp_path, records, grades, RunMeta("m"))
-    page = (tmp_path / "report.html").read_text()
-    assert len(packed(page)) < 4 and len(data_of(page)["index"]) == 210
-
-
-def data_of(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
-
-
-# -- the page in a real browser, which is clicked and typed into
-
-
-@pytest.fixture(scope="module")
-def browser():
-    browser = Browser()
-    yield browser
-    browser.close()
-
-
-SEEN = "document.querySelectorAll('.item').length"
-SIZES = [(1400, 900, False), (1400, 900, True), (400, 860, False), (400, 860, True)]
-
-
-def show(browser: Browser, folder, address: str = "", size=(1400, 900, False)) -> None:
-    browser.errors.clear()
-    browser.size(*size[:2], dark=size[2])
-    browser.open(folder / "report.html", address, ready=SEEN)
-
-
-def items(browser: Browser) -> list[str]:
-    return browser.js("[...document.querySelectorAll('.item')].map(item => item.innerText.replace(/\\s+/g, ' '))")
-
-
-@needs_browser
-def test_the_browser_shows_tables_plots_and_the_list(report, browser):
-    folder, scores, _, _ = report
-    show(browser, folder)
-    assert f"{scores['gaia']['accuracy']:.3f} [{scores['gaia']['accuracy_low']:.3f}" in browser.text("main")
-    drawn = browser.js("[...document.querySelectorAll('.bar')].map(bar => Number(bar.dataset.value))")
-    assert drawn == [scores["gaia"]["accuracy"], scores["bamboogle"]["accuracy"]]
-    assert browser.js("document.querySelectorAll('.curve').length") == 2
-    assert "210 of 210 transcripts" in browser.text("#count")
-    assert 5 <= len(items(browser)) < 40  # only what is in sight is drawn
-    assert browser.errors == []
-
-
-@needs_browser
-def test_plots_name_their_axes_and_their_colours(report, browser):
-    folder, _, _, grades = report
-    show(browser, folder)
-    names = browser.js("[...document.querySelectorAll('svg .name')].map(name => name.textContent)")
-    for name in ("share of questions solved", "tokens, tool results included", "transcripts", "calls of a transcript"):
-        assert name in names
-    right = sum(g.correct == 1 for of in grades.values() for g in of)
-    legends = browser.js("[...document.querySelectorAll('.legend')].map(l => l.innerText.trim())")
-    assert len(legends) == 3 and all(f"right ({right})" in legend and "wrong (" in legend for legend in legends)
-
-
-@needs_browser
-def test_the_names_of_thirteen_pass_at_k_curves_stand_apart(browser, tmp_path):
-    names = list(BENCHMARKS)[:13]
-    grades = {name: [Grade("q", i, {}, 1.0, "f1", "") for i in range(4)] for name in names}  # all end at 1
-    records = {name: [boxed("1", sample=i) for i in range(4)] for name in names}
-    write_report(tmp_path, records, grades, RunMeta("m"))
-    show(browser, tmp_path)
-    boxes = browser.js(
-        "[...document.querySelectorAll('.ending')].map(e => [e.textContent, e.getBoundingClientRect().top, "
-        "e.getBoundingClientRect().bottom])"
-    )
-    assert sorted(words.split()[0] for words, _, _ in boxes) == sorted(names)
-    ordered = sorted(boxes, key=lambda box: box[1])
-    assert all(above[2] <= below[1] + 2 for above, below in itertools.pairwise(ordered)), ordered
-
-
-@needs_browser
-@pytest.mark.parametrize("size", SIZES, ids=["wide", "wide dark", "phone", "phone dark"])
-def test_every_part_has_room_and_contrast_on_a_wide_page_and_on_a_phone(report, browser, size):
-    folder, *_ = report
-    show(browser, folder, "#0", size)
-    browser.wait("document.getElementById('samples')")
-    width = size[0]
-    assert browser.js("document.documentElement.scrollWidth") == width  # nothing makes the page itself scroll sideways
-    widths = {
-        part: browser.js(f"document.querySelector('{part}').getBoundingClientRect().width") for part in ("nav", "main")
-    }
-    assert widths == {"nav": 400, "main": 400} if width < 700 else {"nav": 360, "main": width - 360}
-    for selector in ("#title", "#notes", "#question", "main h2", ".item b", "#overview"):
-        assert contrast(browser, selector) >= 4.5, selector
-    assert browser.errors == []
-
-
-def contrast(browser: Browser, selector: str) -> float:
-    """WCAG's contrast of an element's text with what is behind it."""
-    colours = browser.js(
-        f"(() => {{ let e = document.querySelector('{selector}'); const ink = getComputedStyle(e).color, see = c => "
-        "[...c.matchAll(/[\\d.]+/g)].map(Number); let back; do { back = see(getComputedStyle(e).backgroundColor); "
-        "e = e.parentElement; } while (e && back[3] === 0); return [see(ink), back]; })()"
-    )
-    light = []
-    for red, green, blue, *_ in colours:
-        linear = [c / 12.92 if (c := v / 255) <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for v in (red, green, blue)]
-        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
-    return max(light) / min(light)
-
-
-@needs_browser
-def test_a_transcript_shows_turns_calls_grade_and_reason_and_runs_nothing(browser, tmp_path):
-    segments = [
-        [f"<think>{HOSTILE}</think><search>q</search>", True],
-        [f" <result>\nfound {HOSTILE}\n</result>", False],
-    ]
-    failed = {**CALL, "ok": False, "error_kind": "timeout", "seconds": 2.5}
-    made = record("", question=f"why {HOSTILE}", segments=segments, tool_calls=[failed], question_id="q7")
-    grade = Grade("q7", 0, {"f1": 0.25, "em": 0.0}, 0.0, "judge", "judge_unparsable", "maybe", f"Hm. {HOSTILE}")
-    settings = (("date", HOSTILE), ("tools", HOSTILE))
-    write_report(tmp_path, {"gaia": [made]}, {"gaia": [grade]}, RunMeta(HOSTILE, judge="J", settings=settings))
-    show(browser, tmp_path, "#0")
-    browser.wait("document.getElementById('transcript')")
-    assert browser.js("document.querySelectorAll('img').length") == 0 and browser.js("document.title") == HOSTILE
-    shown = browser.text("main")
-    for part in (
-        "wrong: gaia q7 #0",
-        "correct 0",
-        "grader judge",
-        "reason judge_unparsable",
-        "answer maybe",
-        "f1 0.25",
-    ):
-        assert part in shown
-    assert "search timeout 2.5 s" in shown and "found </script><img src=x" in shown and "Hm. </script>" in shown
-
-
-@needs_browser
-def test_the_list_can_be_filtered_by_benchmark_grade_and_text(report, browser):
-    folder, _, records, grades = report
-    show(browser, folder)
-    browser.choose("#benchmark", "gaia")
-    browser.choose("#verdict", "wrong")
-    browser.choose("#find", "QUESTION 11?")
-    wrong = [
-        r.sample
-        for r, g in zip(records["gaia"], grades["gaia"], strict=True)
-        if g.correct == 0 and r.question == "question 11?"
-    ]
-    browser.wait(f"document.getElementById('count').textContent.startsWith('{len(wrong)} of 210')")
-    assert wrong and f"{len(wrong)} of 210 transcripts, 0 right" in browser.text("#count")
-    assert [int(re.search(r"gaia q11 #(\d)", item)[1]) for item in items(browser)] == wrong
-
-
-@needs_browser
-def test_a_click_leads_from_a_sample_to_the_others_of_its_question_and_back_to_the_list(report, browser):
-    folder, _, _, grades = report
-    show(browser, folder)
-    browser.click(".item:nth-child(3)")  # the first is the one that gives the list its height
-    browser.wait("document.getElementById('samples')")
-    assert "question 0?" in browser.text("#question") and "gaia q00 #1" in browser.text("main h2")
-    of_question = [g for g in grades["gaia"] if g.question_id == "q00"]
-    expected = [
-        f"#{g.sample} {'right' if g.correct == 1 else 'wrong'}: {g.prediction or 'no answer'}" for g in of_question
-    ]
-    assert browser.js("[...document.querySelectorAll('#samples button')].map(b => b.textContent)") == expected
-    browser.click("#samples button:nth-child(4)")
-    browser.wait("document.querySelector('main h2').textContent.includes('#3')")
-    assert browser.js("location.hash") == "#3" and browser.text("#samples [aria-current]") == expected[3]
-    browser.click("main .buttons button:nth-child(2)")  # next
-    browser.wait("document.querySelector('main h2').textContent.includes('#4')")
-    browser.click("#overview")
-    assert browser.js("document.querySelectorAll('#plots svg').length") > 4 and browser.js("location.hash") == ""
-
-
-@needs_browser
-def test_a_screen_reader_is_told_of_parts_headers_options_and_what_plots_show(report, browser):
-    folder, scores, _, _ = report
-    show(browser, folder)
-    nodes = browser.accessible()
-    roles = {(node["role"], node["name"]) for node in nodes}
-    assert {("banner", ""), ("main", ""), ("navigation", "transcripts"), ("heading", "models/Qwen")} <= roles
-    assert {
-        ("table", "Accuracy"),
-        ("columnheader", "questions"),
-        ("rowheader", "gaia"),
-        ("button", "Overview"),
-    } <= roles
-    [plot] = [name for role, name in roles if role == "image" and name.startswith("Accuracy")]
-    assert f"gaia {scores['gaia']['accuracy']:.3f}".rstrip("0") in plot
-    unnamed = [
-        node
-        for node in nodes
-        if node["role"] in ("combobox", "searchbox", "button", "link", "image") and not node["name"]
-    ]
-    assert unnamed == []
-    options = [node["name"] for node in nodes if node["role"] == "option" and "gaia q00 #0" in node["name"]]
-    assert len(options) == 1 and ("wrong" in options[0] or "right" in options[0])  # not by its colour alone
-
-
-@needs_browser
-def test_the_page_is_used_with_the_keyboard_alone(report, browser):
-    folder, *_ = report
-    show(browser, folder)
-    focus = "document.activeElement.id || document.activeElement.className"
-    browser.press("Tab")
-    assert browser.js(focus) == "skip"
-    browser.press("Enter")
-    assert browser.js(focus) == "main"
-    browser.press("/")
-    assert browser.js(focus) == "find"
-    browser.press("Tab")
-    assert browser.js(focus) == "list"
-    browser.press("ArrowDown", "ArrowDown")
-    browser.wait("document.querySelector('main h2').textContent.includes('#1')")
-    assert browser.js("document.getElementById('list').getAttribute('aria-activedescendant')") == "item1"
-    assert browser.js("document.getElementById('item1').ariaSelected") == "true"
-    browser.press("End")
-    browser.wait("document.querySelector('main h2').textContent.includes('bamboogle q29 #4')")
-    assert browser.js("document.querySelector('.item.selected').getBoundingClientRect().bottom <= innerHeight + 1")
-    browser.press("Enter")
-    assert browser.js(focus) == "main"
-    browser.press("Tab")
-    assert browser.text("main button") == "previous" and browser.js("document.activeElement.textContent") == "previous"
-
-
-@needs_browser
-def test_the_head_links_to_the_viewer_and_says_how_the_run_was_made(report, browser, tmp_path):
-    _, _, records, grades = report
-    settings = (
-        ("model", "models/Qwen sha256:1"),
-        ("date", "2026-01-02 03:04 UTC"),
-        ("code", "commit 12ab"),
-        ("temperature", "0.6"),
-    )
-    (tmp_path / "viewer.html").write_text("<title>the viewer</title>")
-    meta = RunMeta("models/Qwen", settings=settings, links=(("branch trees of this run", "viewer.html"),))
-    write_report(tmp_path, records, grades, meta)
-    show(browser, tmp_path)
-    assert browser.text("#made") == (
-        "date 2026-01-02 03:04 UTC code commit 12ab temperature 0.6 branch trees of this run"
-    )
-    assert "model models/Qwen sha256:1" in browser.text("main section:last-child")
-    browser.click("#made a")
-    browser.wait("document.title === 'the viewer'")

@@ -24,7 +24,7 @@ def groups() -> list[Group]:
 def shown_run(tmp_path_factory, groups) -> Path:
     """A run with its pages; tests only look at it."""
     run = make_run(tmp_path_factory.mktemp("runs") / "branched", groups)
-    (run / "report.html").write_text("<title>the report</title>")
+    (run / "report.md").write_text("# the report")
     write_page(run)
     return run
 

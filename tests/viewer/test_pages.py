@@ -66,7 +66,7 @@ def test_a_prompt_that_comes_twice_in_a_step_makes_two_groups(tmp_path, groups):
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     log.trajectories(1, [groups[0], groups[0]])
     log.close()
-    shown, num_groups = reading.read_groups(tmp_path / "trajectories" / "step_000001.jsonl.gz", 200)
+    shown, num_groups = reading.read_groups([tmp_path / "trajectories" / "step_000001.jsonl.gz"], None, 200)
     assert [len(group["trajectories"]) for group in shown] == [6, 6] and num_groups == 2
 
 
@@ -156,7 +156,7 @@ def test_only_what_changed_is_written_again(run, groups):
 
 def test_a_dump_is_read_again_only_when_it_has_changed(run, monkeypatch):
     first = write_page(run)
-    monkeypatch.setattr(viewer, "render", None)
+    monkeypatch.setattr(viewer, "page_of", None)
     assert write_page(run) == first
 
 
@@ -194,12 +194,12 @@ def test_a_damaged_dump_beside_the_one_asked_for_is_left_out_with_a_warning(run,
 
 def test_a_report_is_linked_where_there_is_one(run):
     assert run_data_of(write_page(run))["reports"] == []
-    for place in ("report.html", "eval/report.html"):
+    for place in ("report.md", "eval/report.md"):
         (run / place).parent.mkdir(exist_ok=True)
         (run / place).touch()
-    assert run_data_of(write_page(run))["reports"] == ["report.html", "eval/report.html"]
+    assert run_data_of(write_page(run))["reports"] == ["report.md", "eval/report.md"]
     page = (run / "viewer" / "step_000009.html").read_text()
-    assert run_data_of(page)["reports"] == ["../report.html", "../eval/report.html"]
+    assert run_data_of(page)["reports"] == ["../report.md", "../eval/report.md"]
 
 
 # -- the numbers over the steps --------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_a_malformed_line_is_named(run, damage):
     lines[1] = damage(lines[1])
     write_dump(dump, "\n".join(lines) + "\n")
     with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz:2: not a trajectory") as error:
-        reading.read_groups(dump, 200)
+        reading.read_groups([dump], None, 200)
     assert "\n" not in str(error.value)
 
 
@@ -294,7 +294,7 @@ def test_a_damaged_dump_is_named(run, damage):
     dump = run / "trajectories" / "step_000010.jsonl.gz"
     dump.write_bytes(damage(dump.read_bytes()))
     with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz: (cannot read the dump \(.+\)|the dump is empty)"):
-        reading.read_groups(dump, 200)
+        reading.read_groups([dump], None, 200)
 
 
 def test_a_dump_without_compression_is_shown_too(run):

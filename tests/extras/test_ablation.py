@@ -5,18 +5,19 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.models import build_tiny_model
-from helpers.ranks import run_script, try_script
+from helpers.ranks import ROOT, run_script, try_script
 
-import ablate
-from ablate import AblationConfig
 from arpo.config.load import load_config
 from arpo.errors import UserError
-from arpo.evals.ablation import algorithms_table, compare_algorithms, estimate, read_run
+from extras.ablation import runs as ablation
+from extras.ablation.config import ALGORITHMS, AblationConfig
+from extras.ablation.results import algorithms_table, compare_algorithms, estimate, read_run
 
 TRAIN = """
 run: {save_every: 0}
@@ -71,7 +72,7 @@ def pretended(monkeypatch):
     """(name of the run, script) of every command that was started. They pretend: "bad" fails, others leave results."""
     started = []
 
-    def start_next(job: ablate.Job) -> None:
+    def start_next(job: ablation.Job) -> None:
         script = job.commands.pop(0)[0]
         started.append((job.name, script))
         if script == "evaluate.py":
@@ -79,8 +80,8 @@ def pretended(monkeypatch):
         job.process = subprocess.Popen(["false" if job.algorithm == "bad" else "true"])
 
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(ablate.Job, "start_next", start_next)
-    monkeypatch.setattr(ablate, "POLL_S", 0.01)
+    monkeypatch.setattr(ablation.Job, "start_next", start_next)
+    monkeypatch.setattr(ablation, "POLL_S", 0.01)
     yield started
     signal.signal(signal.SIGTERM, handler)
 
@@ -172,9 +173,9 @@ def test_report_only_writes_table_and_curves_of_what_is_finished(config, capsys)
     folder = config.parent / "ab"
     cfg = load_config(AblationConfig, [str(config), "--report_only", "True"])
     with pytest.raises(UserError, match=f"^{folder}: no finished run to report; see each log.txt$"):
-        ablate.main(cfg)
+        ablation.run_ablation(cfg)
     write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2, 0.9])
-    ablate.main(cfg)
+    ablation.run_ablation(cfg)
     assert "not finished: random_seed0" in capsys.readouterr().out
     assert json.loads((folder / "table.json").read_text())["grpo"]["accuracy"]["mean"] == 0.5
     assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
@@ -186,11 +187,11 @@ def test_report_only_writes_table_and_curves_of_what_is_finished(config, capsys)
 
 def test_all_runs_have_the_same_budget_and_differ_in_the_algorithms_flags_only(config):
     cfg = load_config(AblationConfig, [str(config), "--ablation.seeds", "0", "1"])
-    jobs = ablate.make_jobs(cfg.ablation, Path("runs/ab"))
+    jobs = ablation.make_jobs(cfg.ablation, Path("runs/ab"))
     assert [job.name for job in jobs] == ["grpo_seed0", "random_seed0", "grpo_seed1", "random_seed1"]
     trains = [job.commands[0] for job in jobs]
     for job, train in zip(jobs, trains, strict=True):
-        rest = [word for word in train if word not in (*ablate.ALGORITHMS[job.algorithm], job.name)]
+        rest = [word for word in train if word not in (*ALGORITHMS[job.algorithm], job.name)]
         expected = ["train_rl.py", *cfg.ablation.train, "--run.dir", "runs/ab", "--run.name", "--run.seed"]
         expected += [str(job.seed), "--run.num_steps", "2", "--run.validate_every", "0"]
         assert rest == expected
@@ -201,7 +202,7 @@ def test_an_algorithm_of_ones_own_comes_with_its_flags(config):
     own = "drgrpo=--branching.selector none --advantage.normalize_std False"
     cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", "grpo", own])
     flags = ["--branching.selector", "none", "--advantage.normalize_std", "False"]
-    assert cfg.ablation.overrides == {"grpo": ablate.ALGORITHMS["grpo"], "drgrpo": flags}
+    assert cfg.ablation.overrides == {"grpo": ALGORITHMS["grpo"], "drgrpo": flags}
 
 
 @pytest.mark.parametrize(
@@ -220,35 +221,42 @@ def test_a_mistake_is_one_line(config, flags, words):
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
 
 
+def test_help_answers_without_importing_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "extras.ablation", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--run.name" in done.stdout
+    assert " torch\n" not in done.stderr and " tyro\n" in done.stderr
+
+
 def test_a_result_of_other_inputs_is_never_taken_for_this_ones(config):
     """Neither another number of steps nor a model trained anew under the same path."""
     cfg = load_config(AblationConfig, [str(config)]).ablation
-    [job, _] = ablate.make_jobs(cfg, config.parent / "ab")
-    inputs = ablate.shared_inputs(cfg)
-    ablate.claim_folder(job, inputs)
-    ablate.claim_folder(job, ablate.shared_inputs(cfg))
+    [job, _] = ablation.make_jobs(cfg, config.parent / "ab")
+    inputs = ablation.shared_inputs(cfg)
+    ablation.claim_folder(job, inputs)
+    ablation.claim_folder(job, ablation.shared_inputs(cfg))
     with pytest.raises(UserError, match=r"grpo_seed0 comes from other inputs \(train;"):
-        ablate.claim_folder(job, inputs | {"train": {}})
+        ablation.claim_folder(job, inputs | {"train": {}})
     weights = config.parent / "model" / "model.safetensors"
     os.utime(weights, ns=(0, 0))
     with pytest.raises(UserError, match=r"other inputs \(files;"):
-        ablate.claim_folder(job, ablate.shared_inputs(cfg))
+        ablation.claim_folder(job, ablation.shared_inputs(cfg))
 
 
 def test_a_missing_input_is_named_before_anything_runs(config):
     (config.parent / "train.jsonl").unlink()
     with pytest.raises(UserError, match=f"{config.parent}/train.jsonl"):
-        ablate.main(load_config(AblationConfig, [str(config)]))
+        ablation.run_ablation(load_config(AblationConfig, [str(config)]))
     assert not (config.parent / "ab").exists()
 
 
 def test_each_run_is_trained_then_evaluated_and_what_is_finished_is_not_started_again(config, pretended, capsys):
     cfg = load_config(AblationConfig, [str(config), "--ablation.num_parallel", "1"])
-    ablate.main(cfg)
+    ablation.run_ablation(cfg)
     names = [name for name in ("grpo_seed0", "random_seed0") for _ in range(2)]
     assert pretended == list(zip(names, ["train_rl.py", "evaluate.py"] * 2, strict=True))
     assert "[2/2] random_seed0: accuracy 0.500" in capsys.readouterr().out
-    ablate.main(cfg)
+    ablation.run_ablation(cfg)
     assert len(pretended) == 4 and "2 runs, 2 of them finished already" in capsys.readouterr().out
 
 
@@ -257,7 +265,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(config, pretended, capsy
     cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", bad, "grpo"])
     log = config.parent / "ab" / "bad_seed0" / "log.txt"
     with pytest.raises(UserError, match=rf"^1 of 2 runs failed: bad_seed0 \({log}\); mend it and start the same"):
-        ablate.main(cfg)
+        ablation.run_ablation(cfg)
     assert ("grpo_seed0", "evaluate.py") in pretended and ("bad_seed0", "evaluate.py") not in pretended
     assert re.search(rf"bad_seed0 FAILED with code 1 after \d+ s, see {log}", capsys.readouterr().out)
     assert "| grpo | 1 |" in (config.parent / "ab" / "TABLE.md").read_text()
@@ -268,10 +276,10 @@ def test_a_failing_run_is_named_with_its_log_and_the_others_go_on(config):
     bad = "bad=--branching.bas 1"
     cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", bad, "grpo"])
     folder = config.parent / "ab"
-    for job in ablate.make_jobs(cfg.ablation, folder):
-        ablate.claim_folder(job, ablate.shared_inputs(cfg.ablation) | {"ranks": 1, "commands": job.commands})
+    for job in ablation.make_jobs(cfg.ablation, folder):
+        ablation.claim_folder(job, ablation.shared_inputs(cfg.ablation) | {"ranks": 1, "commands": job.commands})
     write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2])
-    done = try_script("ablate.py", str(config), "--ablation.algorithms", bad, "grpo", ranks=1)
+    done = try_script("extras/ablation/__main__.py", str(config), "--ablation.algorithms", bad, "grpo", ranks=1)
     log = folder / "bad_seed0" / "log.txt"
     assert done.code == 2 and f"error: 1 of 2 runs failed: bad_seed0 ({log})" in done.output
     assert "2 runs, 1 of them finished already" in done.output and "did you mean 'branching.base'" in log.read_text()
@@ -280,12 +288,12 @@ def test_a_failing_run_is_named_with_its_log_and_the_others_go_on(config):
 
 @pytest.mark.slow
 def test_an_ablation_trains_evaluates_and_skips_what_is_finished(config):
-    done = try_script("ablate.py", str(config), ranks=1)
+    done = try_script("extras/ablation/__main__.py", str(config), ranks=1)
     folder = config.parent / "ab"
     assert done.code == 0, done.output + (folder / "grpo_seed0" / "log.txt").read_text()[-3000:]
     assert "[2/2] " in done.output and "accuracy" in done.output
     table = json.loads((folder / "table.json").read_text())
     assert list(table) == ["grpo", "random"] and table["random"]["sampled_tokens"]["mean"] > 0
     logs = [(folder / f"{name}_seed0" / "log.txt").read_text() for name in table]
-    assert "2 runs, 2 of them finished already" in run_script("ablate.py", str(config), ranks=1)
+    assert "2 runs, 2 of them finished already" in run_script("extras/ablation/__main__.py", str(config), ranks=1)
     assert logs == [(folder / f"{name}_seed0" / "log.txt").read_text() for name in table]

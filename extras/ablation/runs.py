@@ -1,121 +1,26 @@
-"""Algorithms x seeds at equal budget: train each, evaluate it on held-out questions, put all into one table.
-
-    python ablate.py configs/demo_ablation.yaml
-
-Every run samples the same prompts per step, the same group size and the same number of steps; only the overrides of
-ALGORITHMS differ. A run is `torchrun train_rl.py`, then `torchrun evaluate.py`, in DIR/NAME/<algorithm>_seed<k>.
-Finished runs are skipped and interrupted ones continued, so the same command goes on where it was stopped.
-Writes DIR/NAME/{TABLE.md, table.json, curves.png}; `--report_only True` writes them of what is there.
-"""
+"""The runs of an ablation: made, claimed, run a few at a time, and reported."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from arpo.config.load import SCRIPTS, load_or_exit, run_or_exit
-from arpo.errors import UserError, require
-
-# Name -> the flags of train_rl.py that distinguish the algorithm.
-ALGORITHMS: dict[str, list[str]] = {
-    "grpo": ["--branching.selector", "none"],
-    "arpo": ["--branching.selector", "arpo"],
-    "aepo": [
-        *("--branching.selector", "aepo", "--branching.dynamic_budget", "True"),
-        *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
-    ],
-    "random": ["--branching.selector", "random"],
-    "arpo_threshold": ["--branching.selector", "arpo", "--branching.rule", "threshold"],
-    "standardized": ["--branching.selector", "standardized"],
-    "standardized_delta": ["--branching.selector", "standardized", "--branching.signal", "delta"],
-    "node_parent": ["--branching.selector", "arpo", "--advantage.tree", "node_parent"],
-}
-
-
-@dataclass(frozen=True)
-class AblationRunSection:
-    """The folder that the ablation writes to."""
-
-    name: str = "ablation"
-    """Name of the ablation's folder, DIR/NAME."""
-    dir: str = "runs"
-    """Folder of all runs."""
-
-
-@dataclass(frozen=True)
-class AblationSection:
-    """The runs of an ablation."""
-
-    train: tuple[str, ...] = ()
-    """Config files of train_rl.py that all runs share; later ones win."""
-    eval: tuple[str, ...] = ()
-    """Config files of evaluate.py; use temperature 1, because RL trains the policy as it is sampled."""
-    algorithms: tuple[str, ...] = ("grpo", "arpo", "aepo", "random")
-    """Names in ablate.py's ALGORITHMS; "name=--flags of train_rl.py" adds one of your own."""
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Seeds of training: data order, sampling, branch decisions. Evaluations all use ablation.eval_seed."""
-    eval_seed: int = 0
-    """Seed of the evaluation's sampling."""
-    num_steps: int = 30
-    """Number of training steps of each run."""
-    nproc_per_node: int = 1
-    """Number of ranks of each run."""
-    validate_every: int = 0
-    """Steps between greedy validations (data.valid), of which the table at equal tokens is made; 0 = no such table."""
-    num_parallel: int = 1
-    """Number of runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
-    target_reward: float = 0.8
-    """Training reward for which the table says how many steps a run needs to reach it."""
-
-    @property
-    def overrides(self) -> dict[str, list[str]]:
-        """Algorithm -> flags of train_rl.py. "x=--a 1" -> {"x": ["--a", "1"]}; ValueError for an unknown name."""
-        flags: dict[str, list[str]] = {}
-        for entry in self.algorithms:
-            name, has_flags, words = entry.partition("=")
-            if not has_flags and name not in ALGORITHMS:
-                known = ", ".join(ALGORITHMS)
-                raise ValueError(f"ablation.algorithms: {name!r} is none of {known}; write 'name=--flags' to add it")
-            if name in flags or not name.isidentifier():
-                raise ValueError(f"ablation.algorithms: {name!r} occurs twice or is no plain name; rename it")
-            flags[name] = shlex.split(words) if has_flags else ALGORITHMS[name]
-        return flags
-
-
-@dataclass(frozen=True)
-class AblationConfig:
-    """All options of ablate.py."""
-
-    run: AblationRunSection = field(default_factory=AblationRunSection)
-    ablation: AblationSection = field(default_factory=AblationSection)
-    report_only: bool = False
-    """Run nothing; write the table and the curves of the runs that are finished."""
-
-    def __post_init__(self) -> None:
-        a = self.ablation
-        needed = {"train": all(a.train) and a.train, "eval": all(a.eval) and a.eval, "seeds": a.seeds}
-        for name, value in (needed | {"algorithms": a.overrides}).items():
-            require(value, f"ablation.{name} is empty; see ablate.py --help")
-        require(len(set(a.seeds)) == len(a.seeds), f"ablation.seeds={a.seeds} has a seed twice; drop it")
-        for name in ("num_steps", "nproc_per_node", "num_parallel"):
-            require(getattr(a, name) >= 1, f"ablation.{name}={getattr(a, name)} must be at least 1")
-
-
-# The config is read before the rest is imported, so that --help and mistakes answer at once.
-CONFIG = load_or_exit(AblationConfig) if __name__ == "__main__" else None
-
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from arpo.evals.ablation import RunResult, algorithms_table, compare_algorithms, draw_curves, read_run
+import yaml
 
-ROOT = Path(__file__).resolve().parent
+from arpo.config.load import SCRIPTS
+from arpo.errors import UserError
+from extras.ablation.config import AblationConfig, AblationSection
+from extras.ablation.results import RunResult, algorithms_table, compare_algorithms, draw_curves, read_run
+
+ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
 
 
@@ -155,7 +60,7 @@ class Job:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
-def main(cfg: AblationConfig) -> None:
+def run_ablation(cfg: AblationConfig) -> None:
     folder = Path(cfg.run.dir) / cfg.run.name
     jobs = make_jobs(cfg.ablation, folder)
     failed: list[Job] = []
@@ -192,7 +97,7 @@ def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
 
 def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
     """Return what all results depend on besides the commands: the config files' contents, and model and data files."""
-    train, evaluation = read_settings(cfg.train, "train_rl"), read_settings(cfg.eval, "evaluate")
+    train, evaluation = read_configs(cfg.train, "train_rl"), read_configs(cfg.eval, "evaluate")
     try:
         paths = [train["model"]["path"], train["data"]["train"], *evaluation["eval"]["files"]]
     except KeyError as error:
@@ -201,10 +106,8 @@ def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
     return {"train": train, "eval": evaluation, "files": stamps(paths)}
 
 
-def read_settings(paths: Sequence[str], script: str) -> dict[str, dict]:
+def read_configs(paths: Sequence[str], script: str) -> dict[str, dict]:
     """Read the settings of config files for a script, unchecked: the runs check them. UserError if unreadable."""
-    import yaml
-
     settings: dict[str, dict] = {}
     for path in paths:
         try:
@@ -305,7 +208,3 @@ def write_results(jobs: list[Job], folder: Path, target_reward: float) -> None:
     draw_curves(results, folder / "curves.png")
     print(text + (f"\nnot finished: {', '.join(missing)}\n" if missing else ""))
     print(f"{folder / 'TABLE.md'}\n{folder / 'curves.png'}", flush=True)
-
-
-if __name__ == "__main__":
-    run_or_exit(main, CONFIG)

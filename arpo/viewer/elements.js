@@ -1,4 +1,4 @@
-// How the pages of viewer and report make their elements.
+// How the page makes its elements.
 // Whatever the model or a tool wrote reaches a page through append(string) or textContent, never as HTML.
 const $ = id => document.getElementById(id);
 
