@@ -32,12 +32,6 @@ def test_a_turn_shorter_than_k_is_not_thereby_certain():
     assert exact_turn_entropy([1.5], 20) == 1.5
 
 
-def test_topk_entropy_renormalises_what_it_sees():
-    uniform_over_two_of_many = [[math.log(0.1), math.log(0.1)]]
-    topk = BranchingConfig(entropy_mode="topk")
-    assert turn_entropy([5.0], uniform_over_two_of_many, topk, 4) == pytest.approx(math.log(2))
-
-
 def test_upstream_entropy_is_a_sum_over_at_most_twenty_tokens_and_ten_candidates():
     row = [math.log(0.05)] * 11
     released = 20 * 10 * -0.05 * math.log(0.05) / math.log(1000)

@@ -25,7 +25,7 @@ from arpo.log.trackers import TrackedRun, Trackers
 from arpo.losses import LossInputs, policy_loss
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol import TagsCodec
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import load_terms
 from arpo.rollout import rollout
@@ -191,7 +191,7 @@ def test_a_tool_from_a_function_is_the_function_and_one_flag(tmp_path):
 def test_a_tool_with_state_is_one_file_and_one_flag(tmp_path):
     name = f"{write_own_file('A tool with state', tmp_path)}:Ledger"
     tokenizer, tools = byte_tokenizer(), make_tools(ToolsConfig(names=(name,)))
-    codec = Codec(tokenizer, tools=tools)
+    codec = TagsCodec(tokenizer, tools=tools)
     ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
     [group] = play(
         lambda _prompt, path, turn: f"<ledger>{turn - len(path)}</ledger>" if turn < 3 else "done",
@@ -281,7 +281,7 @@ def found(tmp_path_factory) -> dict:
     cfg = load_config(Config, [*calculator(folder, digits=3), "--tools.price_per_call", "calculator=0.5", *local])
     tokenizer = byte_tokenizer()
     loaded = make_tools(cfg.tools) | {"python": EchoTool("python", "6.67")}
-    codec, runner = Codec(tokenizer, tools=loaded), ToolRunner(loaded)
+    codec, runner = TagsCodec(tokenizer, tools=loaded), ToolRunner(loaded)
     ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
     prompts = [Prompt(name, [{"role": "user", "content": "q"}], ["4"], "gsm8k", token_ids=ids) for name in SCRIPTS]
     groups = rollout(

@@ -11,7 +11,7 @@ from helpers.toy_run import build_toy_world, train, train_and_kill
 PLACES = [  # what is called when the rank dies, at which call since the start of the process, and which rank
     ("loading of the model", "arpo.model:load_policy", 1, 1),
     ("start of the engine", "arpo.engine:Engine.__init__", 1, 0),
-    ("validation before step 1", "arpo.sampling.sampler:Sampler.__call__", 1, 1),
+    ("validation before step 1", "arpo.sampling.sampler:Sampler.run", 1, 1),
     ("step 1, which nothing was saved before", "arpo.update:fill_advantages", 1, 0),
     ("rollout", "arpo.engine:Engine.step", 100, 0),
     ("tool call", "arpo.tools.base:ToolRunner.start", 3, 1),
@@ -35,15 +35,6 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
 ]
 
 
-OF_DRAFTS = [  # each start goes on behind the step before the kill: steps 2, 4, 6, 7 and 8
-    ("writing of drafts", "arpo.sampling.drafts:Drafts._write", 3, 1),
-    ("drafts written, nothing saved", "arpo.update:fill_advantages", 2, 0),
-    ("reading of a draft", "arpo.sampling.drafts:Drafts._load", 3, 1),
-    ("taking over of a draft", "arpo.sampling.drafts:DraftLoop.play", 12, 0),
-    ("removal of old drafts", "arpo.sampling.drafts:Drafts.prune", 2, 0),
-]
-
-
 def check(world, *flags: str, places: list[tuple]) -> None:
     """A run that is killed at these places has the numbers and the weights of the one that never was."""
     flags = (*flags, "--run.save_every", "1", "--run.dump_every", "1", "--optim.lr", "1e-3")
@@ -63,12 +54,3 @@ def test_a_run_that_is_killed_at_every_place_ends_as_the_one_that_never_was(tmp_
     searching_model(world / "model")
     flags = "--run.num_steps", "24", "--run.validate_every", "3", "--rollout.max_response_tokens", "32"
     check(world, *flags, places=PLACES)
-
-
-@pytest.mark.slow
-def test_a_run_that_reuses_rollouts_is_the_same_wherever_it_was_killed(tmp_path):
-    world = build_toy_world(tmp_path)
-    flags = "--run.num_steps", "10", "--run.validate_every", "0", "--rollout.reuse_last_epoch", "True"
-    check(world, *flags, "--rollout.group_size", "4", "--branching.num_initial_rollouts", "3", places=OF_DRAFTS)
-    left = sorted(path.name for path in (world / "runs" / "killed" / "drafts").iterdir())
-    assert left == sorted(path.name for path in (world / "runs" / "whole" / "drafts").iterdir())

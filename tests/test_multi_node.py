@@ -43,21 +43,31 @@ def rest():
 
 def pull():
     # rank 0 has sampled its prompt, and cannot know whether another one is needed until rank 1 has sampled the second
-    from arpo.dispatch import RefilledQueue
     from arpo.engine.team import Team
-    from arpo.trajectory import Group, Prompt, Trajectory
+    from arpo.growing import GroupState
+    from arpo.options import BranchingConfig, RolloutConfig
+    from arpo.sampling.sampler import Sampler
+    from arpo.sampling.sources import Refilled
+    from arpo.trajectory import Prompt, Trajectory
 
-    sizes = {"max_num_seqs": 8, "group_size": 1, "num_wanted": 2}
-    prompts = [Prompt(f"p{i}", [], [""]) for i in range(9)]
-    queue = RefilledQueue(prompts, Team(ranks), "q", score=lambda groups: None, **sizes)
-    prompt = queue.take(0, 0)
+    class Idle:
+        num_running = 0
+
+    cfg, none = RolloutConfig(group_size=1, dispatch="pull"), BranchingConfig("none")
+    sampler = Sampler(Idle(), None, None, Team(ranks), None, 0, cfg, none, 8, lambda groups: None)
+    queue = Refilled(sampler, [Prompt(f"p{i}", [], [""]) for i in range(9)], "q", num_wanted=2)
+    place = queue.take()
+    queue.places["mine"] = place
     (folder / f"pulled{rank}").touch()
     if rank == "1":
         time.sleep(600)
     while not (folder / "pulled1").exists():  # else rank 0 would have the second prompt, too
         time.sleep(0.02)
-    queue.telling(None)(Group(prompt, [Trajectory(prompt.prompt_id, "0", reward=1.0)]), [])
-    queue.take(0, 0)
+    mine = GroupState(queue.prompts[place], 1, budget=None, name="mine")
+    mine.trajectories[0,] = Trajectory(mine.prompt.prompt_id, "0", [1], [1], [0.0], reward=1.0)
+    queue.whole(mine)
+    while queue.take() is None:
+        queue.idle(has_calls=False)
 
 class PretendedNccl:
     # what the watch asks: a peer that is gone breaks connections, one that does not come uses up the time

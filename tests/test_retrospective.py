@@ -10,7 +10,7 @@ from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CALL, TOKENIZER, call_then_answer, play, prompt
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.retrospective import EXPANSIONS, NEED_REWARDS, Fork, starts
+from arpo.retrospective import EXPANSIONS, Fork, starts
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
@@ -67,37 +67,6 @@ def test_at2po_takes_the_turns_that_the_policy_was_least_sure_of():
     assert [fork.score for fork in forks] == pytest.approx([0.95, 0.85, 0.5, 0.25, 0.15, 0.1])
 
 
-def test_tail_forks_wrong_chains_at_their_last_turn_then_one_turn_earlier():
-    # "0.0" is wrong: its last turn, and then turn 1, which was sampled twice already. "1" is wrong too, but has no
-    # turn after the prompt. One of three is right, so "0" is easy to lose: last turn, then turn 1, sampled twice.
-    assert chosen("tail", TREE, 9) == [("0.0", 2), ("0", 2)]
-    wrong, other = chain("0", [-1, -1, -1, -1]), chain("1", [-1, -1])
-    assert chosen("tail", group(wrong, other), 9) == [("0", 3), ("1", 1), ("0", 2)]
-    assert chosen("tail", group(wrong, other), 1) == [("0", 3)]
-
-
-def test_tail_forks_right_chains_only_where_a_quarter_of_the_group_is_wrong():
-    right = [chain(str(i), [-1, -1], reward=1.0) for i in range(4)]
-    assert chosen("tail", group(*right, chain("4", [-1, -1])), 9) == [("4", 1)]  # 4 of 5 right
-    assert chosen("tail", group(*right[:3], chain("4", [-1, -1])), 9) == [("4", 1), ("0", 1), ("1", 1), ("2", 1)]
-    assert chosen("tail", group(*right), 9) == []
-
-
-def test_mixed_prefers_the_place_where_right_and_wrong_are_most_alike():
-    # p at the prompt (1 + 1) / (2 + 3) = .4; after turn 0 of "0" (1 + 1) / (2 + 2) = .5;
-    # after its turn 1 (1 + 1) / (2 + 1) = 2/3; after turn 1 of "0.0" (1 + 0) / (2 + 1) = 1/3.
-    forks = EXPANSIONS["mixed"](TREE, 9, CFG, random.Random(0))
-    assert [fork[:2] for fork in forks[:2]] == [("0", 1), ("0", 0)]
-    assert {fork[:2] for fork in forks[2:]} == {("0", 2), ("0.0", 2)}
-    assert [fork.score for fork in forks] == [0.25, 0.24, 2 / 9, 2 / 9]  # p and 1 - p are equal, so chance decides
-
-
-def test_mixed_attacks_a_dead_group_where_little_was_tried():
-    dead = group(*[chain(str(i), [-1, -1], reward=1.0) for i in range(4)])
-    # the prompt: p = 5/6, .139; after the first turn of each: p = 2/3, .222. Chance decides between the equal ones.
-    assert {chosen("mixed", dead, 1, seed)[0] for seed in range(40)} == {(str(i), 1) for i in range(4)}
-
-
 @pytest.mark.parametrize("name", EXPANSIONS)
 def test_an_empty_group_has_no_forks(name):
     assert EXPANSIONS[name](group(), 4, CFG, random.Random(0)) == []
@@ -123,22 +92,13 @@ def world(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
     return text, dice.uniform(0.1, 2.0)
 
 
-def coin(groups: list[Group]) -> None:
-    """Reward 0 or 1, by the trajectory; none is scored twice."""
-    for g in groups:
-        for t in g.trajectories:
-            assert t.stop_reason not in (None, StopReason.ERROR)
-            if t.reward is None:
-                t.reward = float(crc32(f"{t.prompt_id} {t.trajectory_id}".encode()) % 2)
-
-
 def explore(selector: str, *, seed: int, size: int, rounds: int, step_tokens: int = 7, tools=None) -> list[Group]:
     prompts = [prompt("p0"), prompt("p1"), prompt("p2")]
     branching = BranchingConfig(selector=selector, num_initial_rollouts=min(3, size), expansion_rounds=rounds)
     cfg = RolloutConfig(group_size=size, max_response_tokens=800, max_result_tokens=200, answer_reserve_tokens=60)
     return play(
         None, engine=Uneven(TOKENIZER, world, step_tokens), cfg=cfg, branching=branching, prompts=prompts, seed=seed,
-        tools=tools or [EchoTool("search", "found", jitter_s=0.003)], score=coin,
+        tools=tools or [EchoTool("search", "found", jitter_s=0.003)],
     )  # fmt: skip
 
 
@@ -240,11 +200,5 @@ def test_a_trajectory_that_an_error_of_ours_ended_is_never_forked(selector):
 def test_a_group_in_which_all_failed_is_filled_with_roots(selector):
     dead = EchoTool("search", lambda _: ToolResult("died", ok=False, error_kind="sandbox", infra_error=True))
     branching = BranchingConfig(selector=selector, num_initial_rollouts=2)
-    [g] = play(call_then_answer, branching=branching, tools=[dead], score=coin)
+    [g] = play(call_then_answer, branching=branching, tools=[dead])
     assert [t.trajectory_id for t in g.trajectories] == ["0", "1", "2", "3"]
-
-
-@pytest.mark.parametrize("selector", sorted(NEED_REWARDS))
-def test_a_selector_that_needs_rewards_does_not_go_without(selector):
-    with pytest.raises(AssertionError, match=selector):
-        play(call_then_answer, branching=BranchingConfig(selector=selector, num_initial_rollouts=2))

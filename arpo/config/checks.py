@@ -138,14 +138,16 @@ def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollou
 def check_queue(
     rollout: RolloutConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig, judge: TrainingJudgeConfig
 ) -> None:
-    """Raise ValueError where a judge would make it matter which rank has pulled which prompt."""
-    if rollout.dispatch != "pull" or "judge" not in reward.weights:
+    """Raise ValueError where a rollout would wait for a judge, or its limits depend on who has pulled which prompt."""
+    if "judge" not in reward.weights:
         return
     require(
         advantage.dead_groups != "resample",
-        "advantage.dead_groups=resample with rollout.dispatch=pull needs rewards during the rollout, and would wait "
-        "for the judge each time; set rollout.dispatch=fixed, or drop judge from reward.terms",
+        "advantage.dead_groups=resample needs rewards during the rollout, and would wait for the judge each time; set "
+        "it to drop or keep, or drop judge from reward.terms",
     )
+    if rollout.dispatch == "fixed":
+        return
     for option, limit in {"max_calls_per_step": judge.max_calls_per_step, "max_calls": judge.max_calls}.items():
         require(
             not limit,

@@ -201,27 +201,6 @@ def test_entropies_and_top_logprobs_cover_only_the_tokens_asked_for(engine, hf):
     assert done["plain"].entropies == done["plain"].top_logprobs == []
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scored_tokens_have_the_numbers_that_they_have_when_they_are_sampled(engine, hf, temperature):
-    """Also where the prefix cache has the prompt and most of the tokens, and others are sampled meanwhile."""
-    prompt = prompt_of(70)
-    spec = SamplingSpec(max_tokens=60, temperature=temperature, num_entropy_tokens=-1, num_top_logprobs=3, seed=2)
-    sampled = run(engine, {"sampled": (prompt, spec)})["sampled"]
-    assert len(sampled.token_ids) > 40
-    before = replace(engine.stats)
-    asked = replace(spec, max_tokens=1, num_scored_tokens=len(sampled.token_ids))
-    longest = prompt_of(MAX_MODEL_LEN - 1, 3)
-    requests = {"again": (prompt + sampled.token_ids, asked), "longest": (longest, replace(asked, num_scored_tokens=9))}
-    done = run(engine, requests | {"other": (prompt_of(30, 1), spec)})
-    assert done["again"].finish == "scored" and done["again"].token_ids == sampled.token_ids
-    for name in ("logprobs", "entropies", "top_logprobs"):
-        found, expected = (torch.tensor(getattr(chunk, name)) for chunk in (done["again"], sampled))
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    for name, before_it in (("again", prompt), ("longest", longest[:-9])):
-        assert_matches(done[name], hf_logprobs(hf, before_it, done[name].token_ids, temperature))
-    assert engine.stats.generated_tokens - before.generated_tokens == len(done["other"].token_ids)
-
-
 def test_stats_count_generated_prefilled_and_cached_tokens(engine):
     before = replace(engine.stats)
     chunk = run(engine, {"a": (prompt_of(64), SamplingSpec(max_tokens=4, temperature=0.0))})["a"]

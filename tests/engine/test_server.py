@@ -40,7 +40,7 @@ def connect(url: str, *, model: str = "", max_model_len: int = 650, codec: Codec
 def play_on(engine, *, prompts=None, cfg=SHORT, tools=None):
     runner = ToolRunner({t.tag: t for t in tools or [EchoTool("search", "found"), EchoTool("python", "2")]})
     try:
-        return rollout(prompts or [prompt()], engine, runner, CODEC, cfg, NO_BRANCHES, seed=0, max_at_once=8)
+        return rollout(prompts or [prompt()], engine, runner, CODEC, cfg, NO_BRANCHES, seed=0)
     finally:
         runner.close()
 

@@ -1,6 +1,5 @@
 """One engine over two ranks: real vLLM, real gloo; the reference is an engine alone."""
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +23,6 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.rollout import rollout
-from arpo.sampling.sampler import Sampler
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 
@@ -43,19 +41,13 @@ def echo_tools() -> dict[str, EchoTool]:
 
 
 def sampled(
-    engine: Engine, runner: ToolRunner, folder: str, step: int, branching: BranchingConfig = BRANCHING, score=None
+    engine: Engine, runner: ToolRunner, folder: str, step: int, branching: BranchingConfig = BRANCHING
 ) -> list[Group]:
     codec = TagsCodec(AutoTokenizer.from_pretrained(folder))
     messages = [{"role": "user", "content": "who wrote the book?"}]
     token_ids = tuple(codec.render_prompt(messages))
     prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=token_ids) for i in range(NUM_PROMPTS)]
-    return rollout(prompts, engine, runner, codec, CFG, branching, seed=1, step=step, score=score)
-
-
-def coin(groups: list[Group]) -> None:
-    """Rewards that another rank would not find: they differ from call to call."""
-    for t in (t for group in groups for t in group.trajectories if t.reward is None):
-        t.reward = float(random.random() < 0.5)
+    return rollout(prompts, engine, runner, codec, CFG, branching, seed=1, step=step)
 
 
 def micros_of(groups: list[Group], ranks: Ranks):
@@ -92,18 +84,15 @@ def two_steps_of_a_team(ranks: Ranks, folder: str) -> dict:
     outdated = largest_mismatch(policy, first, ranks)
     engine.sync_weights(policy.hf_parameters())
     second = sampled(engine, runner, folder, step=2)
-    mixed = BranchingConfig(selector="mixed", num_initial_rollouts=3)
-    sampler = Sampler(
-        engine, runner, TagsCodec(AutoTokenizer.from_pretrained(folder)), team, log=None, seed=1, score=coin
-    )
-    by_reward = sampled(engine, runner, folder, step=3, branching=mixed, score=sampler.score_alike)
+    late = BranchingConfig(selector="at2po", num_initial_rollouts=3)
+    forked_late = sampled(engine, runner, folder, step=3, branching=late)
     mismatches = (at_first, outdated, largest_mismatch(policy, second, ranks))
     once = team.exchange(first, NUM_PROMPTS)
     runner.close()
     engine.close()
     ran = sum(len(tool.arguments) for tool in tools.values())
     return {
-        "first": first, "second": second, "by_reward": by_reward, "once": once, "mismatches": mismatches, "ran": ran
+        "first": first, "second": second, "forked_late": forked_late, "once": once, "mismatches": mismatches, "ran": ran
     }  # fmt: skip
 
 
@@ -123,7 +112,7 @@ def tokens_of(groups: list[Group]) -> list[tuple]:
 
 @pytest.mark.slow
 def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
-    for step in ("first", "second", "by_reward"):
+    for step in ("first", "second", "forked_late"):
         ours, theirs = ([t for g in rank[step] for t in g.trajectories] for rank in team_of_two)
         assert len(ours) == NUM_PROMPTS * CFG.group_size and any(t.parent_id for t in ours)
         assert [vars(t) for t in ours] == [vars(t) for t in theirs]
@@ -140,7 +129,7 @@ def test_the_trainer_agrees_with_a_split_engine_before_and_after_an_optimizer_st
 def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
     calls = [
         call.executed
-        for step in ("first", "second", "by_reward")
+        for step in ("first", "second", "forked_late")
         for g in team_of_two[0][step]
         for t in g.trajectories
         for call in t.own_tool_calls

@@ -18,10 +18,11 @@ from arpo.engine.team import Team
 from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
-from arpo.metrics import MAX_BAD_BATCHES, ToolHealth, rollout_metrics
+from arpo.metrics import rollout_metrics
 from arpo.options import TrainingRewardConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.rewards.terms import Judgement
+from arpo.sampling.health import MAX_BAD_BATCHES, ToolHealth
 from arpo.sampling.scoring import Scoring
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 

@@ -71,7 +71,6 @@ def rollouts(model_dir: str, noise: str) -> dict:
     done: dict = {}
     # more requests than fit at a time, which end by a stop string or their budget
     submit(engine, "stops", 20, stop=("a", "e"))
-    submit(engine, "scored", 5, num_scored_tokens=4)
     finish(engine, done)
     submit(engine, "greedy", 3, temperature=0.0)
     submit(engine, "aborted", 3, temperature=0.0)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from arpo.engine import Chunk, SamplingSpec
+from arpo.engine.vllm_engine import EngineStats
 from arpo.tools.base import ToolResult
 
 CHAT = (
@@ -48,6 +49,7 @@ class ScriptedEngine:
     script: Script
     tokens_per_step: int = 7
     submitted: list[tuple[str, list[int], SamplingSpec]] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
     _running: dict[str, list] = field(default_factory=dict)
 
     @property
@@ -73,6 +75,9 @@ class ScriptedEngine:
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._running.pop(request_id, None)
+
+    def sleep(self) -> None:
+        assert not self._running
 
     def step(self) -> list[Chunk]:
         chunks = []

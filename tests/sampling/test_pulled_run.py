@@ -68,9 +68,9 @@ def test_a_refilled_run_is_the_same_on_one_rank_and_after_a_cut(world, refilled)
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_its_queue_has_the_numbers_of_one_that_never_was(world, refilled):
     places = [
-        ("pull", "arpo.dispatch:PromptQueue.pull", 2, 1),
-        ("verdict on a group", "arpo.dispatch:RefilledQueue.look", 4, 0),
-        ("end of a step's queue", "arpo.dispatch:RefilledQueue.delete_keys", 2, 0),
+        ("pull", "arpo.sampling.sources:Pulled.pull", 2, 1),
+        ("verdict on a group", "arpo.sampling.sources:Refilled.look", 4, 0),
+        ("end of a step's queue", "arpo.sampling.sources:Refilled.delete_keys", 2, 0),
     ]
     assert len(train_and_kill(world, "killed", *SIZES, *PULL, *REFILL, places=places)) == len(refilled)
     assert_alike(world, "refilled", "killed", "group/resampled_prompts")

@@ -9,7 +9,7 @@ from helpers.ranks import run_script, try_script
 from helpers.toy_run import build_toy_world
 
 from arpo.log import read_metrics
-from arpo.metrics import ToolHealth
+from arpo.sampling.health import ToolHealth
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 

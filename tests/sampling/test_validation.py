@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.cut_rollout import make, plain
+from helpers.cut_rollout import plain, sampler_with
 from helpers.fakes import EchoTool
 from helpers.files import read_jsonl
 from helpers.ranks import mesh_of_one, ranks_of
@@ -17,11 +17,12 @@ from helpers.toy_run import build_toy_world, train_and_kill
 from helpers.toy_run import train as train_toy
 
 from arpo.config.sections import RunConfig
+from arpo.data import PromptOrder
 from arpo.log import RunLog, read_metrics
 from arpo.log.metrics_file import MetricsFile
-from arpo.options import BranchingConfig, RolloutConfig
-from arpo.sampling.carry_over import CarryOver
-from arpo.sampling.validation import Validation
+from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
+from arpo.ranks import Timers
+from arpo.sampling import Rollouts
 from arpo.trajectory import Group
 
 CFG = RolloutConfig(
@@ -29,11 +30,12 @@ CFG = RolloutConfig(
 )
 BRANCHES = BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6)
 PROMPTS = [prompt(f"p{i}") for i in range(12)]
+KEEP, RESAMPLE = AdvantageConfig(), AdvantageConfig(dead_groups="resample", max_resample=1)
 WAYS = {
-    "fixed": (CFG, 0),
-    "pull": (replace(CFG, dispatch="pull"), 0),
-    "refilled": (replace(CFG, dispatch="pull"), 2),
-    "carried": (replace(CFG, carry_over=1), 0),
+    "fixed": (CFG, KEEP),
+    "pull": (replace(CFG, dispatch="pull"), KEEP),
+    "refilled": (replace(CFG, dispatch="pull"), RESAMPLE),
+    "carried": (replace(CFG, carry_over=1), KEEP),
 }
 
 
@@ -54,6 +56,11 @@ class Score:
             t.reward = float(len(t.token_ids) % 2)
             t.reward_parts = {"accuracy": t.reward}
 
+    num_judge_calls = 0
+
+    def go_on_from(self, num_judge_calls: int) -> None:
+        assert num_judge_calls == 0
+
     def end_step(self) -> dict:
         return {}
 
@@ -64,30 +71,23 @@ def alone():
         yield ranks_of(mesh)
 
 
-def steps(ranks, folder: Path, cfg: RolloutConfig, num_wanted: int, tool, **run) -> tuple[list[list[dict]], CarryOver]:
+def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, tool, **run) -> tuple:
     """Three steps with a validation before each, on questions that they sample too. Returns what is trained on."""
-    source = make(ranks, script, [tool], cfg, BRANCHES, num_prompts=4, score=Score())
+    sampler = sampler_with(ranks, script, [tool], cfg, BRANCHES, score=Score())
     log = RunLog(folder, RunConfig(), is_main=True)
-    settings = RunConfig(validate_every=1, **run)
-    validation = Validation(source.sampler, log, PROMPTS[:5], settings, cfg, BRANCHES, num_steps=3)
-    validation.before_training(0)
-    groups, num_drawn = [], 0
+    rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, advantage, num_steps=3)
+    groups = []
     try:
+        rollouts.validate_on(PROMPTS[:5], log, RunConfig(validate_every=1, **run), done_steps=0)
         for step in range(1, 4):
-            count = source.num_to_draw(4, 3 - step + 1)
-            drawn, num_drawn = PROMPTS[num_drawn : num_drawn + count], num_drawn + count
-            names = {"description": "rollout", "step": f"{step}", "num_wanted": num_wanted}
-            share = source(drawn, cfg, BRANCHES, **names, guests=validation.begin())
-            source.sampler.score(share.groups)
-            groups.append(plain(source.exchange(share)[0]))
-            validation.end()
-            assert source.sampler.tools.num_pending == source.sampler.engine.num_running == 0
-            if values := validation.after(step):
+            groups.append(plain(rollouts.next(step, Timers()).sampled))
+            assert sampler.tools.num_pending == sampler.engine.num_running == 0
+            if values := rollouts.after_update(step, Timers()):
                 log.scalars(step, values)
     finally:
-        source.sampler.tools.close()
+        sampler.tools.close()
         log.close()
-    return groups, source
+    return groups, rollouts
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -97,8 +97,8 @@ def test_a_rollout_and_its_guests_are_what_each_is_alone(alone, tmp_path, way, k
     for overlaps in (False, True):
         tool = EchoTool("search", "found", jitter_s=0.002) if kind is EchoTool else kind(max_sessions=3, jitter_s=0.002)
         folder = tmp_path / str(overlaps)
-        results[overlaps], source = steps(alone, folder, *WAYS[way], tool, overlap_validation=overlaps)
-        assert not source.sampler.tools.sessions.records() and not source.groups
+        results[overlaps], rollouts = steps(alone, folder, *WAYS[way], tool, overlap_validation=overlaps)
+        assert not rollouts.sampler.tools.sessions.records() and not getattr(rollouts.plan, "carried", [])
     if way != "carried":  # where the engine's load decides which group is whole first
         assert results[False] == results[True]
     else:
@@ -122,8 +122,8 @@ VALIDATES = (
     "--optim.lr", "1e-3",
 )  # fmt: skip
 PLACES = [  # what is called when the rank dies, at which call since the start of the process, and which rank
-    ("begin of the first validation", "arpo.sampling.validation:Guests.__init__", 1, 1),
-    ("end of one of its trajectories", "arpo.sampling.validation:Guests.end", 2, 0),
+    ("begin of the first validation", "arpo.sampling.validation:Beside.start", 1, 1),
+    ("end of one of its trajectories", "arpo.sampling.validation:Beside.whole", 2, 0),
     ("step 1 saved, and its scores", "arpo.checkpoint.checkpoints:Checkpoints.save", 2, 1),
     ("scores of step 2, which was saved", "arpo.sampling.validation:Validation.end", 2, 1),
     ("step 2's scores are logged, step 3 is not", "arpo.update:fill_advantages", 1, 0),

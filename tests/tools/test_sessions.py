@@ -221,16 +221,9 @@ def test_a_lost_session_is_brought_back_by_its_calls():
 def test_in_random_trees_every_branch_finds_the_state_that_it_would_have_made_alone(kind, branching):
     num_branches = 0
     for seed in range(3):
-
-        def score(groups):
-            for t in (t for group in groups for t in group.trajectories if t.reward is None):
-                t.reward = float(len(t.token_ids) % 2)
-
         tools = [kind(jitter_s=0.002, max_sessions=seed * 5), EchoTool("python", "2", jitter_s=0.002)]
         prompts = [prompt(f"p{i}") for i in range(2)]
-        groups = play(
-            wandering(seed), tools=tools, cfg=LONG, branching=branching, prompts=prompts, seed=seed, score=score
-        )
+        groups = play(wandering(seed), tools=tools, cfg=LONG, branching=branching, prompts=prompts, seed=seed)
         num_branches += check_states(groups)
         assert tools[0].num_open == 0
         own = [c for g in groups for t in g.trajectories for c in t.own_tool_calls if c.tag == "search" and c.executed]
@@ -336,13 +329,9 @@ def test_a_session_of_which_there_can_be_no_second_one_keeps_its_trajectory_from
 
 @pytest.mark.parametrize("selector", sorted(EXPANSIONS))
 def test_a_retrospective_selector_is_refused_alike(selector):
-    def score(groups):
-        for t in (t for group in groups for t in group.trajectories if t.reward is None):
-            t.reward = float(len(t.trajectory_id) > 1)
-
     tool = Notes(may_branch=False)
     [group] = play(
-        searches("a", "b"), tools=[tool], cfg=LONG, score=score,
+        searches("a", "b"), tools=[tool], cfg=LONG,
         branching=BranchingConfig(selector=selector, num_initial_rollouts=4),
     )  # fmt: skip
     assert len(group.trajectories) == 8 and not any(t.parent_id for t in group.trajectories)

@@ -5,7 +5,8 @@ from helpers.fakes import EchoTool
 from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
 
 from arpo.errors import UserError
-from arpo.metrics import ToolHealth, rollout_metrics
+from arpo.metrics import rollout_metrics
+from arpo.sampling.health import ToolHealth
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import StopReason
 

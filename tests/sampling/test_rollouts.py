@@ -1,0 +1,102 @@
+"""The rollouts of a run: whatever the source, each prompt that was drawn is trained on exactly once, or drawn again."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.cut_rollout import sampler_with
+from helpers.fakes import EchoTool
+from helpers.ranks import mesh_of_one, ranks_of
+from helpers.scripted_rollout import prompt
+
+from arpo.data import PromptOrder
+from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
+from arpo.ranks import Timers
+from arpo.sampling import Rollouts
+from arpo.selection import is_dead
+from arpo.trajectory import Group
+
+NUM_PROMPTS, PER_STEP, NUM_STEPS = 24, 4, 6
+CFG = RolloutConfig(group_size=2, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60)
+BRANCHES = BranchingConfig(num_initial_rollouts=1, weight=1.0, entropy_tokens=6)
+KEEP, RESAMPLE = AdvantageConfig(), AdvantageConfig(dead_groups="resample", max_resample=2)
+SOURCES = {
+    "dealt": (CFG, KEEP),
+    "pulled": (replace(CFG, dispatch="pull"), KEEP),
+    "longest first": (replace(CFG, dispatch="pull", pull_order="longest_first"), KEEP),
+    "refilled, dealt": (CFG, RESAMPLE),
+    "refilled, pulled": (replace(CFG, dispatch="pull"), RESAMPLE),
+    "carried": (replace(CFG, carry_over=1), KEEP),
+    "carried for long": (replace(CFG, carry_over=3, dispatch="pull"), KEEP),
+}
+
+
+def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
+    rng = random.Random(f"{prompt_id}|{path}|{turn}")
+    think = f"<think>{'word ' * rng.choice([0, 1, 8, 60])}</think>"
+    call = rng.random() < 0.5 and turn < 2
+    return think + (f"<search>{turn}@{path}</search>" if call else "<answer>1</answer>"), rng.uniform(0.2, 2.0)
+
+
+class Score:
+    on_group, num_judge_calls = None, 0
+
+    def __call__(self, groups: list[Group]) -> None:
+        for t in (t for group in groups for t in group.trajectories if t.reward is None):
+            t.reward = float(len(t.token_ids) % 2)
+
+    def go_on_from(self, num_judge_calls: int) -> None:
+        assert num_judge_calls == 0
+
+    def end_step(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with mesh_of_one() as mesh:
+        yield ranks_of(mesh)
+
+
+def begin(ranks, cfg: RolloutConfig, advantage: AdvantageConfig, num_steps: int = NUM_STEPS) -> Rollouts:
+    tools = [EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
+    sampler = sampler_with(ranks, script, tools, cfg, BRANCHES, score=Score())
+    order = PromptOrder(NUM_PROMPTS, PER_STEP, seed=3, option="data.num_prompts_per_step")
+    return Rollouts(sampler, order, [prompt(f"p{i}") for i in range(NUM_PROMPTS)], advantage, num_steps)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_prompt_that_was_drawn_is_trained_on_once_or_is_drawn_again(alone, source):
+    rollouts = begin(alone, *SOURCES[source])
+    in_order = [f"p{place}" for step in range(2 * NUM_STEPS) for place in rollouts.order.indices(step)]
+    sampled, is_refilled = [], source.startswith("refilled")
+    try:
+        for step in range(1, NUM_STEPS + 1):
+            batch = rollouts.next(step, Timers())
+            sampled += [group.prompt.prompt_id for group in batch.sampled]
+            assert len(batch.groups) == PER_STEP and (is_refilled or len(batch.sampled) == PER_STEP)
+            if is_refilled:  # the step ends with the group that fills it
+                assert [g for g in batch.sampled if not is_dead(g)] == batch.groups and not is_dead(batch.sampled[-1])
+            epoch = sampled[: len(sampled) // NUM_PROMPTS * NUM_PROMPTS]
+            assert sorted(epoch) == sorted(in_order[: len(epoch)])
+    finally:
+        rollouts.sampler.tools.close()
+    # nothing is left out and nothing comes twice: in all, these are the first prompts of the data's order
+    assert sorted(sampled) == sorted(in_order[: len(sampled)]) and len(sampled) >= NUM_STEPS * PER_STEP
+    if not source.startswith("carried"):
+        assert sampled == in_order[: len(sampled)]
+
+
+@pytest.mark.parametrize("source", [name for name in SOURCES if not name.startswith("carried")])
+def test_a_run_goes_on_where_its_state_ends(alone, source):
+    """Carried groups have a file besides: test_carry_over.py."""
+    whole, first, second = (begin(alone, *SOURCES[source]) for _ in range(3))
+    try:
+        expected = [[g.prompt.prompt_id for g in whole.next(step, Timers()).sampled] for step in (1, 2, 3)]
+        found = [[g.prompt.prompt_id for g in first.next(step, Timers()).sampled] for step in (1, 2)]
+        second.go_on_from(first.state(), (), done_steps=2)
+        found.append([g.prompt.prompt_id for g in second.next(3, Timers()).sampled])
+    finally:
+        for rollouts in (whole, first, second):
+            rollouts.sampler.tools.close()
+    assert found == expected
