@@ -15,17 +15,17 @@ from typing import ClassVar
 from arpo.config import checks
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, OptimConfig, ProtocolConfig, RunConfig
-from arpo.config.tools import ToolsConfig
-from arpo.options import (
-    AdvantageConfig,
-    BranchingConfig,
-    CriticConfig,
-    LossConfig,
-    RolloutConfig,
-    TrainingRewardConfig,
+from arpo.config.sections import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    ProtocolConfig,
+    RunConfig,
     UpdateConfig,
 )
+from arpo.config.tools import ToolsConfig
+from arpo.options import AdvantageConfig, BranchingConfig, CriticConfig, LossConfig, RolloutConfig, TrainingRewardConfig
 from arpo.start.inputs import check_rl
 
 

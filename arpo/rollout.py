@@ -69,7 +69,7 @@ class Source:
 
 
 def drive(
-    sources: Sequence[Source], engine: Engine, tools: ToolRunner, on_round: Callable[[], None] | None = None
+    sources: Sequence[Source], engine: Engine, tools: ToolRunner, on_round: Callable[[], None] = lambda: None
 ) -> None:
     """Sample until all sources are done; they share the engine and the tools, and the first says how to wait.
 
@@ -85,40 +85,23 @@ def drive(
                 source.start()
             if all(source.is_done for source in sources):
                 break
+            has_calls = tools.num_pending > 0
             if not engine.num_running:
-                sources[0].idle(has_calls=tools.num_pending > 0)
-            for call_id, result in tools.collect(block=not (engine.num_running or sources[0].hears_others)):
+                sources[0].idle(has_calls=has_calls)
+            block = has_calls and not (engine.num_running or sources[0].hears_others)
+            for call_id, result in tools.collect(block=block):
                 owner(call_id).on_tool_result(call_id, result)
             for chunk in engine.step() if engine.num_running else ():
                 owner(chunk.request_id).on_chunk(chunk)
             for source in sources:
                 for state in source.loop.take_whole():
                     source.whole(state)
-            if on_round:
-                on_round()
+            on_round()
         for source in sources:
             source.end()
     except BaseException:
         tools.abandon()  # what an exception, or Ctrl-C, leaves open
         raise
-
-
-def rollout(
-    prompts: Sequence[Prompt],
-    engine: Engine,
-    tools: ToolRunner,
-    codec: Codec,
-    cfg: RolloutConfig,
-    branching: BranchingConfig,
-    *,
-    seed: int,
-    step: int | str = 0,
-) -> list[Group]:
-    """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
-    trajectories by path. `step` names the rollout among those of a seed."""
-    source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|{step}")
-    drive([source], engine, tools)
-    return [source.groups[place] for place in sorted(source.groups)]
 
 
 class Rollout:
@@ -147,8 +130,6 @@ class Rollout:
         """Return the groups that have become whole since the last call."""
         taken, self._whole = self._whole, []
         return taken
-
-    # -- new trajectories --------------------------------------------------------------------------------------------
 
     def start_group(self, prompt: Prompt, seed: str, *, name: str = "") -> GroupState:
         """Start a prompt's first trajectories. `seed` names the random numbers of the group, and `name` the group among
@@ -207,8 +188,6 @@ class Rollout:
                 self.start_roots(group, 1, may_branch=False)
         if not forks or group.num_rounds == self.branching.expansion_rounds:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
-
-    # -- a trajectory grows ------------------------------------------------------------------------------------------
 
     def start_turn(self, live: Live) -> None:
         trajectory = live.trajectory

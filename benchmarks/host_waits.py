@@ -40,7 +40,7 @@ from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from benchmarks.shared.tiny_model import LETTERS, write_model

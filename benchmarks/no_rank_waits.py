@@ -34,13 +34,12 @@ import json
 import math
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.dispatch import ExpectedLengths, PromptQueue, RefilledQueue
 from transformers import AutoTokenizer
 
 from arpo.config.sections import RunConfig
@@ -50,9 +49,10 @@ from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.carry_over import CarryOver
+from arpo.sampling.lengths import ExpectedLengths
+from arpo.sampling.rollouts import EachStep
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.validation import Validation
-from arpo.selection import num_to_sample, refills_from_queue
 from arpo.trajectory import Group, Prompt
 from benchmarks.shared.cost_model import MODELS
 from benchmarks.shared.drawn_work import GPU, MAX_CALLS, RESULT_TOKENS, SEED, Script, Workload, call_s, is_dead
@@ -88,6 +88,7 @@ class Mode(NamedTuple):
     """alone, beside (run.overlap_validation); "" = not at all."""
 
 
+NO_BRANCHES = BranchingConfig("none")
 LONGEST_FIRST = {"dispatch": "pull", "pull_order": "longest_first"}
 MODES = {
     "fixed": Mode({}),
@@ -109,17 +110,6 @@ LEAST_STEPS_CARRIED = 2
 
 
 # ---- steps on all ranks
-
-
-class VirtualSampler(Sampler):
-    """The real one, whose queues wait on the virtual clock."""
-
-    def queue(self, *args) -> PromptQueue:
-        queue = super().queue(*args)
-        if isinstance(queue, RefilledQueue):
-            time, rank = self.engine.time, self.engine.rank
-            queue.clock, queue.sleep = lambda: time.now[rank], functools.partial(time.sleep, rank)
-        return queue
 
 
 class Score:
@@ -169,9 +159,8 @@ class Run:
         self.num_prompts = self.work.prompts_per_rank * self.num_ranks
         num_drawn = (3 if self.mode.dead_groups == "resample" else 1) * self.num_steps + 1  # per step, at most
         self.prompts = self.work.prompts(num_drawn * self.num_prompts, self.codec)
-        self.lengths = ExpectedLengths(self.cfg, {})
-        if self.lengths.is_kept:
-            self.lengths.state = self.work.earlier(self.prompts)
+        is_ordered = self.cfg.pull_order == "longest_first"
+        self.lengths = ExpectedLengths(self.work.earlier(self.prompts)) if is_ordered else None
         self.steps = [Step() for _ in range(self.num_steps)]
         self.draws: dict[tuple[int, int], tuple[list[Prompt], list[tuple[int, int]]]] = {}
 
@@ -179,7 +168,7 @@ class Run:
         self.time.run(self.on_rank)
         return self.steps
 
-    def make_source(self, rank: int) -> CarryOver:
+    def make_sampler(self, rank: int) -> Sampler:
         time, work = self.time, self.work
         looks = self.mode.dead_groups == "resample" or self.cfg.carry_over
         max_step_s = max(LOOK_S, LOOK_PER_RANK_S * self.num_ranks) if looks else math.inf
@@ -188,22 +177,21 @@ class Run:
             time, rank, tools, Script(work, self.codec), MODELS[work.model], GPU, work.max_num_seqs, work.unit,
             max_step_s, sends_parts=self.cfg.carry_over > 0, speed=work.slow_speed if rank % 8 == 7 else 1.0,
         )  # fmt: skip
-        team, console = Team(VirtualRanks.make(rank, time, self.store)), Console(is_main=False)
-        about = (console, SEED, Score(), work.max_num_seqs, self.lengths)
-        sampler = VirtualSampler(engine, tools, self.codec, team, *about)
 
         def sleep(seconds: float) -> None:  # a rank without requests looks as rarely as one that has some
-            time.sleep(rank, max(seconds, min(tools.next_s - time.now[rank], max_step_s)))
+            more_s = min(tools.next_s - time.now[rank], max_step_s) if self.cfg.carry_over else 0.0
+            time.sleep(rank, max(seconds, more_s))
 
-        clock = functools.partial(time.now.__getitem__, rank)
-        return CarryOver(sampler, self.cfg, BranchingConfig("none"), self.num_prompts, clock=clock, sleep=sleep)
+        team, console = Team(VirtualRanks.make(rank, time, self.store)), Console(is_main=False)
+        return Sampler(
+            engine, tools, self.codec, team, console, SEED, self.cfg, NO_BRANCHES, work.max_num_seqs, Score(),
+            clock=functools.partial(time.now.__getitem__, rank), sleep=sleep,
+        )  # fmt: skip
 
-    def make_validation(self, sampler: Sampler, branching: BranchingConfig) -> Validation:
+    def make_validation(self, sampler: Sampler) -> Validation:
         run = RunConfig(validate_every=1, overlap_validation=self.mode.validates == "beside")
-        prompts = self.work.prompts(NUM_VALID if self.mode.validates else 0, self.codec)
-        prompts = [replace(prompt, prompt_id=f"validation {prompt.prompt_id}") for prompt in prompts]
         log = RunLog(Path(), run, is_main=False)
-        validation = Validation(sampler, log, prompts, run, self.cfg, branching, num_steps=self.num_steps + 1)
+        validation = Validation(sampler, log, self.work.prompts(NUM_VALID, self.codec), run, self.num_steps + 1)
         if run.overlap_validation:
             validation.before_training(0)
         return validation
@@ -217,29 +205,30 @@ class Run:
 
     def on_rank(self, rank: int) -> None:
         """Run the steps of one rank as train_rl.py does, each up to the groups that it would train on."""
-        source, num_drawn = self.make_source(rank), 0
-        sampler, none = source.sampler, BranchingConfig("none")
-        validation = self.make_validation(sampler, none)
-        num_wanted = self.num_prompts if refills_from_queue(self.advantage, self.cfg) else 0
+        sampler, num_drawn = self.make_sampler(rank), 0
+        if self.cfg.carry_over:
+            plan = CarryOver(sampler, self.num_prompts, self.lengths)
+        else:
+            plan = EachStep(sampler, self.num_prompts, self.advantage, self.lengths)
+        validation = self.make_validation(sampler) if self.mode.validates else None
         for number, record in enumerate(self.steps, start=1):
-            sampled: list[Group] = []
-            while count := num_to_sample(sampled, self.num_prompts, self.advantage, self.cfg):
-                count = source.num_to_draw(count, steps_left=2)  # the training goes on behind what is simulated
-                prompts, drawn = self.draw(num_drawn, count)
-                name = f"{number}.{len(sampled)}" if sampled else f"{number}"
-                names = {"description": "rollout", "step": name, "guests": validation.begin()}
-                share = source(prompts, self.cfg, none, **names, num_wanted=num_wanted)
-                sampler.score(share.groups)
-                more, num_cut_off = source.exchange(share)
-                sampled, num_drawn = sampled + more, source.num_drawn_after(drawn, more, num_drawn)
-            validation.end()
+            count = plan.num_to_draw(steps_left=2)  # the training goes on behind what is simulated
+            prompts, drawn = self.draw(num_drawn, count)
+            source = plan.begin_step(number, prompts, None)
+            sampler.run([source, *(validation.begin() if validation else [])], "rollout", self.num_prompts)
+            sampler.score(source.to_score)
+            sampled = source.exchange()
+            num_drawn = source.num_drawn_after(drawn, sampled, num_drawn)
+            if validation:
+                validation.end()
             sampler.engine.sync()
-            validation.after(number)
+            if validation:
+                validation.after(number)
             record.busy_s += sampler.engine.busy_s
-            held = (t for carried in source.groups for t in carried.state.trajectories.values())
+            held = (t for c in getattr(plan, "carried", ()) for t in c.state.trajectories.values())
             record.held_s += sum(map(self.work.fair_s, held))
             if rank == 0:
-                self.note(record, number, sampled, num_cut_off)
+                self.note(record, number, sampled, getattr(source, "num_cut_off", 0))
 
     def note(self, record: Step, number: int, groups: list[Group], num_cut_off: int) -> None:
         trajectories = [t for group in groups for t in group.trajectories]

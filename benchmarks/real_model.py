@@ -43,7 +43,7 @@ from arpo.model.attention import resolve_layout
 from arpo.model.optim import build_optimizer
 from arpo.protocol import Codec, TagsCodec
 from arpo.ranks import Ranks, init
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, Trajectory

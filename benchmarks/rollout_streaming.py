@@ -41,7 +41,7 @@ from arpo.engine import Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.tags import stop_strings
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens

@@ -34,6 +34,7 @@ from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import Sampler
+from arpo.sampling.sources import dealt_or_pulled
 from arpo.trajectory import Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import write_model
@@ -58,7 +59,7 @@ def on_rank(rank: int, port: int, folder: str, repeats: int, results: mp.SimpleQ
     engine = Engine(folder, cfg, max_model_len=1024, seed=rank)
     engine.llm.collective_rpc(PrescribedTokens(codec, length=letters).install)
     tools = team.tool_runner({})
-    sampler = Sampler(engine, tools, codec, team, Console(is_main=False), 0, max_num_seqs=MAX_NUM_SEQS)
+    nobody, none = Console(is_main=False), BranchingConfig("none")
     prompts = [Prompt(str(i), [], [""], tools=(), token_ids=tuple(codec.encode("a" * 50))) for i in range(NUM_PROMPTS)]
     fixed = RolloutConfig(GROUP_SIZE, max_response_tokens=600)
     times: dict[str, list[float]] = {"fixed": [], "pull": []}
@@ -67,11 +68,13 @@ def on_rank(rank: int, port: int, folder: str, repeats: int, results: mp.SimpleQ
         for way, cfg in {"fixed": fixed, "pull": replace(fixed, dispatch="pull")}.items():
             place.barrier()
             started = time.perf_counter()
-            share = sampler(prompts, cfg, BranchingConfig("none"), description=f"{way} {repeat}")
+            sampler = Sampler(engine, tools, codec, team, nobody, 0, cfg, none, MAX_NUM_SEQS)
+            source = dealt_or_pulled(sampler, prompts, repeat, label=way)
+            sampler.run([source], way, NUM_PROMPTS)
             place.barrier()  # which is what the ranks wait for each other at
             times[way].append(time.perf_counter() - started)
-            num_long[way] = sum(int(group.prompt.prompt_id) % 2 for group in share.groups)
-            sampler.exchange(share)
+            num_long[way] = sum(int(group.prompt.prompt_id) % 2 for group in source.to_score)
+            source.exchange()
     started = time.perf_counter()
     for _ in range(NUM_PULLS):
         place.store.add("pulls", 1)

@@ -28,7 +28,7 @@ from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import load_terms
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn

@@ -16,7 +16,7 @@ from helpers.scripted_rollout import (
 )
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import StopReason
 

@@ -13,7 +13,7 @@ from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.rewards import score_groups
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

@@ -15,7 +15,8 @@ from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.retrospective import EXPANSIONS
-from arpo.rollout import Rollout, rollout
+from arpo.rollout import Rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

@@ -9,11 +9,11 @@ from helpers.models import build_tiny_model, build_tiny_tokenizer
 from helpers.ranks import mesh_of_one
 
 from arpo.batch import Row, microbatches, row_of
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.critic import load_critic
-from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.selection import training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory

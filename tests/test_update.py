@@ -11,11 +11,11 @@ from helpers.ranks import mesh_of_one, run_ranks
 from helpers.updates import CASES, GRPO, filled, make_groups
 
 from arpo.advantages import GroupEvidence, grpo
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
-from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.update import (
     fill_advantages,

@@ -202,3 +202,19 @@ class OptimConfig:
     """Final learning rate as a share of lr."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradient clipping by global norm."""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """The way in which a rollout becomes optimizer steps."""
+
+    num_prompts_per_minibatch: Annotated[int, AtLeast(1)] = 16
+    """Prompts per optimizer step, over all ranks; num_prompts_per_step / this = optimizer steps per rollout."""
+    num_epochs: Annotated[int, AtLeast(1)] = 1
+    """Passes over each rollout."""
+    max_tokens_per_microbatch: Annotated[int, AtLeast(1), MAY_CHANGE] = 16384
+    """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
+    layout: Annotated[Literal["auto", "packed", "tree"], MAY_CHANGE] = "auto"
+    """packed = trajectories one after the other; tree = the tokens that they share (prompt, before a fork) are computed
+    once, with the same loss and gradients. auto = tree, but packed for groups of one, and for sliding windows under
+    flex_attention, whose tree mask has none."""

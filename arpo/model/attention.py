@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpo.batch import RowPaths
-from arpo.config.sections import ModelConfig
+from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
-from arpo.options import UpdateConfig
 from arpo.tree import check_attention
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen", "flash_attention_2": "rows_by_fa2"}

@@ -16,7 +16,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import Rollout, Source, drive
 from arpo.tools.base import ToolRunner
-from arpo.trajectory import Group, SignalStatistics
+from arpo.trajectory import Group, Prompt, SignalStatistics
 
 LOOK_S, LOOK_PER_TEAM_S = 0.05, 2e-4
 """Seconds between two looks at what the other teams have found (at least, and per team): 10,000 requests a second for
@@ -90,3 +90,21 @@ class Looks:
         if self.clock() - self._at_work_s > self.timeout.total_seconds():
             raise DistStoreError(f"the other ranks have not ended the rollout in {self.timeout}")
         self.sleep(seconds)
+
+
+def rollout(
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    tools: ToolRunner,
+    codec: Codec,
+    cfg: RolloutConfig,
+    branching: BranchingConfig,
+    *,
+    seed: int,
+    step: int | str = 0,
+) -> list[Group]:
+    """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
+    trajectories by path. `step` names the rollout among those of a seed."""
+    source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|{step}")
+    drive([source], engine, tools)
+    return [source.groups[place] for place in sorted(source.groups)]

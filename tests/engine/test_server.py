@@ -25,7 +25,7 @@ from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 

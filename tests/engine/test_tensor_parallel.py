@@ -22,7 +22,7 @@ from arpo.model.optim import build_optimizer
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 

@@ -21,7 +21,7 @@ from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolContext, ToolRunner
 from arpo.trajectory import Prompt
 from benchmarks.rollout_streaming import PrescribedTokens

@@ -16,13 +16,13 @@ from helpers.ranks import run_ranks
 from helpers.updates import GAE, GRPO, make_groups
 
 from arpo.checkpoint import Checkpoints
-from arpo.config.sections import OptimConfig
+from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.model import load_policy
 from arpo.model.critic import fill_values, load_critic, update_critic
 from arpo.model.optim import build_optimizer
-from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks, Timers
 from arpo.ranks.ranks import make_group, make_mesh
 from arpo.trajectory import Metrics

@@ -17,12 +17,12 @@ from fake_gpu.fake_cuda import CUDA, Stalls, to_fake_cuda
 from helpers.updates import make_groups
 from torch import nn
 
-from arpo.config.sections import OptimConfig
+from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.model import Policy
 from arpo.model.attention import register
 from arpo.model.critic import Critic, fill_values, update_critic
 from arpo.model.optim import build_optimizer
-from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
 from arpo.update import (

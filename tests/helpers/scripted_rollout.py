@@ -4,7 +4,7 @@ from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 

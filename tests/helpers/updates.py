@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 
+from arpo.config.sections import UpdateConfig
 from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
-from arpo.options import AdvantageConfig, LossConfig, UpdateConfig
+from arpo.options import AdvantageConfig, LossConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches
 

@@ -20,9 +20,10 @@ from arpo.growing import GroupState
 from arpo.metrics import staleness
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
-from arpo.rollout import Rollout, rollout
+from arpo.rollout import Rollout
 from arpo.sampling.carried_state import check_nothing_is_left, go_on_from
 from arpo.sampling.carry_over import Begun, Carried
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory, Turn
 

@@ -12,7 +12,7 @@ from helpers.stateful import Forgetful, ForkedNotes, Notes, shared_texts, sharin
 from arpo.metrics import console_text, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools.base import PricedTool, ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory
 

@@ -13,7 +13,7 @@ from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, prices
 from arpo.tools.base import PricedTool, ToolResult, ToolRunner
 from arpo.tools.search import SearchTool

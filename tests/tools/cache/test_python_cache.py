@@ -13,7 +13,7 @@ from arpo.config.tools import PythonConfig, SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.cache.__main__ import main

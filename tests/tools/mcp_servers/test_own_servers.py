@@ -16,7 +16,7 @@ from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
 
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, take_restarts
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 

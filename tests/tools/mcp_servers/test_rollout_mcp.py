@@ -21,7 +21,7 @@ from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
-from arpo.rollout import rollout
+from arpo.sampling.sampler import rollout
 from arpo.start.inputs import check_rl
 from arpo.tools import make_tools, system_prompt_for, take_restarts, tool_schemas
 from arpo.tools.base import ToolRunner
