@@ -17,7 +17,7 @@ from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.named import check_name, find, is_own, names_of
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, is_retrospective
-from arpo.start.inputs import check_inputs
+from arpo.start.inputs import check_rl
 from train_rl import RLConfig
 
 DICTS = [
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_imported_is_said_before_a_model_is_loaded(tmp_pat
     for option in ("loss.kind", "advantage.tree", "run.trackers"):
         cfg = load_config(RLConfig, [*common, "--rollout.answer_reserve_tokens", "16", f"--{option}", "mine.py:f"])
         with pytest.raises(UserError, match=rf"{option}=mine.py:f: cannot be imported \(ModuleNotFoundError: "):
-            check_inputs(cfg)
+            check_rl(cfg)
 
 
 def test_a_users_function_may_need_what_any_of_ours_does(mine):

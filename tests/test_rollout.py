@@ -6,7 +6,6 @@ from helpers.scripted_rollout import (
     ANSWER,
     CALL,
     CODEC,
-    NO_BRANCHES,
     SHORT,
     TOKENIZER,
     call_then_answer,
@@ -16,8 +15,7 @@ from helpers.scripted_rollout import (
 )
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.sampling.sampler import rollout
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.base import ToolResult
 from arpo.trajectory import StopReason
 
 # -- protocol in the loop ------------------------------------------------------------------------------------------
@@ -330,29 +328,3 @@ def test_a_refused_call_counts_among_all_calls():
 def test_a_limit_that_cannot_be_read_is_an_error_of_the_config(entry):
     with pytest.raises(ValueError, match="is not of the form NAME=N, like python=5"):
         RolloutConfig(max_calls_per_tool=(entry,))
-
-
-@pytest.mark.parametrize("max_at_once", [0, 1, 6])
-def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
-    """With a limit, a group is whole before the last ones have begun; what is sampled does not depend on it."""
-    prompts = [prompt(f"p{i}") for i in range(6)]
-    engine, handed_out = ScriptedEngine(TOKENIZER, call_then_answer), []
-
-    def on_group(group, wall_s):
-        assert len(wall_s) == 4 and all(seconds >= 0 for seconds in wall_s)
-        assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
-        handed_out.append((group.prompt.prompt_id, len({key.split("|")[0] for key, *_ in engine.submitted})))
-
-    runner = ToolRunner({"search": EchoTool("search", "found", jitter_s=0.002)})
-    try:
-        groups = rollout(
-            prompts, engine, runner, CODEC, SHORT, NO_BRANCHES, seed=0, on_group=on_group, max_at_once=max_at_once
-        )
-    finally:
-        runner.close()
-    assert [group.prompt for group in groups] == prompts and sorted(p for p, _ in handed_out) == [
-        f"p{i}" for i in range(6)
-    ]
-    begun_at_first = handed_out[0][1]
-    assert begun_at_first == {0: 6, 1: 1, 6: 2}[max_at_once] or (max_at_once == 6 and begun_at_first == 3)
-    assert {t.text for g in groups for t in g.trajectories} == {CALL + " <result>\nfound\n</result>" + ANSWER}

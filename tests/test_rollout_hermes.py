@@ -10,13 +10,14 @@ from helpers.families import HERMES_FAMILIES, SCHEMAS, hermes_codec
 from helpers.scripted_rollout import SHORT, play
 from helpers.stateful import ForkedNotes, Notes
 
+from arpo.log.dumps import read_dump
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig
 from arpo.protocol import HermesCodec
 from arpo.protocol.schema import ToolSchema
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Prompt, StopReason
-from arpo.viewer.groups import parse_trajectory, trajectory_view
+from arpo.viewer.groups import trajectory_view
 
 ANSWER = "It is \\boxed{1}."
 ONE = replace(SHORT, group_size=1, max_response_tokens=1500, max_result_tokens=400)
@@ -179,17 +180,22 @@ def test_a_tool_of_several_arguments_gets_them_as_json(codec):
     assert tool.arguments == [t.tool_calls[0].argument] == ['{"a": 1, "b": 2}']
 
 
-def test_dumps_of_several_calls_and_of_older_versions_can_be_read(codec):
+def test_dumps_of_several_calls_and_of_older_versions_can_be_read(codec, tmp_path):
+    def read_back(row: dict):
+        (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
+        [(_, trajectory, _)] = read_dump(tmp_path / "dump.jsonl")
+        return trajectory
+
     [t] = roll(codec, CALL + block("python", "1"), ANSWER).trajectories
     row = json.loads(json.dumps(t.to_dict()))
-    assert parse_trajectory(row).tool_calls == t.tool_calls
+    assert read_back(row).tool_calls == t.tool_calls
     view = trajectory_view(t)["turns"]
     assert [call["tag"] for call in view[0]["tool_calls"]] == ["search", "python"] and view[1]["tool_calls"] == []
     assert "found" in view[0]["result_text"] and "result" not in view[0]["tool_calls"][0]
     old = json.loads(json.dumps(t.to_dict()))
     for turn in old["turns"]:
         turn["tool_call"] = next(iter(turn.pop("tool_calls")), None)
-    assert [len(turn.tool_calls) for turn in parse_trajectory(old).turns] == [1, 0]
+    assert [len(turn.tool_calls) for turn in read_back(old).turns] == [1, 0]
 
 
 @pytest.mark.parametrize("kind", [Notes, ForkedNotes])

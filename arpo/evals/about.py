@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from arpo.config.checks import leaves
+from arpo.config.facts import leaves
 from arpo.errors import UserError
 
 SESSIONS_FILE = "sessions.jsonl"

@@ -8,7 +8,9 @@ from arpo.data import load_prompts, tokenize_prompts
 from arpo.data.hub import local_file, source_of
 from arpo.engine.team import Team
 from arpo.model import load_tokenizer
+from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
+from arpo.protocol.schema import ToolSchema
 from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
 from arpo.trajectory import Prompt
 
@@ -28,12 +30,16 @@ class Environment:
         self.tools = team.tool_runner(team.ranks.together(lambda: make_tools(tools)))
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
-        """Return the prompts of a file or of a data set on the Hub, as tokens; none of "". Raises UserError."""
-        prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
-        check_offered(prompts, self.codec.tools, file)
-        system_prompt = system_prompt_for(cfg.system_prompt, self.schemas, form=self.codec.format)
+        """Return the prompts of a file, or of a data set on the Hub, as tokens; none of "". Raises UserError."""
+        return load_and_tokenize(file, cfg, self.codec, self.schemas)
 
-        def render(messages: list[dict[str, str]], *tools: tuple[str, ...]) -> list[int]:
-            return self.codec.render_prompt(with_system_prompt(messages, system_prompt), *tools)
 
-        return tokenize_prompts(prompts, render, cfg.max_prompt_tokens, cfg.overlong, file)
+def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict[str, ToolSchema]) -> list[Prompt]:
+    prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
+    check_offered(prompts, codec.tools, file)
+    system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
+
+    def render(messages: list[dict[str, str]], *tools: tuple[str, ...]) -> list[int]:
+        return codec.render_prompt(with_system_prompt(messages, system_prompt), *tools)
+
+    return tokenize_prompts(prompts, render, cfg.max_prompt_tokens, cfg.overlong, file)

@@ -12,7 +12,6 @@ and for each quarter of H, how often the parent fails, the two differ, and both 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arpo.errors import UserError, exit_with
-from arpo.log.dumps import open_dump
-from arpo.trajectory import Group, Prompt, Trajectory
-from arpo.viewer.groups import parse_trajectory
+from arpo.log.dumps import read_dump
+from arpo.trajectory import Group, Prompt
 
 PERCENTILES = (5, 25, 50, 75, 95)
 NUM_RESAMPLES = 2000
@@ -49,12 +47,9 @@ class Branch:
 
 def groups_of(dump: Path) -> Iterator[Group]:
     """Yield the groups of a dump; a question is drawn once in a step of these runs."""
-    with open_dump(dump) as file:
-        rows = [json.loads(line) for line in file]
-    for prompt_id, members in groupby(rows, key=lambda row: row["prompt_id"]):
-        fields = Trajectory.__dataclass_fields__
-        trajectories = [parse_trajectory({k: v for k, v in row.items() if k in fields}) for row in members]
-        yield Group(Prompt(prompt_id, [], []), trajectories)
+    trajectories = (trajectory for _, trajectory, _ in read_dump(dump))
+    for prompt_id, members in groupby(trajectories, key=lambda t: t.prompt_id):
+        yield Group(Prompt(prompt_id, [], []), list(members))
 
 
 def branches_of(groups: Sequence[Group]) -> list[Branch]:

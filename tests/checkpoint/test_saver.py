@@ -62,22 +62,6 @@ def test_a_save_that_fails_is_one_warning_and_the_next_one_makes_up_for_it(tiny_
     assert (tmp_path / "run" / "hf").resolve() == folder / "step_000006" / "hf"
 
 
-def oldest_after_each_save(ranks, model: str, folder: str) -> list[dict]:
-    """Of steps 1 to 4, whose first has no room."""
-    saver, _ = begin(ranks, model, folder)
-    found = []
-    for step in range(1, 5):
-        limit_files_to(10_000 if step == 1 else resource.RLIM_INFINITY)
-        saver.save(step, {"step": step}, is_final=False)
-        found.append(saver.oldest_progress)
-    return found
-
-
-def test_the_oldest_checkpoint_says_how_far_back_a_run_may_have_to_go(tiny_model_dir, tmp_path):
-    first, second = run_ranks(2, oldest_after_each_save, str(tiny_model_dir), str(tmp_path))
-    assert first == [{}, {"step": 2}, {"step": 2}, {"step": 3}] and second == [{}] * 4
-
-
 def save_until_it_ends(ranks, model: str, folder: str, num_bytes: int, is_final: bool) -> tuple[int, str]:
     """The step whose save ends the run, and its line; rank 0 may write files of `num_bytes` after step 1."""
     saver, _ = begin(ranks, model, folder)

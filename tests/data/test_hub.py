@@ -14,8 +14,9 @@ from arpo.config.run_folder import changes, record_settings
 from arpo.data import hub
 from arpo.data.hub import HubFile, parse, pin_config
 from arpo.errors import UserError
+from arpo.sampling.environment import load_and_tokenize
 from evaluate import EvalConfig
-from train_rl import DataConfig, RLConfig, load_and_tokenize
+from train_rl import DataConfig, RLConfig
 from train_sft import SFTConfig
 
 TRAIN = b'{"question": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n'
@@ -69,7 +70,7 @@ def test_a_name_is_pinned_to_its_commit_and_read_by_the_training_script(server, 
     assert cfg.data.valid == f"o/two@{COMMIT}:main/test.jsonl"
     assert f"data.train: o/one@{COMMIT}:data/questions.jsonl (0.0 MB, in {tmp_path}" in capsys.readouterr().out
     server.requests.clear()
-    prompts = load_and_tokenize(cfg.data.train, DataConfig(system_prompt="none"), Letters())
+    prompts = load_and_tokenize(cfg.data.train, DataConfig(system_prompt="none"), Letters(), {})
     assert [prompt.answers for prompt in prompts] == [["2"], ["3"]] and prompts[0].data_source == "one"
     assert pin_config(cfg) == cfg
     assert server.requests == []  # what lies in the cache is not asked for again

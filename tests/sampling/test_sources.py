@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.models import searching_model
 from helpers.ranks import mesh_of_one, ranks_of, run_ranks
-from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, prompt
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
 from transformers import AutoTokenizer
 
 from arpo.config.sections import EngineConfig
@@ -31,7 +31,7 @@ from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import Dealt, Pulled, Refilled, dealt_or_pulled, until_full
 from arpo.selection import is_dead
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.trajectory import Group, Prompt, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 NUM_PROMPTS, NUM_WANTED = 24, 6
 PULL = replace(SHORT, dispatch="pull")
@@ -223,6 +223,32 @@ def test_dealt_prompts_are_begun_at_once_or_while_few_are_unfinished():
     at_once, few = source_for(3, kind=Dealt), source_for(3, kind=Dealt, max_at_once=5)
     assert taken(at_once, *both(0, 4, 8, 12)) == [0, 1, 2, None]
     assert taken(few, *both(0, 4, 5, 4, 0)) == [0, 1, None, 2, None]
+
+
+@pytest.mark.parametrize("max_at_once", [0, 1, 6])
+def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
+    """With a limit, a group is whole before the last ones have begun; what is sampled does not depend on it."""
+    engine, handed_out = ScriptedEngine(TOKENIZER, call_then_answer), []
+
+    def on_group(group, wall_s):
+        assert len(wall_s) == 4 and all(seconds >= 0 for seconds in wall_s)
+        assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
+        handed_out.append((group.prompt.prompt_id, len({key.split("|")[0] for key, *_ in engine.submitted})))
+
+    team, nobody = Team(Ranks(0, 1, torch.device("cpu"), mesh=None)), Console(is_main=False)
+    tools = ToolRunner({"search": EchoTool("search", "found", jitter_s=0.002)})
+    sampler = Sampler(engine, tools, CODEC, team, nobody, 0, SHORT, NO_BRANCHES, on_group=on_group)
+    source = Dealt(sampler, prompts(6), 0, max_at_once=max_at_once)
+    try:
+        sampler.run([source], "test", 6)
+    finally:
+        tools.close()
+    names = [f"p{i}" for i in range(6)]
+    assert [group.prompt.prompt_id for group in source.to_score] == names == sorted(p for p, _ in handed_out)
+    begun_at_first = handed_out[0][1]
+    assert begun_at_first == {0: 6, 1: 1, 6: 2}[max_at_once] or (max_at_once == 6 and begun_at_first == 3)
+    texts = {t.text for group in source.to_score for t in group.trajectories}
+    assert texts == {CALL + " <result>\nfound\n</result>" + ANSWER}
 
 
 def test_a_prompt_is_pulled_while_the_engine_has_a_free_place():
