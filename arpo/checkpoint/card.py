@@ -13,7 +13,7 @@ import yaml
 
 from arpo import options
 from arpo.config.run_folder import settings_of
-from arpo.config.sections import OptimConfig
+from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import parse
 from arpo.errors import UserError
 
@@ -26,7 +26,7 @@ ALWAYS = ("advantage.kind", "loss.kind", "branching.selector", "rollout.group_si
 SECTIONS = {
     "rollout": options.RolloutConfig(), "branching": options.BranchingConfig(), "advantage": options.AdvantageConfig(),
     "reward": options.TrainingRewardConfig(), "critic": options.CriticConfig(), "loss": options.LossConfig(),
-    "update": options.UpdateConfig(), "optim": OptimConfig(),
+    "update": UpdateConfig(), "optim": OptimConfig(),
 }  # fmt: skip
 """Sections of which a card names what differs from the defaults of RL."""
 TEMPLATE = """---

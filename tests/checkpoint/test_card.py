@@ -34,6 +34,9 @@ def base(tmp_path) -> Path:
 def test_a_card_says_what_the_model_is_made_from_and_names_no_folder(base, tmp_path):
     flags = ["--data.train", f"{tmp_path}/secret_folder/rows.parquet", "--loss.kind", "gspo"]
     flags += ["--reward.terms", "answer=1", f"{tmp_path}/secret_folder/mine.py:style=0.2"]
+    (tmp_path / "secret_folder" / "mine.py").write_text(
+        "def style(data_source, solution_str, ground_truth, extra_info): ...\n"
+    )
     card = ModelCard.load(export(tmp_path / "runs", "my_rl", RLConfig, str(base), *flags) / "README.md")
     assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "qwen-research", None)
     assert card.data.tags == ["arpo-torch", "tool-use", "reinforcement-learning"]

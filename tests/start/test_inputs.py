@@ -49,7 +49,11 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "offers.jsonl"], "offers the tool 'pyhton'.*did the row mean 'python'"),
         (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
         (RLConfig, ["--data.train", "good.jsonl", "--reward.file", "r.py"], "reward.file=r.py: there is no such file"),
-        (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "pyton"], "unknown tool 'pyton'"),
+        (
+            RLConfig,
+            ["--data.train", "good.jsonl", "--tools.names", "pyton"],
+            "tools.names='pyton' is unknown; did you mean 'python'",
+        ),
         (
             RLConfig,
             ["--data.train", "good.jsonl", "--tools.names", "python", "t.py:Tool"],
