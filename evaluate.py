@@ -69,10 +69,7 @@ CONFIG = load_or_exit(EvalConfig, check_evaluation) if __name__ == "__main__" el
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from arpo import ranks
-from arpo.config.model_folder import check_model_folder
 from arpo.engine import Engine
 from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
@@ -84,13 +81,12 @@ from arpo.evals.records import SetDump, read_records
 from arpo.evals.report import grade_and_report
 from arpo.evals.resume import claim_run, what_decides
 from arpo.log import Console
-from arpo.model import load_tokenizer
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.sampling import Sampler
+from arpo.sampling.environment import Environment
 from arpo.sampling.sources import dealt_or_pulled
 from arpo.start.memory import check_memory, read_job
-from arpo.tools import make_codec, make_tools, tool_schemas
 from arpo.tools.base import MutedTool
 
 
@@ -108,25 +104,22 @@ def main(cfg: EvalConfig) -> None:
     log = Console(is_main=dist.is_main)
 
     # ---- set-up: everything that can be wrong is found before the model is loaded
-    check_room(cfg, dist.device)
-    tool_cfg = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
-    schemas, tokenizer = tool_schemas(tool_cfg), load_tokenizer(cfg.model.path)
-    codec = make_codec(tokenizer, cfg.protocol, schemas, enable_thinking=cfg.model.enable_thinking)
-    codec.check_result_room(cfg.rollout.max_result_tokens)
-    sets, absent = load_sets(cfg.eval, codec, schemas)
-    if cfg.reward.file:
-        load_custom(cfg.reward.file, cfg.reward.function).try_on(sets[0].prompts[0], codec)
-    tools = dist.together(lambda: make_tools(tool_cfg))
+    if not cfg.eval.server:
+        check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
-    runner = team.tool_runner(tools)
-    refusing = team.tool_runner({tag: MutedTool(tag) for tag in tools})
+    tools = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
+    env = Environment(cfg.model, cfg.protocol, tools, team, cfg.rollout.max_result_tokens)
+    refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
+    sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
+    if cfg.reward.file:
+        load_custom(cfg.reward.file, cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
 
     # ---- questions: what an earlier run of the same command has finished stays
     folder = Path(cfg.run.dir) / cfg.run.name
     judge = None
     if dist.is_main:
         served = served_model(cfg) if cfg.eval.server else ""
-        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served, codec.format)
+        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served, env.codec.format)
         claim_run(folder, settings, resume=cfg.run.resume)
         save_config(cfg, folder / "config.yaml")
         judge = open_judge(cfg.judge, folder, probe=True)
@@ -145,20 +138,31 @@ def main(cfg: EvalConfig) -> None:
             log.line(f"{asked.name}: {len(asked.prompts)} questions, {num_finished} of them finished before")
 
     # ---- rollout: one set after the other, questions dealt out over the ranks; each finished group is saved at once
-    engine = None if is_finished else make_engine(cfg, codec, team.index)
+    engine = None if is_finished else make_engine(cfg, env.codec, team.index)
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
     no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
     for questions in todo:
-        dump = SetDump(folder, questions.name, metric=questions.metric, tools=codec.tools, protocol=codec.format)
-        used, save = refusing if questions.is_muted else runner, dump.add if team.is_first else None
+        dump = SetDump(
+            folder, questions.name, metric=questions.metric, tools=env.codec.tools, protocol=env.codec.format
+        )
+        used, save = refusing if questions.is_muted else env.tools, dump.add if team.is_first else None
         sampler = Sampler(
-            engine, used, codec, team, log, cfg.run.seed, sampling, no_branching, cfg.engine.max_num_seqs, on_group=save
+            engine,
+            used,
+            env.codec,
+            team,
+            log,
+            cfg.run.seed,
+            sampling,
+            no_branching,
+            cfg.engine.max_num_seqs,
+            on_group=save,
         )
         if questions.prompts:
             at_once = 2 * cfg.engine.max_num_seqs  # a batch, and those whose tools are at work
             source = dealt_or_pulled(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
             sampler.run([source], questions.name, len(team.share(questions.prompts)), is_part=False)
-    runner.close()
+    env.tools.close()
     refusing.close()
     if engine is not None:
         engine.close()
@@ -167,14 +171,6 @@ def main(cfg: EvalConfig) -> None:
     # ---- grades and report
     if dist.is_main:
         grade_and_report(folder, cfg.reward, cfg.judge, judge)
-
-
-def check_room(cfg: EvalConfig, device: torch.device) -> None:
-    """Raise UserError where the model's context or the memory is too small. A server sees to that itself."""
-    if not cfg.eval.server:
-        asked = "eval.max_prompt_tokens"
-        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=asked)
-        check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), device)
 
 
 def served_model(cfg: EvalConfig) -> str:

@@ -3,7 +3,7 @@
     a prompt's trajectories have ended -> `begin` looks into the cache, and asks for the rest, in a thread of its own
     the rollout has ended -> `collect` waits for what is under way, at most deadline_s, and breaks the others off
 
-An answer without a verdict is a warning and a count; metrics.ToolHealth ends the run where there are too many.
+An answer without a verdict is a warning and a count; sampling/health.py ends the run where there are too many.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread of its own; finished calls are collected without blocking.
 
     An exception of a tool becomes a result too, of the kind `exception`: it counts as a failure of ours, so one odd
-    call costs its trajectory, and many end the run through metrics.ToolHealth. Only a UserError, which says that the
-    run cannot go on (a refused key, say), and what is no Exception are raised by `collect`, in the caller's thread.
+    call costs its trajectory, and many end the run (sampling/health.py). Only a UserError, which says that the run
+    cannot go on (a refused key, say), and what is no Exception are raised by `collect`, in the caller's thread.
     """
 
     def __init__(self, tools: dict[str, Tool]):
