@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from arpo.errors import UserError
 
 
@@ -41,6 +39,8 @@ class PromptOrder:
         For steps that draw more than once. All are of one epoch, so that none comes twice: where the rest of an epoch
         is too short, it is skipped.
         """
+        import numpy as np  # here, because a command's --help and a jail import this folder too
+
         per_epoch = self.steps_per_epoch * self.num_per_step
         epoch, start = divmod(num_drawn, per_epoch)
         if start + count > per_epoch:
