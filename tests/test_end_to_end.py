@@ -19,6 +19,7 @@ from helpers.torchrun import torchrun
 from helpers.toy_run import build_toy_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from arpo.evals.records import read_records
 from arpo.log import read_metrics
 from arpo.log.charts import rl_charts
 
@@ -162,8 +163,8 @@ def test_two_ranks_with_one_engine_between_them_count_every_trajectory_once(adap
 @pytest.mark.slow
 def test_two_ranks_with_one_engine_between_them_evaluate_every_question_once(adapted, world):
     run = evaluate(world, "adapted_eval", adapted / "hf", "--engine.tensor_parallel", "2")
-    records = [record for file in (run / "records").glob("*.jsonl") for record in read_jsonl(file)]
-    assert len(records) == len({r["question_id"] for r in records}) == 4
+    records = read_records(run)
+    assert len(records) == len({record.question_id for record in records}) == 4
 
 
 # ---- bad input

@@ -8,6 +8,7 @@ from helpers.files import read_jsonl, write_jsonl
 from helpers.ranks import run_script, try_script
 from helpers.vllm_serve import serving
 
+from arpo.evals.records import read_records
 from arpo.log import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -71,8 +72,8 @@ def test_rl_trains_on_calls_of_real_python(world, protocol):
 
 
 def records(world, name: str) -> list[tuple]:
-    found = sorted(read_jsonl(world / "runs" / name / "records" / "questions.jsonl"), key=lambda r: r["question"])
-    return [(r["question"], r["protocol"], r["text"], [(c["tag"], c["ok"]) for c in r["tool_calls"]]) for r in found]
+    found = sorted(read_records(world / "runs" / name), key=lambda r: r.question)
+    return [(r.question, r.protocol, r.text, [(c.tag, c.ok) for c in r.tool_calls]) for r in found]
 
 
 def test_evaluation_on_an_engine_on_a_server_and_from_records_agree(world, protocol):

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from helpers.files import read_jsonl, write_jsonl
+from helpers.files import write_jsonl
 from helpers.pretrained import build_pretrained_model
 from helpers.ranks import run_script
 from helpers.vllm_serve import serving
@@ -85,7 +85,7 @@ def test_the_export_calls_its_tool_in_our_engine_and_behind_vllm_serve(world):
             assert said_after(url, question) == text.partition(" <result>")[0]
         run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "served", "--eval.server", url, ranks=1)
     for name in ("own", "served"):
-        records = list(read_jsonl(world / "runs" / name / "records" / "questions.jsonl"))
-        assert {r["question"]: r["text"] for r in records} == {q: text for q, (_, text) in DIALOGUES.items()}
-        assert [[(call["tag"], call["ok"]) for call in r["tool_calls"]] for r in records] == [[("python", True)]] * 2
+        records = read_records(world / "runs" / name)
+        assert {r.question: r.text for r in records} == {q: text for q, (_, text) in DIALOGUES.items()}
+        assert [[(call.tag, call.ok) for call in r.tool_calls] for r in records] == [[("python", True)]] * 2
         assert json.loads((world / "runs" / name / "scores.json").read_text())["questions"]["accuracy"] == 1.0
