@@ -14,6 +14,8 @@ from helpers.pretrained import build_pretrained_model
 from helpers.ranks import run_script
 from helpers.vllm_serve import serving
 
+from arpo.evals.records import read_records
+
 pytestmark = pytest.mark.slow
 
 CALL = "<think>Half of 48 in May.</think><python>print(48/2)</python>"
