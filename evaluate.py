@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from arpo.config.checks import check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
-from arpo.config.load import load_or_exit, run_or_exit, save_config
+from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.run_folder import save_config
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import require

@@ -68,12 +68,12 @@ class Needs:
 
 
 NOTHING = Needs("")
-"""The need of a knob that matters though the others of its section need something."""
+"""Frees a knob of its section's need: it matters though the others of its section need something."""
 
 
 @dataclass(frozen=True)
 class Decides:
-    """What a knob decides. One that says nothing decides everything."""
+    """Says what a knob decides; a knob without it decides everything."""
 
     learning: bool = True
     """What is learnt: a run goes on only under the value that it was begun with. False = only how long, how often or

@@ -13,12 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from arpo.config.facts import ignored, out_of_range
-from arpo.data.hub import pin_config
+from arpo.config.run_folder import pin_config
 from arpo.errors import UserError, exit_with
 
 C, T = TypeVar("C"), TypeVar("T")
@@ -64,14 +64,6 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     settings |= {key: Setting(values, COMMAND_LINE, len(paths)) for key, values in flag_settings(argv, known).items()}
     where = " and ".join([*map(str, paths), *([COMMAND_LINE] if argv or not paths else [])])
     return resolve(root, settings, where)
-
-
-def save_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back."""
-    import yaml
-
-    plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
-    path.write_text(yaml.safe_dump(plain, sort_keys=False))
 
 
 def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:

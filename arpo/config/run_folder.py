@@ -10,17 +10,17 @@ curve would be of no experiment at all. What decides only how long, how often, o
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
-
-import yaml
+from typing import Any, TypeVar
 
 from arpo.config.facts import leaves, may_change
-from arpo.config.load import save_config
 from arpo.config.sections import RunConfig
+from arpo.data.hub import pin
 from arpo.errors import UserError
 
+C = TypeVar("C")
 CONFIG, CHANGES = "config.yaml", "changes.jsonl"
 
 
@@ -30,7 +30,7 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
     A run is begun once it has a checkpoint. Raises UserError where the folder cannot be written, where the run exists
     and run.resume is False, and, unless run.resume_changed, for the first setting that is another one now.
     """
-    folder = Path(run.dir) / run.name
+    folder = run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -51,6 +51,8 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in `folder` by dotted keys, as they were changed last. Raises UserError."""
+    import yaml
+
     try:
         settings = leaves(yaml.safe_load((folder / CONFIG).read_text()))
         for line in (folder / CHANGES).read_text().splitlines() if (folder / CHANGES).exists() else ():
@@ -79,3 +81,31 @@ def record_settings(folder: Path, cfg: Any, step: int) -> None:
     elif changed := changes(folder, cfg):
         with (folder / CHANGES).open("a") as file:
             file.write(json.dumps({"step": step, "changes": changed}) + "\n")
+
+
+def save_config(config: object, path: Path) -> None:
+    """Write the resolved config as YAML that `load_config` reads back."""
+    import yaml
+
+    plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
+    path.write_text(yaml.safe_dump(plain, sort_keys=False))
+
+
+def pin_config(cfg: C) -> C:
+    """Return a script's config with all data sets of the Hub fetched, and their names pinned. Raises UserError.
+
+    A run that was begun goes on with the commit that it was begun with, unless the name has a revision.
+    """
+    folder = Path(cfg.run.dir) / cfg.run.name
+    try:
+        begun = settings_of(folder) if (folder / CONFIG).exists() else {}
+    except UserError:  # of a begun run check_run_folder says so; in another the file is written anew
+        begun = {}
+    for name in ("train", "valid"):
+        if file := getattr(getattr(cfg, "data", None), name, ""):
+            pinned = pin(f"data.{name}", file, str(begun.get(f"data.{name}", "")))
+            cfg = replace(cfg, data=replace(cfg.data, **{name: pinned}))
+    if hasattr(cfg, "eval"):
+        files = tuple(pin("eval.files", file) for file in cfg.eval.files)
+        cfg = replace(cfg, eval=replace(cfg.eval, files=files))
+    return cfg

@@ -13,19 +13,16 @@ form, and HF_HUB_OFFLINE=1 keeps to the cache.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
 
 from arpo.errors import UserError
 
-C = TypeVar("C")
 SUFFIXES = (".parquet", ".jsonl", ".json")
 TIMEOUT_S = 30.0
 TRAIN_FILES = {
@@ -61,39 +58,6 @@ def parse(name: str) -> HubFile | None:
     if not match or Path(name).exists() or (name.endswith(SUFFIXES) and not match["file"]):
         return None
     return HubFile(match["repo"], match["revision"] or "", match["file"] or "")
-
-
-def pin_config(cfg: C) -> C:
-    """Return a script's config with all data sets of the Hub fetched, and their names pinned. Raises UserError.
-
-    A run that was begun goes on with the commit that it was begun with, unless the name has a revision.
-    """
-    begun = _begun_with(cfg)
-    for name in ("train", "valid"):
-        if file := getattr(getattr(cfg, "data", None), name, ""):
-            pinned = pin(f"data.{name}", file, begun.get(name, ""))
-            cfg = replace(cfg, data=replace(cfg.data, **{name: pinned}))
-    if hasattr(cfg, "eval"):
-        files = tuple(pin("eval.files", file) for file in cfg.eval.files)
-        cfg = replace(cfg, eval=replace(cfg.eval, files=files))
-    return cfg
-
-
-def _begun_with(cfg: Any) -> dict[str, str]:
-    """Return train and valid of the run's settings (arpo/config/run_folder.py has its files); {} for a new run."""
-    import yaml
-
-    folder = Path(cfg.run.dir) / cfg.run.name
-    try:
-        data = yaml.safe_load((folder / "config.yaml").read_text())["data"]
-        begun = {name: data[name] for name in ("train", "valid")}
-        changes = folder / "changes.jsonl"
-        for line in changes.read_text().splitlines() if changes.exists() else ():
-            changed = json.loads(line)["changes"]
-            begun |= {name: changed[f"data.{name}"][1] for name in begun if f"data.{name}" in changed}
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError):
-        return {}  # a new run, or a folder of which check_run_folder says what is wrong
-    return begun
 
 
 def pin(option: str, name: str, begun: str = "") -> str:

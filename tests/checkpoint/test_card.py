@@ -7,7 +7,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from arpo.checkpoint.card import card_of
-from arpo.config.load import load_config, save_config
+from arpo.config.load import load_config
+from arpo.config.run_folder import save_config
 from train_rl import RLConfig
 from train_sft import SFTConfig
 

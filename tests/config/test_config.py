@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.load import load_config, save_config
+from arpo.config.load import load_config
+from arpo.config.run_folder import save_config
 from arpo.errors import UserError
 from arpo.options import BranchingConfig
 from evaluate import EvalConfig

@@ -10,9 +10,9 @@ import pytest
 from helpers.hub_server import COMMIT, HubServer
 
 from arpo.config.load import load_config
-from arpo.config.run_folder import changes, record_settings
+from arpo.config.run_folder import changes, pin_config, record_settings
 from arpo.data import hub
-from arpo.data.hub import HubFile, parse, pin_config
+from arpo.data.hub import HubFile, parse
 from arpo.errors import UserError
 from arpo.sampling.environment import load_and_tokenize
 from evaluate import EvalConfig

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_checkpoint, export_hf
-from arpo.config.load import save_config
+from arpo.config.run_folder import save_config
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError

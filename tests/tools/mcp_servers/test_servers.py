@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.load import load_config, save_config
+from arpo.config.load import load_config
 from arpo.config.mcp import McpServer, entry_of, parse_server
+from arpo.config.run_folder import save_config
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.tools import tool_schemas

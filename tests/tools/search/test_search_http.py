@@ -25,7 +25,8 @@ from helpers.web_service import (
     ten_megabytes,
 )
 
-from arpo.config.load import load_config, save_config
+from arpo.config.load import load_config
+from arpo.config.run_folder import save_config
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
