@@ -50,6 +50,7 @@ class ScriptedEngine:
     tokens_per_step: int = 7
     submitted: list[tuple[str, list[int], SamplingSpec]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
+    num_sleeps: int = 0
     _running: dict[str, list] = field(default_factory=dict)
 
     @property
@@ -78,6 +79,7 @@ class ScriptedEngine:
 
     def sleep(self) -> None:
         assert not self._running
+        self.num_sleeps += 1
 
     def step(self) -> list[Chunk]:
         chunks = []

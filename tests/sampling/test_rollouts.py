@@ -9,11 +9,14 @@ from helpers.fakes import EchoTool
 from helpers.ranks import mesh_of_one, ranks_of
 from helpers.scripted_rollout import prompt
 
+from arpo.branching_signal import MIN_DECISIONS, decisions
 from arpo.data import PromptOrder
+from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.ranks import Timers
 from arpo.sampling import Rollouts
 from arpo.selection import is_dead
+from arpo.tools.base import ToolResult
 from arpo.trajectory import Group
 
 NUM_PROMPTS, PER_STEP, NUM_STEPS = 24, 4, 6
@@ -58,11 +61,11 @@ def alone():
         yield ranks_of(mesh)
 
 
-def begin(ranks, cfg: RolloutConfig, advantage: AdvantageConfig, num_steps: int = NUM_STEPS) -> Rollouts:
-    tools = [EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
-    sampler = sampler_with(ranks, script, tools, cfg, BRANCHES, score=Score())
+def begin(ranks, cfg: RolloutConfig, advantage: AdvantageConfig, *, search=None, branching=BRANCHES) -> Rollouts:
+    tools = [search or EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
+    sampler = sampler_with(ranks, script, tools, cfg, branching, score=Score())
     order = PromptOrder(NUM_PROMPTS, PER_STEP, seed=3, option="data.num_prompts_per_step")
-    return Rollouts(sampler, order, [prompt(f"p{i}") for i in range(NUM_PROMPTS)], advantage, num_steps)
+    return Rollouts(sampler, order, [prompt(f"p{i}") for i in range(NUM_PROMPTS)], advantage, NUM_STEPS)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -73,6 +76,7 @@ def test_each_prompt_that_was_drawn_is_trained_on_once_or_is_drawn_again(alone, 
     try:
         for step in range(1, NUM_STEPS + 1):
             batch = rollouts.next(step, Timers())
+            assert rollouts.sampler.engine.num_sleeps == step  # the trainer has the GPU now
             sampled += [group.prompt.prompt_id for group in batch.sampled]
             assert len(batch.groups) == PER_STEP and (is_refilled or len(batch.sampled) == PER_STEP)
             if is_refilled:  # the step ends with the group that fills it
@@ -100,3 +104,34 @@ def test_a_run_goes_on_where_its_state_ends(alone, source):
         for rollouts in (whole, first, second):
             rollouts.sampler.tools.close()
     assert found == expected
+
+
+@pytest.mark.parametrize("source", ["dealt", "refilled, pulled", "carried"])
+def test_steps_in_which_tools_fail_are_not_trained_on_and_the_third_in_a_row_ends_the_run(alone, source):
+    dead = EchoTool("search", lambda _: ToolResult("died", ok=False, error_kind="sandbox", infra_error=True))
+    rollouts = begin(alone, *SOURCES[source], search=dead)
+    try:
+        for step in (1, 2, 3):
+            rollouts.raise_if_broken()
+            batch = rollouts.next(step, Timers())
+            assert batch.sampled and batch.groups == [] and rollouts.must_stop == (step == 3)
+        with pytest.raises(UserError, match=r"tools failed in .* of the trajectories, in 3 batches in a row; "):
+            rollouts.raise_if_broken()
+        assert rollouts.state()["num_drawn"] == 0 and rollouts.rank_state() is None  # nothing was learnt of them
+    finally:
+        rollouts.sampler.tools.close()
+
+
+def test_a_rule_hears_of_the_decisions_of_earlier_steps(alone):
+    cfg = replace(CFG, group_size=8)
+    rollouts = begin(alone, cfg, KEEP, branching=replace(BRANCHES, selector="standardized", num_initial_rollouts=4))
+    known = []
+    try:
+        for step in (1, 2, 3, 4):
+            taken = [decision for _, decision in decisions(rollouts.next(step, Timers()).sampled)]
+            known.append({d.statistics and d.statistics.count for d in taken})
+    finally:
+        rollouts.sampler.tools.close()
+    counts = [len(values) for values in rollouts.signal.state]
+    before = [sum(counts[:step]) for step in range(4)]
+    assert known == [{count if count >= MIN_DECISIONS else None} for count in before] and before[-1] >= MIN_DECISIONS
