@@ -3,6 +3,7 @@ r"""The format reward of calls in JSON: what is well-formed, what is the answer,
 import json
 
 import pytest
+from helpers.format_checks import check_defect, check_well_formed
 
 from arpo.protocol import FORMS
 from arpo.protocol.calls import escape_tags
@@ -55,17 +56,12 @@ BAD: list[tuple[Segments, str]] = [
 
 @pytest.mark.parametrize("segments", GOOD)
 def test_a_well_formed_response_is_scored_by_its_last_turn(segments):
-    assert RULES.format_error(segments) == "" and RULES.extract_answer(segments) == ("4", "")
-    text = "".join(text for text, _ in segments)
-    result = score(text, ["4"], "math", segments=segments, bonus_tools=(), form="hermes")
-    assert (result.total, result.reason) == (1.0, "")
+    check_well_formed("hermes", segments)
 
 
 @pytest.mark.parametrize(("segments", "reason"), BAD)
 def test_a_defect_costs_the_reward_and_has_a_name(segments, reason):
-    assert RULES.format_error(segments) == reason
-    result = score("".join(text for text, _ in segments), ["4"], "math", segments=segments, form="hermes")
-    assert (result.total, result.reason, result.parts["format"]) == (-1.0, reason, 0.0)
+    check_defect("hermes", segments, reason)
 
 
 def test_a_result_can_neither_help_nor_hurt():

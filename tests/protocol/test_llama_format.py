@@ -3,6 +3,7 @@ r"""The format reward of calls in Llama's JSON: what is well-formed, what is the
 import json
 
 import pytest
+from helpers.format_checks import check_defect, check_well_formed
 
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import Segments
@@ -48,17 +49,12 @@ BAD: list[tuple[Segments, str]] = [
 
 @pytest.mark.parametrize("segments", GOOD)
 def test_a_well_formed_response_is_scored_by_its_last_turn(segments):
-    assert RULES.format_error(segments) == "" and RULES.extract_answer(segments) == ("4", "")
-    text = "".join(text for text, _ in segments)
-    scored = score(text, ["4"], "math", segments=segments, bonus_tools=(), form="llama")
-    assert (scored.total, scored.reason) == (1.0, "")
+    check_well_formed("llama", segments)
 
 
 @pytest.mark.parametrize(("segments", "reason"), BAD)
 def test_a_defect_costs_the_reward_and_has_a_name(segments, reason):
-    assert RULES.format_error(segments) == reason
-    scored = score("".join(text for text, _ in segments), ["4"], "math", segments=segments, form="llama")
-    assert (scored.total, scored.reason, scored.parts["format"]) == (-1.0, reason, 0.0)
+    check_defect("llama", segments, reason)
 
 
 @pytest.mark.parametrize("segments", [s for s in GOOD if not s[-2:][0][0].endswith("<think>\n")])
