@@ -24,7 +24,7 @@ MAX_FAILED_SAVES = 3
 
 
 class Stateful(Protocol):
-    """What a run needs besides its models to go on."""
+    """Says what a run needs besides its models to go on; `Rollouts` is one."""
 
     def state(self) -> dict: ...  # the same on all ranks, as JSON can hold it
     def rank_state(self) -> bytes | None: ...  # this rank's own; None where no rank has any
@@ -36,9 +36,8 @@ class Saver:
     def __init__(self, run: RunConfig, ranks: Ranks, *, source: str):
         """source: the model folder from which an export has all but its weights."""
         self.run, self.ranks, self.source = run, ranks, source
-        folder = Path(run.dir) / run.name
-        self.link = folder / "hf"
-        self.checkpoints = Checkpoints(folder / "checkpoints", ranks, keep=run.keep_checkpoints)
+        self.link = run.folder / "hf"
+        self.checkpoints = Checkpoints(run.folder / "checkpoints", ranks, keep=run.keep_checkpoints)
         self.saved_step = self.num_failed = 0
 
     @property

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from arpo.config.load import run_or_exit
 from arpo.demo.report import draw, report
-from arpo.errors import UserError, exit_with
 
 
 def write_data(args: argparse.Namespace) -> None:
@@ -28,6 +29,13 @@ def show_report(args: argparse.Namespace) -> None:
         draw(args.runs, args.picture)
 
 
+def add_report(commands: Any) -> argparse.ArgumentParser:
+    """Add the subcommand that prints a demo's results, and return its parser."""
+    command = commands.add_parser("report", help="print the demo's results")
+    command.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders of demo runs, by seed")
+    return command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m arpo.demo", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
@@ -36,15 +44,11 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0, help="seed of world, data and model")
     command.add_argument("--task", choices=("plain", "hard"), default="plain", help="hard = results may be ambiguous")
     command.set_defaults(run=write_data)
-    command = commands.add_parser("report", help="print the demo's results")
-    command.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders of demo runs, by seed")
+    command = add_report(commands)
     command.add_argument("--picture", type=Path, help="also draw the reward curves of all folders to this PNG")
     command.set_defaults(run=show_report)
     args = parser.parse_args()
-    try:
-        args.run(args)
-    except UserError as error:
-        exit_with(error)
+    run_or_exit(args.run, args)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 class FormatRules(ABC):
-    r"""What a well-formed response of a form is. `tools` are the names of the loaded tools.
+    r"""Judges whether a response is well-formed, and finds its answer. `tools` are the names of the loaded tools.
 
     As with most forms: the last turn has a balanced \boxed{} outside of its thoughts, thoughts are paired, and may be
     absent. A call of an unknown tool, or with wrong arguments, is no defect: the model reads the error.

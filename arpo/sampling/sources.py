@@ -26,8 +26,8 @@ short, 16 ranks, and long, 8, of no_rank_waits.py)."""
 
 
 class Dealt(Source):
-    """prompts 0 2 4 6 are team 0's, and 1 3 5 7 team 1's. All are begun at once or, with `max_at_once`, only while
-    fewer trajectories are unfinished."""
+    """Deals the prompts out: 0 2 4 6 are team 0's, and 1 3 5 7 team 1's. All are begun at once or, with `max_at_once`,
+    only while fewer trajectories are unfinished."""
 
     def __init__(
         self,
@@ -70,12 +70,14 @@ class Dealt(Source):
         return drawn[len(sampled) - 1][1] if sampled else num_drawn
 
     def exchange(self) -> list[Group]:
-        """Return the groups of all teams in the order of the prompts. Collective."""
-        return self.team.exchange(self.to_score, len(self.prompts), sorted(self.groups))
+        """Return the groups of all teams in the order of the prompts; None for one that was begun and not finished.
+        Collective."""
+        places = sorted(self.places.values())
+        return self.team.exchange([self.groups.get(place) for place in places], len(self.prompts), places)
 
 
 class Pulled(Dealt):
-    """Whoever has room takes the next prompt: a slow team 1 may end up with 1 and 4, and team 0 with all others.
+    """Hands out the next prompt to whoever has room: a slow team 1 may end up with 1 and 4, team 0 with all others.
 
     A team takes a prompt while its engine has a free place: while it decodes fewer than `max_num_seqs` trajectories.
     Those that wait for their tools have left their places to others. But it never holds more than an equal share of the
@@ -150,7 +152,7 @@ def dealt_or_pulled(
 
 
 class Refilled(Pulled):
-    """Prompts for a step that wants `num_wanted` mixed groups: further ones are begun for those that are dead.
+    """Begins prompts until a step has `num_wanted` mixed groups: a further one for each group that turns out dead.
 
     The step is full once its first `num_wanted` mixed groups, in the order of the prompts, are there, and with them all
     prompts before the last of these: no slow one is left out for being slow, and the choice does not depend on who was
@@ -270,10 +272,7 @@ class Refilled(Pulled):
 
     def exchange(self) -> list[Group]:
         """Return the groups of all teams up to the one that completes the step, whoever was faster. Collective."""
-        places = list(self.places.values())
-        begun = self.team.exchange([self.groups.get(place) for place in places], len(self.prompts), places)
-        if self.team.ranks.is_main:
-            self.delete_keys()
+        begun = super().exchange()
         groups = until_full(begun, self.num_wanted)
         self.num_cut_off = len(begun) - len(groups)
         return groups

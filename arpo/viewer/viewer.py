@@ -41,7 +41,7 @@ STAMP_WITHIN = 1000
 
 @dataclass(frozen=True)
 class Dump:
-    """What one page shows: a dump of a training, step_000100.jsonl.gz, or all dumps of a set of an evaluation."""
+    """Names the files of one page: a training's step_000100.jsonl.gz, or all dumps of a set of an evaluation."""
 
     name: str
     """step_000100; gaia"""

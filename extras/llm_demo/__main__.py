@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from arpo.config.load import run_or_exit
+from arpo.demo.__main__ import add_report
 from arpo.demo.report import Demo, report
-from arpo.errors import UserError, exit_with
 
 LLM_DEMO = Demo(
     "llm",
@@ -44,14 +45,9 @@ def main() -> None:
     command.add_argument("--gsm8k", default="", help="folder with GSM8K's train and test files; empty = from the Hub")
     command.add_argument("--model", default="", help="folder or Hub name; empty = SmolLM2-135M-Instruct")
     command.set_defaults(run=write_files)
-    command = commands.add_parser("report", help="print the demo's results")
-    command.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders of demo runs, by seed")
-    command.set_defaults(run=show_report)
+    add_report(commands).set_defaults(run=show_report)
     args = parser.parse_args()
-    try:
-        args.run(args)
-    except UserError as error:
-        exit_with(error)
+    run_or_exit(args.run, args)
 
 
 if __name__ == "__main__":

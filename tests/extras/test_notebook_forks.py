@@ -31,14 +31,14 @@ def test_siblings_run_at_the_same_time_and_see_nothing_of_each_other(forking):
     async def story(one: Notebook) -> list[list[str]]:
         await forking.run("import os, time", CONTEXT, one)
         others = [await forking.fork(one, CONTEXT) for _ in range(4)]
-        probe = "open(f'f{}', 'w').write('x')\ntime.sleep(0.05)\nsorted(n for n in os.listdir('.') if n[0] == 'f')"
+        probe = "open('own_{}', 'w').write('x')\ntime.sleep(0.05)\nsorted(n for n in os.listdir('.') if 'own_' in n)"
         asked = (answers_to(forking, s, probe.format(n), "1") for n, s in enumerate([one, *others]))
         found = await asyncio.gather(*asked)
         for other in others:
             await forking.close(other)
         return found
 
-    assert talk(forking, story) == [[f"['f{n}']", "1"] for n in range(5)]
+    assert talk(forking, story) == [[f"['own_{n}']", "1"] for n in range(5)]
 
 
 @pytest.mark.parametrize("code", [
