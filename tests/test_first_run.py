@@ -78,7 +78,7 @@ def test_the_memory_that_is_promised_is_what_the_start_of_a_run_reckons(monkeypa
     assert f"6 hours, and {need(QWEN_7B, rl, 8, large).rollout / GIB:.0f} GiB" in eight
 
 
-def test_every_repository_has_link_size_and_licence_and_the_papers_data_sets_are_in_both_tables():
+def test_every_repository_has_link_size_and_licence_and_the_readme_links_the_papers_data():
     page = (ROOT / "docs/data.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| [")]
     found = {row[0].partition("]")[0][1:]: row for row in rows}
@@ -87,5 +87,4 @@ def test_every_repository_has_link_size_and_licence_and_the_papers_data_sets_are
         kind = "datasets/" if repo in TRAIN_FILES else ""
         assert link == f"[{repo}](https://huggingface.co/{kind}{repo})" and what and size and licence
     for repo in TRAIN_FILES:
-        link, _, size, licence = found[repo]
-        assert f"{link} | {size} | {licence} |" in README
+        assert f"](https://huggingface.co/datasets/{repo})" in README and found[repo][-1] == "MIT"
