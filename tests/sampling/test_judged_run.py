@@ -97,7 +97,7 @@ def test_a_run_with_a_judge_trains_on_the_sum_and_goes_on_within_its_limit(tmp_p
             ["judge=1", "--judge.url", "http://127.0.0.1:9", "--judge.model", "m", "--judge.deadline_s", "1"],
             "judge.url: ",
         ),
-        (["mine.py:f=1"], "reward.terms: mine.py: there is no such file; check the path"),
+        (["mine.py:f=1"], "reward.terms=mine.py:f: there is no such file; check the path"),
     ],
 )
 def test_a_reward_that_cannot_be_had_is_one_line_before_a_model_is_loaded(tmp_path, flags, words, ranks):
