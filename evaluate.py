@@ -58,9 +58,9 @@ class EvalConfig:
         some = self.eval.benchmarks or self.eval.files
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
         check_result_room(self.tools.search, self.rollout)
-        ordered = self.rollout.pull_order != "drawn"
         require(
-            not ordered, "rollout.pull_order=longest_first goes by earlier epochs, of which there are none; drop it"
+            self.rollout.dispatch != "pull_longest_first",
+            "rollout.dispatch=pull_longest_first goes by earlier epochs, of which there are none; set it to pull",
         )
 
 
@@ -113,7 +113,7 @@ def main(cfg: EvalConfig) -> None:
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
     if cfg.reward.file:
-        load_custom(cfg.reward.file, cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
+        load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
 
     # ---- questions: what an earlier run of the same command has finished stays
     folder = Path(cfg.run.dir) / cfg.run.name

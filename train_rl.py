@@ -69,7 +69,7 @@ class RLConfig:
     @property
     def reference_model(self) -> ModelConfig:
         path = self.loss.reference or self.model.path
-        return replace(self.model, path=path, activation_checkpointing=False, lora_rank=0)
+        return replace(self.model, path=path, recompute_every_n_layers=0, lora_rank=0)
 
     @property
     def models(self) -> list[ModelConfig]:

@@ -47,10 +47,10 @@ class CriticEvidence:
 
 
 def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    """Return `group_advantages`; without cfg.normalize_std this is Dr.GRPO. normalize=batch: `batch_advantages`."""
+    """Return `group_advantages`; normalize=none is Dr.GRPO, batch `batch_advantages`."""
     if cfg.normalize == "batch":
         return batch_advantages(evidence, with_dead_groups=cfg.dead_groups == "keep")
-    return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize_std)
+    return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize == "group")
 
 
 def group_advantages(
@@ -291,11 +291,11 @@ def by_turn(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarr
 
 
 def z_scores(rewards: np.ndarray, cfg: AdvantageConfig, *, ddof: int) -> np.ndarray:
-    """(x - mean) / (std + 1e-6), std over N - ddof; without cfg.normalize_std only x - mean; equal rewards give 0."""
+    """(x - mean) / (std + 1e-6), std over N - ddof; with normalize=none only x - mean; equal rewards give 0."""
     if not len(rewards) or (rewards == rewards[0]).all():
         return np.zeros(len(rewards))  # exactly: eps would blow up the rounding of the mean
     centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=ddof) + 1e-6) if cfg.normalize_std else centred
+    return centred / (rewards.std(ddof=ddof) + 1e-6) if cfg.normalize == "group" else centred
 
 
 def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:

@@ -34,14 +34,14 @@ class Evidence:
     root_entropies: tuple[float, ...]
     """(k,) The same of the first turn."""
     entropy: float
-    """H: mean of `entropies`, nats. (branching.entropy_mode may measure it in another way.)"""
+    """H: mean of `entropies`, nats. (branching.compat=upstream measures it in another way.)"""
     root_entropy: float
     """H_root: the same of the first turn."""
     consecutive: int = 0
     """Branching decisions in a row on this chain before this one (AEPO's l)."""
     turn: int = 0
     """Index of the turn that `entropies` belong to: 1 is the turn after the first tool result. (Under
-    branching.timing=upstream the turn before the result is judged, so there it is one less.)"""
+    branching.compat=upstream the turn before the result is judged, so there it is one less.)"""
     statistics: SignalStatistics | None = None
     """Statistics of the signal (branching.signal) over the decisions of earlier steps; None where they are too few."""
 
@@ -131,9 +131,9 @@ RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
 
 
 def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tuple[bool, float, float | None]:
-    """Return whether to branch, P, and the draw, which is None under the deterministic `branching.rule=threshold`."""
+    """Return whether to branch, P, and the draw, which is None where there is a `branching.threshold`."""
     probability = find("branching.selector", cfg.selector, RULES)(evidence, cfg)
-    if cfg.rule == "threshold":
+    if cfg.threshold is not None:
         return probability > cfg.threshold, probability, None
     draw = rng.random()
     return draw < probability, probability, draw

@@ -65,7 +65,7 @@ class BranchingSignal:
         if selector in ("standardized", "quantile") and self.statistics is None:
             count = sum(map(len, self.state))
             return f"P(branch) was branching.base: {selector} had {count} earlier decisions, and needs {MIN_DECISIONS}"
-        acts = most >= MIN_MOVED or self.cfg.rule == "threshold" or selector == "random"
+        acts = most >= MIN_MOVED or self.cfg.threshold is not None or selector == "random"
         if acts or self._is_resumed or len(self._moved) != NUM_FIRST_STEPS:
             return ""
         return (

@@ -34,16 +34,16 @@ def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: i
 def turn_entropy(
     entropies: Sequence[float], top_logprobs: Sequence[Sequence[float]], cfg: BranchingConfig, vocab_size: int
 ) -> float:
-    """Return the entropy of a turn in nats as `cfg.entropy_mode` measures it, from its first tokens."""
-    if cfg.entropy_mode == "upstream":
+    """Return the entropy of a turn in nats as `cfg.compat` measures it, from its first tokens."""
+    if cfg.compat == "upstream":
         return upstream_turn_entropy(top_logprobs, vocab_size)
     return exact_turn_entropy(entropies, cfg.entropy_tokens)
 
 
 def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
     """Return how many first tokens of a turn the engine reports entropies of, and how many top logprobs of each."""
-    num_tokens = UPSTREAM_TOKENS if cfg.entropy_mode == "upstream" else cfg.entropy_tokens
-    return num_tokens, 0 if cfg.entropy_mode == "exact" else TOP_K
+    num_tokens = UPSTREAM_TOKENS if cfg.compat == "upstream" else cfg.entropy_tokens
+    return num_tokens, 0 if cfg.compat == "paper" else TOP_K
 
 
 def signal_of(entropy: float, root_entropy: float, cfg: BranchingConfig) -> float:

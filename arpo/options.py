@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between, Decides, Needs
 from arpo.errors import UserError, require
-from arpo.named import check_name, is_own, names_of, parameters_of
+from arpo.named import check_name, definition_of, is_own, names_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,21 @@ class RolloutConfig:
     top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use="1")] = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
     dispatch: Annotated[
-        Literal["fixed", "pull"], Decides(sampling=False, when=("advantage.dead_groups", "resample"))
+        Literal["fixed", "pull", "pull_longest_first"],
+        Decides(sampling=False, when=("advantage.dead_groups", "resample")),
     ] = "fixed"
     """fixed = each rank samples an equal share of the prompts; pull = a rank takes the next prompt from a common queue
-    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
-    the same."""
-    pull_order: Annotated[Literal["drawn", "longest_first"], MAY_CHANGE, Needs("rollout.dispatch", "pull")] = "drawn"
-    """Order in which prompts are pulled within a step: drawn = that of the data; longest_first = by the mean length of
-    their responses in the epoch before, so that long ones do not begin last. What is trained on is the same."""
+    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer; pull_longest_first =
+    likewise, by the mean length of the prompts' responses in the epoch before, so that long ones do not begin last. The
+    trajectories are the same."""
     carry_over: Annotated[int, AtLeast(0), OF_TRAINING] = 0
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""
+
+    @property
+    def is_pulled(self) -> bool:
+        """True where ranks take prompts from a common queue."""
+        return self.dispatch != "fixed"
 
     @property
     def call_limits(self) -> dict[str, int]:
@@ -106,9 +110,9 @@ class BranchingConfig:
     until all their trajectories have ended."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
-    rule: Annotated[Literal["bernoulli", "threshold"], RULED] = "bernoulli"
-    """bernoulli = branch with probability P (released code); threshold = branch when P > `threshold` (paper)."""
-    base: Annotated[float, Between(0, 1), JUDGES, Needs("branching.compat", "paper")] = 0.5
+    threshold: Annotated[float | None, Between(0, 1), RULED] = None
+    """None = branch with probability P (released code); else when P > this (the paper's tau)."""
+    base: Annotated[float, Between(0, 1), JUDGES] = 0.5
     """alpha: P(branch) where the entropy did not change."""
     weight: Annotated[float, WEIGHED] = RELEASED_WEIGHT
     """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, which acts on a sum over
@@ -119,24 +123,19 @@ class BranchingConfig:
     """quantile: share of the decisions that are to branch."""
     signal: Annotated[Literal["entropy", "delta"], Needs("branching.selector", *SCALE_FREE)] = "entropy"
     """standardized, quantile: entropy = H after the tool result; delta = H less that of the first turn."""
-    threshold: Annotated[float, Between(0, 1), JUDGES, Needs("branching.rule", "threshold")] = 0.5
-    """tau of the threshold rule."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
     """Children per decision (upstream: beam_size - 1)."""
-    entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.entropy_mode", "exact")] = 20
+    entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.compat", "paper")] = 20
     """k: tokens after a tool result over which the entropy is averaged."""
-    entropy_mode: Annotated[Literal["exact", "upstream"], NOTHING] = "exact"
-    """exact = full vocabulary; upstream = the released code's sum over the top 10."""
-    timing: Literal["post_result", "upstream"] = "post_result"
-    """post_result = judge the tokens after the result; upstream = those before the call (one round late)."""
+    compat: Annotated[Literal["paper", "upstream"], NOTHING] = "paper"
+    """paper = the exact entropy of the tokens after the result; upstream = as the released code: its sum over the top
+    10 of the tokens before the call (one round late), and aepo's gate with penalty, but with one counter per chain."""
     dynamic_budget: bool = False
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
     budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use="True")] = RELEASED_BUDGET_WEIGHT
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
     consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
-    compat: Annotated[Literal["paper", "upstream"], Needs("branching.selector", "aepo")] = "paper"
-    """upstream = the released code's gate with penalty (selector aepo only), but with one counter per chain."""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
@@ -145,6 +144,11 @@ class BranchingConfig:
             raise UserError(
                 f"branching.selector={self.selector} takes ({', '.join(takes)}); it must be a function of {forms}"
             )
+        is_gate = self.selector == "aepo" and self.compat == "upstream"
+        require(
+            not is_gate or self.base == 0.5,
+            f"branching.base={self.base} is ignored by aepo's released gate; drop it, or set branching.compat=paper",
+        )
 
 
 BUILT_IN = Needs("reward.file", "")
@@ -165,11 +169,19 @@ class RewardConfig:
     )
     """Tools that must all have been called with success for a right answer to earn 0.1 more; empty = no bonus."""
     file: Annotated[str, ONE_REWARD] = ""
-    """Python file with your own reward; empty = the built-in one."""
-    function: Annotated[str, Needs("reward.file", use="FILE")] = "compute_score"
-    """Function in that file: (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt) -> float or
-    dict with `score`; or (list of {output, answer, data_source}) or (trajectories, prompts) -> list of these. It may be
-    async."""
+    """Your own reward, FILE.py:FUNCTION or FILE.py, whose function is compute_score; empty = the built-in one. It takes
+    (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt) and returns a float or a dict with
+    `score`; or (list of {output, answer, data_source}) or (trajectories, prompts), and returns a list of these. It may
+    be async."""
+
+    @property
+    def function(self) -> str:
+        """`file` as FILE.py:FUNCTION."""
+        return self.file if is_own(self.file) else f"{self.file}:compute_score"
+
+    def __post_init__(self) -> None:
+        if self.file:
+            definition_of("reward.file", self.function)  # which raises
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,7 @@ class TrainingRewardConfig(RewardConfig):
         return weights
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.weights:
             check_name("reward.terms", name, "rewards/terms", "TERMS")
         require(
@@ -213,7 +226,6 @@ class TrainingRewardConfig(RewardConfig):
 CRITICS = names_of("advantages", "CRITIC_ESTIMATORS")
 CRITIC = Needs("advantage.kind", *CRITICS)
 GROUPS = Needs("advantage.kind", not_in=CRITICS, use=" or ".join(names_of("advantages", "GROUP_ESTIMATORS")))
-AVERAGED = Needs("advantage.tree", not_in=names_of("advantages", "FROM_REWARDS"), use="soft or hard")
 
 
 @dataclass(frozen=True)
@@ -227,11 +239,9 @@ class AdvantageConfig:
     rewards themselves: node = a token gets its turn's value, which is the mean over the turns that follow it in the
     tree, and at the end the normalised reward (AT2PO); node_parent = that less the value of the turn before;
     inter_intra = the trajectory's normalised reward among all of the prompt plus that in its own tree (Tree-GRPO)."""
-    normalize: Annotated[Literal["group", "batch"], GROUPS, AVERAGED] = "group"
+    normalize: Annotated[Literal["group", "batch", "none"], GROUPS] = "group"
     """grpo: what a reward less its group's mean is divided by: group = the group's standard deviation; batch = that of
-    all loss tokens of the step, after taking off their mean (REINFORCE++ with baseline)."""
-    normalize_std: Annotated[bool, GROUPS, Needs("advantage.normalize", "group")] = True
-    """grpo: divide by the group's standard deviation; False = Dr.GRPO."""
+    all loss tokens of the step, after taking off their mean (REINFORCE++ with baseline); none = nothing (Dr.GRPO)."""
     dead_groups: Annotated[Literal["keep", "drop", "resample"], GROUPS, Needs("loss.kl_in", "loss")] = "keep"
     """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out;
     resample = leave them out, and sample further prompts until the step is full of others (DAPO)."""
@@ -258,6 +268,10 @@ class AdvantageConfig:
             self.kind == "grpo" or self.needs_critic or not from_rewards,  # a critic's: see GROUPS
             f"advantage.tree={self.tree} starts from the rewards, so advantage.kind={self.kind} has no effect; "
             "set advantage.kind=grpo or advantage.tree=soft",
+        )
+        require(
+            self.normalize != "batch" or not from_rewards,
+            f"advantage.normalize=batch is ignored unless advantage.tree=soft or hard (it is {self.tree})",
         )
 
 

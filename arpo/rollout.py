@@ -236,7 +236,7 @@ class Rollout:
         turn.end = turn.result_end = len(trajectory.token_ids)
         if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
             live.measured(turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
-            if self.branching.timing == "post_result":
+            if self.branching.compat == "paper":
                 self.decide(live)
         if chunk.finish:
             del self.decoding[chunk.request_id]
@@ -322,7 +322,7 @@ class Rollout:
         trajectory.rollout_logprobs += [0.0] * len(token_ids)
         turn.result_end = len(trajectory.token_ids)
         self.start_turn(live)
-        if self.branching.timing == "upstream":  # by the turn before the call, before a token of the next is sampled
+        if self.branching.compat == "upstream":  # by the turn before the call, before a token of the next is sampled
             self.decide(live)
 
     def end(self, live: Live, reason: StopReason) -> None:

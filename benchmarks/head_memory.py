@@ -4,7 +4,7 @@
 
 All see the same hidden states and weight, and their gradients are compared. Each runs in a process of its own, after
 one warm-up, so that none profits from another's memory; what counts is the peak above the inputs. time_ratio = our time
-/ that of full logits; compiled_time_ratio, the same with model.compile_head.
+/ that of full logits; compiled_time_ratio, the same with model.compile=head.
 """
 
 import argparse

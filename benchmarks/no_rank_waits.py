@@ -89,7 +89,7 @@ class Mode(NamedTuple):
 
 
 NO_BRANCHES = BranchingConfig("none")
-LONGEST_FIRST = {"dispatch": "pull", "pull_order": "longest_first"}
+LONGEST_FIRST = {"dispatch": "pull_longest_first"}
 MODES = {
     "fixed": Mode({}),
     "pull": Mode({"dispatch": "pull"}),
@@ -159,7 +159,7 @@ class Run:
         self.num_prompts = self.work.prompts_per_rank * self.num_ranks
         num_drawn = (3 if self.mode.dead_groups == "resample" else 1) * self.num_steps + 1  # per step, at most
         self.prompts = self.work.prompts(num_drawn * self.num_prompts, self.codec)
-        is_ordered = self.cfg.pull_order == "longest_first"
+        is_ordered = self.cfg.dispatch == "pull_longest_first"
         self.lengths = ExpectedLengths(self.work.earlier(self.prompts)) if is_ordered else None
         self.steps = [Step() for _ in range(self.num_steps)]
         self.draws: dict[tuple[int, int], tuple[list[Prompt], list[tuple[int, int]]]] = {}

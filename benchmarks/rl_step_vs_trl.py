@@ -90,7 +90,7 @@ def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[fl
     flags = {
         "run.dir": folder / "runs", "run.name": f"{model}{round_}", "run.num_steps": num_steps + 1,
         "run.save_hf": False, "run.save_every": 0, "run.dump_every": 0, "model.path": folder / model,
-        "model.compute_dtype": "float32", "model.activation_checkpointing": False,
+        "model.compute_dtype": "float32", "model.recompute_every_n_layers": 0,
         "data.train": folder / "prompts.jsonl", "data.system_prompt": "none",
         "data.num_prompts_per_step": num_prompts, "data.max_prompt_tokens": 128, "engine.dtype": "float32",
         "engine.max_num_seqs": 64, "rollout.group_size": group_size, "rollout.max_response_tokens": num_tokens,

@@ -72,7 +72,7 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
         num_prompts_per_minibatch=cfg.update.num_prompts_per_minibatch,
         num_epochs=cfg.update.num_epochs,
         max_tokens_per_microbatch=cfg.update.max_tokens_per_microbatch,
-        activation_checkpointing=cfg.model.activation_checkpointing,
+        recompute_every_n_layers=cfg.model.recompute_every_n_layers,
         reference=cfg.loss.kl_coefficient > 0,
         critic=cfg.advantage.needs_critic,
         first_update_fills=first_update_fills(cfg.loss),
@@ -133,7 +133,7 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
         "parameters": (predicted[0], sum(p.nbytes for p in model.parameters())),
         "gradients": (predicted[1], sum(p.grad.nbytes for p in model.parameters())),
         "optimizer": (predicted[2], sum(t.nbytes for t in states)),
-        "activations": (activation_bytes(shape, num_tokens, FP32, checkpointing=False), sum(saved.values())),
+        "activations": (activation_bytes(shape, num_tokens, FP32, every=0), sum(saved.values())),
     }
 
 

@@ -6,7 +6,7 @@ One rank, FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), 
 packed micro-batch. Counted are the operations that the result needs (PaLM's model FLOPs, appendix B): 2 per weight and
 token forward and twice that backward, the head for loss tokens only, causal attention within rows; recomputation is
 not counted. `ratio` = that rate / the rate of one large matrix product in the same dtype, measured in the same run.
-`compile_ratio` = time of the step / its time with model.compile_layers.
+`compile_ratio` = time of the step / its time with model.compile=layers.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def main() -> None:
     ranks.close()
     print(f"{shape} with {result['attention']}: {result['tokens_per_s']:.0f} tokens/s, {result['peak_gib']:.1f} GiB")
     print(f"{result['ours']:.3g} of {result['baseline']:.3g} TFLOP/s that a matrix product reaches")
-    print(f"with model.compile_layers {result['compile_ratio']:.2f} times as fast")
+    print(f"with model.compile=layers {result['compile_ratio']:.2f} times as fast")
     print(json.dumps(result))
 
 

@@ -39,7 +39,7 @@ def test_constant_rewards_give_exactly_zero(reward):
 
 def test_without_std_only_the_mean_is_subtracted():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    assert group_advantages(rewards, [0] * 4, normalize_std=False).tolist() == [0.25, -0.75, 0.25, 0.25]
+    assert group_advantages(rewards, [0] * 4, normalize="none").tolist() == [0.25, -0.75, 0.25, 0.25]
 
 
 # REINFORCE++ with baseline, as verl computes it: rewards [1, 0] and [2, 0] in two groups, responses of 1, 3, 2, 2 loss
@@ -121,7 +121,7 @@ def groups_with(rewards: list[list[float]]) -> list[Group]:
 
 def test_assigned_advantages_are_per_group_and_leave_the_reward_alone():
     groups = groups_with([[1.0, 0.0], [5.0, 5.0]])
-    assign_advantages(groups, AdvantageConfig(normalize_std=False))
+    assign_advantages(groups, AdvantageConfig(normalize="none"))
     assert [[t.advantage for t in g.trajectories] for g in groups] == [[0.5, -0.5], [0.0, 0.0]]
     assert groups[0].trajectories[0].reward == 1.0
 
@@ -129,7 +129,7 @@ def test_assigned_advantages_are_per_group_and_leave_the_reward_alone():
 def test_a_trajectory_that_broke_counts_for_nothing():
     [group] = groups_with([[1.0, 0.0, 0.0]])
     group.trajectories[2].stop_reason = StopReason.ERROR
-    assign_advantages([group], AdvantageConfig(normalize_std=False))
+    assign_advantages([group], AdvantageConfig(normalize="none"))
     assert [t.advantage for t in group.trajectories] == [0.5, -0.5, None]
 
 
@@ -148,7 +148,7 @@ def test_one_that_failing_tools_left_alone_learns_nothing_and_a_group_of_one_doe
 def test_a_kl_penalty_comes_off_before_the_group_is_compared_and_leaves_the_reward_alone():
     [group] = groups_with([[1.0, 0.0]])
     group.trajectories[0].kl_penalty = 0.5
-    assign_advantages([group], AdvantageConfig(normalize_std=False))
+    assign_advantages([group], AdvantageConfig(normalize="none"))
     assert [t.advantage for t in group.trajectories] == [0.25, -0.25]
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
 

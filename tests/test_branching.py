@@ -48,7 +48,7 @@ def test_upstream_entropy_of_twenty_tokens_is_their_mean_in_nats_under_the_paper
 @pytest.mark.parametrize("vocab_size", [32_000, 128_256, 151_669])
 def test_the_released_decisions_come_out_of_the_weight_per_nat(vocab_size):
     """10,000 random turns: ours with the default weight, against the released 0.2 on sums / ln V."""
-    cfg, rng, both = BranchingConfig(entropy_mode="upstream"), random.Random(vocab_size), [0, 0]
+    cfg, rng, both = BranchingConfig(compat="upstream"), random.Random(vocab_size), [0, 0]
     for _ in range(10_000):
         turns = [[[-rng.expovariate(0.5) for _ in range(10)] for _ in range(rng.randint(1, 25))] for _ in range(2)]
         root, after = (turn_entropy((), turn, cfg, vocab_size) for turn in turns)
@@ -106,7 +106,7 @@ def test_initial_rollouts_span_the_published_range():
 
 
 def test_threshold_rule_branches_exactly_above_tau_and_draws_nothing():
-    cfg = BranchingConfig(rule="threshold")
+    cfg = BranchingConfig(threshold=0.5)
     assert decide(seen(0.31, 0.3), cfg, random.Random(0)) == (True, pytest.approx(0.5 + 0.01 * RELEASED_WEIGHT), None)
     assert decide(seen(0.30, 0.3), cfg, random.Random(0))[0] is False
 

@@ -176,7 +176,7 @@ def test_equal_entropies_say_nothing_of_failure():
     "cfg, probability",
     [
         (BranchingConfig(), 0.53),
-        (BranchingConfig(rule="threshold"), 0.51),  # any rise counts there
+        (BranchingConfig(threshold=0.5), 0.51),  # any rise counts there
         (BranchingConfig(selector="random"), 0.5),
     ],
 )

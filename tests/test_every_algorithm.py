@@ -28,7 +28,7 @@ ALGORITHMS = {
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
     "resampled": ["--branching.selector", "at2po", "--branching.num_initial_rollouts", "3", "--run.save_every", "1",
-              "--reward.function", "compute_hit", "--advantage.dead_groups", "resample",
+              "--reward.file", "@WORLD@/reward.py:compute_hit", "--advantage.dead_groups", "resample",
               "--run.dump_every", "1", *SEARCHES],
     "at2po": ["--branching.selector", "at2po", "--loss.kind", "gspo", "--loss.ratio_over", "turn",
               "--loss.clip_low", "3e-3", "--loss.clip_high", "4e-3", "--loss.aggregation", "sequence_mean_token_mean",

@@ -119,7 +119,7 @@ def script(prompt_id, path, turn):
 def decisions(selector: str, *flags: str) -> dict[str, dict[int, list]]:
     """Trajectory -> turn -> [P, number of children]."""
     sizes = ["--rollout.group_size", "6", "--branching.num_initial_rollouts", "2", "--branching.entropy_tokens", "8"]
-    rule = ["--branching.selector", selector, "--branching.rule", "threshold", "--branching.threshold", "0.45"]
+    rule = ["--branching.selector", selector, "--branching.threshold", "0.45"]
     cfg = load_config(RLConfig, [*RL, *sizes, *rule, *flags])
     [group] = play(script, cfg=cfg.rollout, branching=cfg.branching)
     return {
@@ -365,7 +365,7 @@ def test_a_reward_and_a_term_are_one_file_and_one_flag(tmp_path):
     right = ToolCall("search", "q", result="it is 4", ok=True, executed=True)
     t = Trajectory("p", "0", [5], [1], [0.0], turns=[Turn(0, 1, 1, tool_calls=[right])], text="4")
     group = Group(Prompt("p", [], ["4"], "gsm8k"), [t])
-    score_groups([group], RewardConfig(), load_custom(file, "compute_score"), tools=("search",))
+    score_groups([group], RewardConfig(), load_custom("reward.file", f"{file}:compute_score"), tools=("search",))
     assert t.reward == 1.0
     cfg = load_config(RLConfig, [*RL, "--reward.terms", f"{file}:useful_searches=0.2"]).reward
     score_groups([group], cfg, tools=("search",), terms=load_terms(cfg, 100))

@@ -14,7 +14,7 @@ from arpo.log import read_metrics
 pytestmark = pytest.mark.slow
 CONFIG = """
 run: {dir: @DIR@/runs}
-model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
 protocol: {format: @FORMAT@}
 train_sft:
   run: {name: sft, num_steps: 1}

@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_imported_is_said_before_a_model_is_loaded(tmp_pat
 def test_a_users_function_may_need_what_any_of_ours_does(mine):
     """It is refused where rows are cut into parts; and no knob that some function may look at is called useless."""
     flags = ["--data.train", "x", "--loss.kind", mine("gspo"), "--loss.clip_low", "0.1", "--loss.dual_clip", "4"]
-    flags += ["--advantage.kind", mine("grpo"), "--advantage.normalize_std", "False", "--advantage.tree", mine("hard")]
+    flags += ["--advantage.kind", mine("grpo"), "--advantage.normalize", "none", "--advantage.tree", mine("hard")]
     flags += ["--loss.rollout_correction", mine("masked"), "--loss.correction_low", "0.1"]
     cfg = load_config(RLConfig, [*flags, "--branching.selector", mine("half"), "--branching.weight", "0.1"])
     assert not cfg.advantage.needs_critic

@@ -174,25 +174,27 @@ def test_branching_rises_in_the_same_round_as_the_entropy_after_a_result():
     def surprised(_p, _t, turn):
         return (CALL, 0.5) if turn == 0 else (CALL, 5.0) if turn == 1 else (ANSWER, 0.5)
 
-    threshold = BranchingConfig(rule="threshold", num_initial_rollouts=1)
+    threshold = BranchingConfig(threshold=0.5, num_initial_rollouts=1)
     [group] = play(surprised, cfg=RolloutConfig(group_size=8, max_tool_calls=2), branching=threshold)
     root = group.trajectories[0]
     assert root.turns[1].decision.outcome == "branched" and root.turns[2].decision.outcome == "declined"
     assert group.trajectories[1].fork_at == root.turns[1].start
 
 
-def test_upstream_timing_judges_the_turn_before_the_call():
-    def surprised(_p, _t, turn):
-        return (CALL, 0.5) if turn == 0 else (CALL, 5.0) if turn == 1 else (ANSWER, 0.5)
+def test_the_released_code_judges_the_turn_before_the_call():
+    """By a sum over a turn's first tokens: the second turn, which is longer, looks less certain than the first."""
 
-    late = BranchingConfig(rule="threshold", timing="upstream", num_initial_rollouts=1)
-    [group] = play(surprised, cfg=RolloutConfig(group_size=8, max_tool_calls=2), branching=late)
+    def lengthening(_p, _t, turn):
+        return "<search>q</search>" if turn == 0 else CALL if turn == 1 else ANSWER
+
+    late = BranchingConfig(threshold=0.5, compat="upstream", num_initial_rollouts=1)
+    [group] = play(lengthening, cfg=RolloutConfig(group_size=8, max_tool_calls=2), branching=late)
     root = group.trajectories[0]
     assert root.turns[1].decision.outcome == "declined" and root.turns[2].decision.outcome == "branched"
 
 
 def test_no_entropy_rise_means_no_branches_under_the_paper_rule():
-    threshold = BranchingConfig(rule="threshold", num_initial_rollouts=2)
+    threshold = BranchingConfig(threshold=0.5, num_initial_rollouts=2)
     [group] = play(call_then_answer, branching=threshold)
     assert all(t.parent_id is None for t in group.trajectories)
 
@@ -294,7 +296,7 @@ def test_equal_prompts_with_different_ids_are_different_groups():
 
 
 def test_the_released_entropy_reads_the_top_logprobs():
-    branching = BranchingConfig(entropy_mode="upstream", num_initial_rollouts=4)
+    branching = BranchingConfig(compat="upstream", num_initial_rollouts=4)
     [group] = play(call_then_answer, branching=branching)
     assert all(t.turns[0].entropy > 0 for t in group.trajectories)
 

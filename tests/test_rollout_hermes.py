@@ -158,7 +158,7 @@ def test_branches_fork_behind_what_the_template_wrote(codec):
     def script(_prompt, path, turn):
         return (CALL, 0.1) if turn == 0 else (f"Branch {path}. {ANSWER}", 5.0)
 
-    branching = BranchingConfig(num_initial_rollouts=2, rule="threshold", weight=1.0)
+    branching = BranchingConfig(num_initial_rollouts=2, threshold=0.5, weight=1.0)
     group = roll(codec, script=script, cfg=replace(ONE, group_size=4), branching=branching)
     children = [t for t in group.trajectories if t.parent_id]
     assert len(children) == 2

@@ -235,7 +235,7 @@ def folder(request, tmp_path_factory):
 
 
 def model_of(folder, **changes) -> ModelConfig:
-    base = ModelConfig(str(folder), compute_dtype="float32", attention="sdpa", activation_checkpointing=False)
+    base = ModelConfig(str(folder), compute_dtype="float32", attention="sdpa", recompute_every_n_layers=0)
     return replace(base, **changes)
 
 
@@ -251,10 +251,10 @@ def assert_same(ours: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("share", ["soft", "hard"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ranks, share, checkpointing):
+@pytest.mark.parametrize("every", [0, 1])
+def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ranks, share, every):
     """Each trajectory has its own advantage; the reference is the same model with other weights."""
-    policy = load_policy(model_of(folder, activation_checkpointing=checkpointing), ranks.mesh, device=CPU)
+    policy = load_policy(model_of(folder, recompute_every_n_layers=every), ranks.mesh, device=CPU)
     policy.head_chunk_tokens = 16
     reference = load_policy(model_of(folder), ranks.mesh, device=CPU)
     with torch.no_grad():
@@ -310,7 +310,7 @@ def test_random_trees_give_the_logprobs_entropies_and_gradients_of_packed_rows(f
 
 def test_values_of_the_critic_and_their_gradients_are_those_of_packed_rows(folder, ranks):
     rows, outcomes = random_rows(1), []
-    critic = load_critic(model_of(folder, activation_checkpointing=True), ranks.mesh, device=CPU)
+    critic = load_critic(model_of(folder, recompute_every_n_layers=1), ranks.mesh, device=CPU)
     torch.nn.init.constant_(critic.value_head.weight, 0.1)
     for micros in (microbatches(rows, 0, 1, 5000), tree_microbatches(rows, 0, 1, 70)):
         values = [critic(micro) for micro in micros]

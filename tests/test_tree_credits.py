@@ -77,7 +77,7 @@ def test_a_kl_penalty_comes_off_the_reward_first(tree):
 
 def test_without_std_values_are_means_of_centred_rewards():
     """Leaves 1/2, -1/2, -1/2, 1/2: all of GOLDEN["node"] is halved."""
-    credits = turn_credits(small_group(), "node", normalize_std=False)
+    credits = turn_credits(small_group(), "node", normalize="none")
     assert credits == {name: [value / 2 for value in values] for name, values in GOLDEN["node"].items()}
 
 

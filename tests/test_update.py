@@ -70,7 +70,7 @@ def test_one_model_with_sliding_windows_is_enough_for_packed_under_flex_attentio
 
 
 def load(ranks, folder: str):
-    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False)
+    cfg = ModelConfig(folder, compute_dtype="float32", recompute_every_n_layers=0)
     policy = load_policy(cfg, ranks.mesh, device=CPU)
     policy.head_chunk_tokens = 16
     return policy

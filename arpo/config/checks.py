@@ -139,13 +139,13 @@ def check_queue(
         "advantage.dead_groups=resample needs rewards during the rollout, and would wait for the judge each time; set "
         "it to drop or keep, or drop judge from reward.terms",
     )
-    if rollout.dispatch == "fixed":
+    if not rollout.is_pulled:
         return
     for option, limit in {"max_calls_per_step": judge.max_calls_per_step, "max_calls": judge.max_calls}.items():
         require(
             not limit,
-            f"judge.{option}={limit} is shared out evenly to the ranks, which with rollout.dispatch=pull do not have "
-            "equal shares of the prompts; set it to 0, or rollout.dispatch=fixed",
+            f"judge.{option}={limit} is shared out evenly to the ranks, which do not have equal shares of the prompts "
+            f"with rollout.dispatch={rollout.dispatch}; set it to 0, or rollout.dispatch=fixed",
         )
 
 

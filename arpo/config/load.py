@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.run_folder import pin_config
@@ -26,7 +26,19 @@ COMMAND_LINE = "command line"
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
 
-RENAMED = {"engine.enforce_eager": "engine.cuda_graphs; True is never, False is always"}
+RENAMED = {
+    "advantage.normalize_std": "advantage.normalize=none",
+    "branching.entropy_mode": "branching.compat",
+    "branching.rule": "branching.threshold, a number or None",
+    "branching.timing": "branching.compat",
+    "engine.enforce_eager": "engine.cuda_graphs; True is never, False is always",
+    "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
+    "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
+    "model.compile_head": "model.compile=head",
+    "model.compile_layers": "model.compile=layers",
+    "reward.function": "part of reward.file, FILE.py:NAME",
+    "rollout.pull_order": "rollout.dispatch=pull_longest_first",
+}
 """Keys of earlier versions."""
 
 
@@ -142,7 +154,7 @@ def one_line(tyro_box: str) -> str:
     return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 
 
-Kind = Literal["section", "list", "value"]
+Kind = Literal["section", "list", "value", "optional"]
 
 
 def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
@@ -152,6 +164,8 @@ def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
     for f in fields(root):
         hint = hints[f.name]
         names[prefix + f.name] = "list" if get_origin(hint) is tuple else "value"
+        if type(None) in get_args(hint):
+            names[prefix + f.name] = "optional"
         if is_dataclass(hint):
             names |= {prefix + f.name: "section"} | field_names(hint, f"{prefix}{f.name}.")
     return names
@@ -227,7 +241,7 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
                 raise UserError(f"{path}: {key} must be {need}")
             if isinstance(value, list) and known[key] != "list":
                 raise UserError(f"{path}: {key} must be one value, not the list {value}")
-            if value is None:
+            if value is None and known[key] != "optional":
                 raise UserError(f'{path}: {key} has no value; give it one ("" for an empty text), or drop the line')
             if isinstance(value, dict):
                 walk(value, f"{key}.")

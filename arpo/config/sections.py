@@ -86,16 +86,12 @@ class ModelConfig:
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"], MAY_CHANGE] = "auto"
     """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flash_attention_2 takes the
     flash-attn package; flex_attention is compiled."""
-    activation_checkpointing: Annotated[bool, MAY_CHANGE] = True
-    """Recompute layers in the backward pass instead of keeping their activations."""
-    checkpoint_every_n_layers: Annotated[
-        int, AtLeast(1), MAY_CHANGE, Needs("model.activation_checkpointing", use="True")
-    ] = 1
-    """Recompute every n-th layer only: n > 1 takes more memory, but computes less twice."""
-    compile_layers: Annotated[bool, MAY_CHANGE] = False
-    """torch.compile each layer but its attention; the start takes minutes. benchmarks/update_mfu.py shows the gain."""
-    compile_head: Annotated[bool, MAY_CHANGE] = False
-    """torch.compile the head; the start checks it against the plain one. benchmarks/head_memory.py shows the gain."""
+    recompute_every_n_layers: Annotated[int, AtLeast(0), MAY_CHANGE] = 1
+    """Activation checkpointing: recompute each n-th layer in the backward pass instead of keeping its activations. More
+    than 1 takes more memory, but computes less twice; 0 = keep them all."""
+    compile: Annotated[Literal["none", "layers", "head", "all"], MAY_CHANGE] = "none"
+    """torch.compile: layers = each layer but its attention; the start takes minutes, benchmarks/update_mfu.py shows the
+    gain. head = the head, which the start checks against the plain one; benchmarks/head_memory.py. all = both."""
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
     shard_size: Annotated[int, AtLeast(0), MAY_CHANGE] = 0

@@ -57,7 +57,7 @@ def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, ju
     for record in read_records(run):
         found.setdefault(record.benchmark, []).append(record)
     by_name = {name: found[name] for name in [*BENCHMARKS, *found] if name in found}  # benchmarks in their own order
-    custom = load_custom(reward.file, reward.function) if reward.file else None
+    custom = load_custom("reward.file", reward.function) if reward.file else None
     grades = {
         name: grade_records(records, metric=records[0].metric, judge=judge, reward=reward, custom=custom)
         for name, records in by_name.items()

@@ -154,7 +154,7 @@ def check_compiled(vocab_size: int, device: torch.device) -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
         except (RuntimeError, AssertionError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise UserError(f"model.compile_head=True does not work here; leave it False ({reason})") from error
+            raise UserError(f"model.compile=head does not work here; leave it none ({reason})") from error
 
 
 @functools.cache

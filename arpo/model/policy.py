@@ -96,9 +96,9 @@ def load_policy(
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
-    if cfg.compile_head:
+    if compiles_head := cfg.compile in ("head", "all"):
         check_compiled(hf.config.vocab_size, device)
-    policy = Policy(hf, compile_head=cfg.compile_head).train()
+    policy = Policy(hf, compile_head=compiles_head).train()
     shard(policy, hf, cfg, mesh, device, offload=offload)
     read_weights(lora.base_parameters(hf), cfg.path)
     lora.initialize(hf, seed)
@@ -112,17 +112,17 @@ def shard(
 
     Afterwards `hf` has memory for its shards, of arbitrary content. Raises UserError for what the device cannot do.
     """
-    if cfg.activation_checkpointing:
+    if cfg.recompute_every_n_layers:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
         for index, layer in enumerate(hf.base_model.layers):
-            layer.gradient_checkpointing = index % cfg.checkpoint_every_n_layers == 0
+            layer.gradient_checkpointing = index % cfg.recompute_every_n_layers == 0
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
     placement, home = residence(cfg, device, offload=offload)
     options = {"mesh": mesh, "mp_policy": precision, "offload_policy": placement}
     for layer in hf.base_model.layers:
-        if cfg.compile_layers:
+        if cfg.compile in ("layers", "all"):
             layer.compile(dynamic=True)
         fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.

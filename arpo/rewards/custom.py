@@ -13,10 +13,9 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from arpo.errors import UserError
-from arpo.named import brief, module_of
+from arpo.named import brief, find
 from arpo.protocol import Codec
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
@@ -67,23 +66,18 @@ class CustomReward:
             )
 
 
-def load_custom(
-    file: str, function: str, options: tuple[str, str] = ("reward.file", "reward.function")
-) -> CustomReward:
-    """Import `function` from a Python file. `options` name file and function in messages.
+def load_custom(option: str, value: str) -> CustomReward:
+    """Import the function that an option's value, FILE.py:FUNCTION, names.
 
     Parameters called as in ONE_WHOLE or ALL_WHOLE mean that it takes whole trajectories. Else one required parameter
     means that it takes all samples at once. Raises UserError where the file cannot be imported or holds no such
     function.
     """
-    of_file, of_function = options
-    module = module_of(str(Path(file).resolve()), f"{of_file}={file}")
-    found = getattr(module, function, None)
+    found, place = find(option, value, {}), value.replace(":", ": ")
     if not callable(found):
-        defined = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v)) or "no function"
-        raise UserError(f"{of_function}={function}: {file} does not define it (it has {defined})")
-    batched, whole = form_of(found, f"{file}: {function}")
-    return CustomReward(found, batched, whole, place=f"{file}: {function}")
+        raise UserError(f"{option}={value} is no function")
+    batched, whole = form_of(found, place)
+    return CustomReward(found, batched, whole, place)
 
 
 def form_of(function: Callable, place: str) -> tuple[bool, bool]:

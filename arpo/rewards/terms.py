@@ -137,7 +137,7 @@ def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int) -> Terms | N
     custom = {}
     for entry in cfg.weights:
         if entry not in TERMS:
-            custom[entry] = load_custom(*entry.rsplit(":", 1), options=("reward.terms", "reward.terms"))
+            custom[entry] = load_custom("reward.terms", entry)
             name = label(entry)
             if name in TERMS.keys() | TAKEN or [label(other) for other in cfg.weights].count(name) > 1:
                 another = f"would be logged as reward/{name}, which is another number's name"

@@ -127,7 +127,7 @@ class CarryOver(Source):
     def _deal(self) -> Iterable[int]:
         """Return the numbers that this rank may begin: its share, or those that it pulls (see sources.py)."""
         numbers = sorted(self.waiting)
-        if self.cfg.dispatch == "fixed" or self._store is None:
+        if not self.cfg.is_pulled or self._store is None:
             return self.team.share(numbers)
         if self.lengths:
             numbers = [numbers[i] for i in self.lengths.longest_first([self.waiting[n] for n in numbers])]

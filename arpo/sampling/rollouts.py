@@ -57,7 +57,7 @@ class EachStep:
         if self.num_further:
             wanted = self.num_prompts
             return Refilled(self.sampler, prompts, step, statistics, num_wanted=wanted, order=order)
-        if self.sampler.rollout.dispatch == "pull":
+        if self.sampler.rollout.is_pulled:
             return Pulled(self.sampler, prompts, step, statistics, order=order)
         return Dealt(self.sampler, prompts, step, statistics)
 
@@ -90,7 +90,7 @@ class Rollouts:
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()))
-        is_ordered = self.sampler.rollout.pull_order == "longest_first"
+        is_ordered = self.sampler.rollout.dispatch == "pull_longest_first"
         self.lengths = ExpectedLengths(state.get("lengths", {})) if is_ordered else None
         self.sampler.score.go_on_from(state.get("judge_calls", 0))
         if self.sampler.rollout.carry_over:

@@ -36,7 +36,7 @@ class Scoring:
         """`folder` is the run's. Collective with a judge. Raises UserError for files and functions that cannot be used,
         and, on all ranks, where the judge cannot be reached."""
         self.cfg, self.team, self.codec = cfg, team, codec
-        self.custom = load_custom(cfg.file, cfg.function) if cfg.file else None
+        self.custom = load_custom("reward.file", cfg.function) if cfg.file else None
         self.terms = load_terms(cfg, max_response_tokens)
         self.num_judge_calls = 0
         """Judgements that the run has asked for in the steps before this one, on all ranks."""

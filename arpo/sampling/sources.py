@@ -146,7 +146,7 @@ def dealt_or_pulled(
     sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str, max_at_once: int = 0
 ) -> Dealt:
     """Return the source that rollout.dispatch says, for a rollout that is no step of a training."""
-    if sampler.rollout.dispatch == "pull":
+    if sampler.rollout.is_pulled:
         return Pulled(sampler, prompts, name, label=label)
     return Dealt(sampler, prompts, name, max_at_once=max_at_once)
 
@@ -179,7 +179,7 @@ class Refilled(Pulled):
         self.max_unfinished = ceil(num_wanted / self.team.num_teams) * self.loop.cfg.group_size
         self.num_wanted, self.looks = num_wanted, Looks(sampler)
         self.own: Iterator[int] | None = None  # numbers of the prompts that are dealt to this team
-        if self.loop.cfg.dispatch == "fixed":
+        if not self.loop.cfg.is_pulled:
             self.own = iter(self.team.share(range(len(prompts))))
         self.is_full = False
         """True once the step needs none of the groups that are unfinished here."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from arpo.config.model_folder import check_model_folder
@@ -44,7 +43,6 @@ def check_sft(cfg: Any) -> None:
 def check_rl(cfg: Any) -> None:
     """Raise UserError for the first file of train_rl.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    _check_reward_file(cfg.reward.file)
     tools = tuple(tool_schemas(cfg.tools))
     if "judge" in cfg.reward.weights and not (cfg.judge.url and cfg.judge.model):
         raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
@@ -63,7 +61,6 @@ def check_evaluation(cfg: Any) -> None:
     if not cfg.eval.server:
         prompts = "eval.max_prompt_tokens"
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=prompts)
-    _check_reward_file(cfg.reward.file)
     tools = tuple(tool_schemas(cfg.tools.replayed() if cfg.eval.replay else cfg.tools))
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
@@ -77,11 +74,6 @@ def _check_run(cfg: Any) -> None:
     check_run_folder(cfg.run, cfg)
     check_installed(cfg.run.trackers)
     check_hub_model("model.path", cfg.model.path)
-
-
-def _check_reward_file(file: str) -> None:
-    if file and not Path(file).is_file():
-        raise UserError(f"reward.file={file}: there is no such file; check the path")
 
 
 def _check_questions(path: str, tools: tuple[str, ...]) -> None:

@@ -149,11 +149,11 @@ def states_bytes(shape: Shape, ranks: int) -> tuple[float, float, float]:
     return shard, shard, 2 * shard
 
 
-def activation_bytes(shape: Shape, num_tokens: float, number: int, *, checkpointing: bool, every: int = 1) -> float:
-    """Held at the start of the backward pass; of each `every`-th layer, with checkpointing, its input alone, and one of
+def activation_bytes(shape: Shape, num_tokens: float, number: int, *, every: int) -> float:
+    """Held at the start of the backward pass; of each `every`-th layer its input alone (0 = of none), and one of
     those layers recomputed."""
     layer = num_tokens * shape.layer_activation_bytes(number)
-    if not checkpointing:
+    if not every:
         return shape.layers * layer
     num_light = -(-shape.layers // every)
     return num_light * num_tokens * number * shape.hidden + (shape.layers - num_light + 1) * layer
@@ -178,13 +178,12 @@ def _with_training(need: Memory, job: Job) -> Memory:
     num_whole = 2 if model.reshard_after_forward else shape.layers
     largest = max(shape.layer_parameters, shape.root_parameters)
     num_tokens = job.max_tokens_per_microbatch / model.context_parallel
-    checkpointing, every = model.activation_checkpointing, model.checkpoint_every_n_layers
     return replace(
         need,
         states=0.0 if model.cpu_offload else states,
         gradients=0.0 if model.cpu_offload else gradients,
         gathered=number * (num_whole * shape.layer_parameters + shape.root_parameters) + (number + FP32) * largest,
-        activations=activation_bytes(shape, num_tokens, number, checkpointing=checkpointing, every=every),
+        activations=activation_bytes(shape, num_tokens, number, every=model.recompute_every_n_layers),
         head=3 * FP32 * HEAD_CHUNK_TOKENS * shape.vocab,  # logits, their softmax, their gradient
     )
 

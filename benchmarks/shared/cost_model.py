@@ -69,7 +69,7 @@ class Workload:
     num_prompts_per_minibatch: int = 16
     num_epochs: int = 1
     max_tokens_per_microbatch: int = 16_384
-    activation_checkpointing: bool = True
+    recompute_every_n_layers: int = 1
     reference: bool = False
     critic: bool = False
     first_update_fills: bool = True
@@ -106,7 +106,7 @@ def num_shards(work: Workload, hw: Hardware) -> int:
 
 
 def job(shape: Shape, work: Workload, hw: Hardware) -> Job:
-    model = ModelConfig(activation_checkpointing=work.activation_checkpointing, lora_rank=int(work.lora))
+    model = ModelConfig(recompute_every_n_layers=work.recompute_every_n_layers, lora_rank=int(work.lora))
     return Job(
         shape=shape,
         model=model,
@@ -221,7 +221,7 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
 
     models = 1 + work.reference + work.critic - work.first_update_fills / minibatches
     old_exposed = exposed(forward, micros * gather)
-    passes = (4 if work.activation_checkpointing else 3) * (1 + work.critic) * work.num_epochs
+    passes = (4 if work.recompute_every_n_layers else 3) * (1 + work.critic) * work.num_epochs
     update = passes * forward
     update_exposed = exposed(update, work.num_epochs * (1 + work.critic) * micros * (2 * gather + reduce))
     optimizer = minibatches * work.num_epochs * 7 * FP32 * shape.parameters / shards / (hw.memory_gb_s * 1e9)

@@ -16,7 +16,7 @@ ALGORITHMS: dict[str, list[str]] = {
         *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
     ],
     "random": ["--branching.selector", "random"],
-    "arpo_threshold": ["--branching.selector", "arpo", "--branching.rule", "threshold"],
+    "arpo_threshold": ["--branching.selector", "arpo", "--branching.threshold", "0.5"],
     "standardized": ["--branching.selector", "standardized"],
     "standardized_delta": ["--branching.selector", "standardized", "--branching.signal", "delta"],
     "node_parent": ["--branching.selector", "arpo", "--advantage.tree", "node_parent"],

@@ -53,7 +53,7 @@ def test_bytes_of_a_training_step_are_as_predicted(tied):
 
 def state_bytes(ranks, folder: str) -> tuple[int, int]:
     """Of this rank's shards: parameters, and the optimizer's moments after a step."""
-    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False)
+    cfg = ModelConfig(folder, compute_dtype="float32", recompute_every_n_layers=0)
     policy = load_policy(cfg, ranks.mesh, device=ranks.device)
     optimizer = build_optimizer(policy, OptimConfig())
     for p in policy.parameters():
@@ -83,7 +83,7 @@ def test_what_cannot_fit_is_said_with_the_knob_that_changes_it():
     assert not cost_model.misfits(shape, cost_model.Workload(), NODE, 8)
     [reason] = cost_model.misfits(shape, cost_model.Workload(gpu_memory_utilization=0.9), NODE, 8)
     assert "engine.gpu_memory_utilization" in reason
-    assert "training" in cost_model.misfits(shape, cost_model.Workload(activation_checkpointing=False), NODE, 8)[0]
+    assert "training" in cost_model.misfits(shape, cost_model.Workload(recompute_every_n_layers=0), NODE, 8)[0]
     assert "not a multiple of 24 ranks" in cost_model.misfits(shape, cost_model.Workload(), NODE, 24)[0]
 
 

@@ -26,6 +26,7 @@ GAE = ["--advantage.kind", "gae"]
 KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
 JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
 PULL = ["--rollout.dispatch", "pull"]
+OWN = f"{__file__}:defaults"
 CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
@@ -33,14 +34,14 @@ READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 ALWAYS = {
     "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
     "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s",
-    "model": "path compute_dtype attention activation_checkpointing compile_layers compile_head reshard_after_forward "
+    "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
     "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
     "answer_reserve_tokens carry_over dispatch",
     "engine": "max_num_seqs",
-    "branching": "selector entropy_mode",
+    "branching": "selector compat",
     "protocol": "format",
     "tools": "names options mcp price_per_call",
     "reward": "terms",
@@ -84,9 +85,9 @@ def test_all_that_the_facts_name_exists():
 # ---- each knob that needs something: changed while what it needs is off, and while it is on
 
 ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
-    "run.num_steps": 0, "model.activation_checkpointing": True, "model.lora_rank": 16, "data.valid": "x",
+    "run.num_steps": 0, "model.lora_rank": 16, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
-    "branching.compat": "paper", "branching.rule": "threshold", "branching.entropy_mode": "exact", "reward.file": "x",
+    "branching.compat": "paper", "reward.file": OWN,
     "reward.terms": ("judge=1",), "reward.compat": "paper",
     "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
     "advantage.dead_groups": "resample", "loss.kind": "ppo",
@@ -99,10 +100,9 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "rollout.dispatch": "pull",
 }  # fmt: skip
 OFF = {
-    "run.num_steps": 5, "model.activation_checkpointing": False, "model.lora_rank": 0, "data.valid": "",
+    "run.num_steps": 5, "model.lora_rank": 0, "data.valid": "",
     "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
-    "branching.dynamic_budget": False, "branching.compat": "upstream", "branching.rule": "bernoulli",
-    "branching.entropy_mode": "upstream", "reward.file": "", "reward.terms": (),
+    "branching.dynamic_budget": False, "branching.compat": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
     "advantage.dead_groups": "drop", "loss.kind": "reinforce",
     "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
@@ -125,7 +125,6 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("advantage.max_resample", "advantage.kind"): "grpo",
     ("advantage.tree", "advantage.kind"): "grpo",
     ("advantage.normalize", "advantage.kind"): "grpo",
-    ("advantage.normalize_std", "advantage.kind"): "grpo",
     ("advantage.dead_groups", "advantage.kind"): "grpo",
     ("tools.search.corpus", "tools.search.backend"): "local",
     ("loss.ratio_over", "loss.kind"): "gspo",
@@ -135,8 +134,8 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
 }
 SPECIAL_OFF = {
     ("eval.server_model", "eval.server"): "",
-    ("reward.compat", "reward.file"): "x",
-    ("reward.bonus_tools", "reward.file"): "x",
+    ("reward.compat", "reward.file"): OWN,
+    ("reward.bonus_tools", "reward.file"): OWN,
     ("reward.file", "reward.terms"): ("answer=1",),
     ("reward.compat", "reward.terms"): ("judge=1",),
     ("reward.bonus_tools", "reward.terms"): ("format=1",),
@@ -144,7 +143,6 @@ SPECIAL_OFF = {
     ("advantage.max_resample", "advantage.kind"): "gae",
     ("advantage.tree", "advantage.kind"): "gae",
     ("advantage.normalize", "advantage.kind"): "gae",
-    ("advantage.normalize_std", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
     ("tools.python.mode", "eval.replay"): True,
 }
@@ -153,7 +151,7 @@ CHANGED = {  # knobs of which another valid value cannot be made by rule
     "loss.correction_low": 0.25,
     "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
     "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
-    "advantage.tree": "hard", "loss.kl_estimator": "k2", "loss.rollout_correction": "tis",
+    "advantage.tree": "hard", "loss.kl_estimator": "k2", "reward.file": OWN, "loss.rollout_correction": "tis",
 }  # fmt: skip
 
 
@@ -192,7 +190,7 @@ def build(root: type, settings: dict[str, object]) -> object:
     return root(**{name: filled(s, f"{name}.") if is_dataclass(s) else s for name, s in sections.items()})
 
 
-REFUSED = [(RLConfig, "rollout.top_p"), (EvalConfig, "rollout.pull_order")]
+REFUSED = [(RLConfig, "rollout.top_p"), (EvalConfig, "rollout.dispatch")]
 """By the script itself: RL refuses temperature 0, and an evaluation any order."""
 CASES = sorted(
     (root.__name__, knob, need.owner)
@@ -229,13 +227,17 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*GAE, "--advantage.lam", "-0.1"], ["lam=-0.1 must lie between 0 and 1"]),
         ([*GAE, "--critic.warmup_steps", "-1"], ["warmup_steps=-1"]),
         # the eight that the review found to be accepted
-        (["--branching.threshold", "0.7"], ["branching.threshold=0.7 is ignored unless branching.rule=threshold"]),
+        (["--branching.threshold", "1.7"], ["branching.threshold=1.7 must lie between 0 and 1"]),
         (
             ["--branching.selector", "random", "--branching.weight", "0.4"],
             ["branching.weight=0.4 is ignored unless branching.selector=arpo or aepo (it is random)"],
         ),
         (["--branching.consecutive_penalty", "0.1"], ["consecutive_penalty=0.1", "branching.selector=aepo"]),
-        (["--branching.compat", "upstream"], ["compat=upstream", "branching.selector=aepo"]),
+        (
+            ["--branching.selector", "aepo", "--branching.compat", "upstream", "--branching.base", "0.4"],
+            ["branching.base=0.4 is ignored by aepo's released gate"],
+        ),
+        (["--branching.compat", "upstream", "--branching.entropy_tokens", "9"], ["entropy_tokens=9", "compat=paper"]),
         (["--branching.budget_weight", "1"], ["budget_weight=1.0", "branching.dynamic_budget=True"]),
         (["--loss.entropy_advantage_weight", "0.3"], ["entropy_advantage_weight=0.3", "entropy_balanced_advantage"]),
         (["--loss.kind", "reinforce", "--loss.clip_low", "0.1"], ["clip_low=0.1", "loss.kind=ppo, gspo or cispo"]),
@@ -263,8 +265,8 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--loss.dual_clip", "0.5"], ["loss.dual_clip=0.5 must be above 1"]),
         (["--loss.dual_clip", "1"], ["loss.dual_clip=1.0 must be above 1"]),
         (
-            ["--branching.selector", "random", "--branching.rule", "threshold"],
-            ["branching.rule=threshold is ignored unless branching.selector=arpo or aepo (it is random)"],
+            ["--branching.selector", "random", "--branching.threshold", "0.6"],
+            ["branching.threshold=0.6 is ignored unless branching.selector=arpo or aepo (it is random)"],
         ),
         (["--loss.kl_coefficient", "1", "--loss.kl_estimator", "k1"], ["k1 does nothing in the loss", "kl_in=reward"]),
         (
@@ -298,7 +300,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--reward.terms", "answer=1", "overlong=1"], ["has overlong, but reward.overlong_buffer_tokens=0; set it"]),
         (["--reward.overlong_buffer_tokens", "9"], ["is ignored unless reward.terms=overlong=1 (it is empty)"]),
         (["--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "4096"], ["4096 must be below rollout."]),
-        (["--reward.terms", "answer=1", "--reward.file", "r.py"], ["reward.file=r.py is ignored", "FILE.py:FUNCTION="]),
+        (["--reward.terms", "answer=1", "--reward.file", OWN], ["defaults is ignored unless", "FILE.py:FUNCTION="]),
         (["--judge.url", "http://h"], ["judge.url=http://h is ignored unless reward.terms=judge=1 (it is empty)"]),
         ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
         ([*JUDGE, "--judge.max_calls", "-1"], ["judge.max_calls=-1 must be at least 0"]),
@@ -310,7 +312,6 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
         ([*CARRY, "1", *TIS, "--engine.tensor_parallel", "2"], ["engine.tensor_parallel=2; set it to 1"]),
         ([*CARRY, "1", *TIS, "--loss.old_logprobs", "rollout"], ["rollout_correction=tis is ignored", "=recompute"]),
-        (["--rollout.pull_order", "longest_first"], ["is ignored unless rollout.dispatch=pull (it is fixed)"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
@@ -351,7 +352,7 @@ def test_what_belongs_together_is_accepted(flags):
     load_config(RLConfig, ["--data.train", "x", *flags])
 
 
-@pytest.mark.parametrize("option", ["lora_rank", "checkpoint_every_n_layers", "context_parallel", "shard_size"])
+@pytest.mark.parametrize("option", ["lora_rank", "recompute_every_n_layers", "context_parallel", "shard_size"])
 def test_a_size_below_its_least_is_refused(option):
     with pytest.raises(UserError, match=rf"model\.{option}=-1 must be at least [01]$"):
         load_config(RLConfig, ["--data.train", "x", f"--model.{option}", "-1"])
@@ -367,13 +368,13 @@ def test_an_evaluation_too_needs_room_for_the_pages_that_its_searches_read():
 
 def test_critic_and_reference_default_to_the_policys_model_with_their_own_settings():
     cfg = load_config(RLConfig, ["--data.train", "x", "--model.path", "m", *GAE, "--critic.lr", "2e-5"])
-    assert cfg.critic_model.path == cfg.reference_model.path == "m" and not cfg.reference_model.activation_checkpointing
+    assert cfg.critic_model.path == cfg.reference_model.path == "m" and not cfg.reference_model.recompute_every_n_layers
     assert (cfg.critic_optim.lr, cfg.optim.lr, cfg.critic_optim.betas) == (2e-5, 1e-6, cfg.optim.betas)
 
 
 def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
     """A loss and an estimator may read any knob of their section; but no critic is loaded."""
-    for knob in ("loss.clip_low", "loss.dual_clip", "advantage.normalize_std"):
+    for knob in ("loss.clip_low", "loss.dual_clip", "advantage.normalize"):
         assert needs_of(knob)[0].is_met("mine.py:f")
     assert not needs_of("critic.lr")[0].is_met("mine.py:f")
 

@@ -71,8 +71,8 @@ def test_a_run_is_not_continued_under_settings_that_learn_something_else(config,
         ["--update.max_tokens_per_microbatch", "99999"],
         ["--tools.python.wall_s", "5"],
         ["--tools.search.cache", "x.sqlite"],
-        ["--model.activation_checkpointing", "False"],
-        ["--rollout.dispatch", "pull", "--rollout.pull_order", "longest_first"],
+        ["--model.recompute_every_n_layers", "0"],
+        ["--rollout.dispatch", "pull_longest_first"],
     ],
 )
 def test_how_long_how_often_and_how_fast_may_change(config, begun, flags):

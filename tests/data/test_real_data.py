@@ -25,7 +25,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 CONFIG = """
 run: {num_steps: 10, validate_every: 0, save_every: 2, dump_every: 5}
 data: {num_prompts_per_step: 4, max_prompt_tokens: 640, overlong: drop}
-model: {compute_dtype: float32, activation_checkpointing: false, shard_size: 1}
+model: {compute_dtype: float32, recompute_every_n_layers: 0, shard_size: 1}
 engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
 rollout: {group_size: 4, max_response_tokens: 32, max_result_tokens: 16, answer_reserve_tokens: 8}
 branching: {selector: arpo, num_initial_rollouts: 2}

@@ -70,7 +70,7 @@ def two_steps_of_a_team(ranks: Ranks, folder: str) -> dict:
     team = form_team(ranks, 2, folder)
     tools = echo_tools()
     runner = team.tool_runner(tools)
-    model_cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=False)
+    model_cfg = ModelConfig(folder, compute_dtype="float32", recompute_every_n_layers=0)
     policy = load_policy(model_cfg, ranks.mesh, device=CPU)
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-3))
     cfg = replace(ENGINE, tensor_parallel=2)

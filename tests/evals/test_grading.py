@@ -134,7 +134,7 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
         "    return {'score': len(solution_str) / 10, 'accuracy': 0.25, 'reason': 'short'}\n"
     )
     made = record("12345", answers=["a", "b"], data_source="src", meta={"extra_info": {"k": 1}})
-    [grade] = grade_records([made], metric="reward", custom=load_custom(str(file), "compute_score"))
+    [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{file}:compute_score"))
     assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
 
 

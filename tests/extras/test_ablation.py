@@ -21,7 +21,7 @@ from extras.ablation.results import algorithms_table, compare_algorithms, estima
 
 TRAIN = """
 run: {save_every: 0}
-model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
 data: {train: @DIR@/train.jsonl, num_prompts_per_step: 2, max_prompt_tokens: 64}
 engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
 rollout: {group_size: 4, max_response_tokens: 24, max_tool_calls: 1, max_result_tokens: 32, answer_reserve_tokens: 4}
@@ -199,9 +199,9 @@ def test_all_runs_have_the_same_budget_and_differ_in_the_algorithms_flags_only(c
 
 
 def test_an_algorithm_of_ones_own_comes_with_its_flags(config):
-    own = "drgrpo=--branching.selector none --advantage.normalize_std False"
+    own = "drgrpo=--branching.selector none --advantage.normalize none"
     cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", "grpo", own])
-    flags = ["--branching.selector", "none", "--advantage.normalize_std", "False"]
+    flags = ["--branching.selector", "none", "--advantage.normalize", "none"]
     assert cfg.ablation.overrides == {"grpo": ALGORITHMS["grpo"], "drgrpo": flags}
 
 

@@ -52,7 +52,7 @@ class Case:
     context_parallel: int = 1
     tensor_parallel: int = 1
     lora_rank: int = 0
-    activation_checkpointing: bool = True
+    recompute_every_n_layers: int = 1
 
 
 CASES = {
@@ -85,7 +85,7 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
         model,
         lora_rank=case.lora_rank,
         context_parallel=case.context_parallel,
-        activation_checkpointing=case.activation_checkpointing,
+        recompute_every_n_layers=case.recompute_every_n_layers,
     )
     policy = load_policy(cfg, ranks.mesh, device=CPU)
     reference = load_policy(replace(cfg, lora_rank=0), ranks.mesh, device=CPU).requires_grad_(False)

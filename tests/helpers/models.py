@@ -107,7 +107,7 @@ def build(kind: str, path, **changes):
 
 
 def cfg_of(folder, **changes) -> ModelConfig:
-    base = ModelConfig(str(folder), compute_dtype="float32", activation_checkpointing=False)
+    base = ModelConfig(str(folder), compute_dtype="float32", recompute_every_n_layers=0)
     return replace(base, **changes)
 
 

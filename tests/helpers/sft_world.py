@@ -7,7 +7,7 @@ from helpers.models import build_tiny_model
 
 CONFIG = """
 run: {name: sft, num_steps: @STEPS@, validate_every: 6, save_every: 4, dir: @DIR@/runs}
-model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
 data: {train: @DIR@/train.jsonl, valid: @DIR@/valid.jsonl, num_conversations_per_step: 6, max_tokens: 256,
        max_tokens_per_microbatch: 256}
 optim: {lr: 1.0e-2, schedule: constant, warmup_ratio: 0.0}

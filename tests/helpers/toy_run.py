@@ -23,7 +23,7 @@ def compute_hit(data_source, solution_str, ground_truth, extra_info):
 """
 CONFIG = """
 run: {name: rl, num_steps: 12, validate_every: 6, save_every: 2, dump_every: 4, dir: @DIR@/runs}
-model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
 data: {train: @DIR@/train.jsonl, valid: @DIR@/valid.jsonl, num_prompts_per_step: 4, max_prompt_tokens: 64}
 engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
 rollout: {group_size: 8, max_response_tokens: 48, max_tool_calls: 2, max_result_tokens: 28, answer_reserve_tokens: 8}

@@ -19,7 +19,7 @@ from arpo.update import update_policy
 
 def poisoned_update(ranks, model: str, run: str) -> str:
     """The line of an update with one bad advantage on rank 1."""
-    cfg = ModelConfig(model, compute_dtype="float32", activation_checkpointing=False)
+    cfg = ModelConfig(model, compute_dtype="float32", recompute_every_n_layers=0)
     policy = load_policy(cfg, ranks.mesh, device=torch.device("cpu"))
     case = "ppo, token_mean"
     minibatch, _ = filled(ranks, policy, None, case, 64, 1)

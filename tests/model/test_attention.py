@@ -220,7 +220,7 @@ def test_sliding_windows_are_those_of_transformers(sliding, cut):
     micro = cut(rows, range(2))
     hf = AutoModelForCausalLM.from_pretrained(sliding, attn_implementation="sdpa", dtype=torch.float32)
     with mesh_of_one() as mesh, torch.no_grad():
-        cfg = ModelConfig(str(sliding), compute_dtype="float32", activation_checkpointing=False)
+        cfg = ModelConfig(str(sliding), compute_dtype="float32", recompute_every_n_layers=0)
         logprobs, _ = load_policy(cfg, mesh, device=CPU)(micro)
         for b, row_id in enumerate(micro.row_ids):
             row = rows[row_id]

@@ -37,7 +37,7 @@ def micros_of(name: str, ranks) -> list[MicroBatch]:
 def outcome(ranks, folder: str, num_parts: int, name: str) -> dict:
     """Loss, gradients and, by target token, what the head says of a batch whose rows are spread over `num_parts`."""
     ranks = replace(ranks, group=make_group(num_parts) if num_parts > 1 else None)
-    cfg = cfg_of(folder, context_parallel=num_parts, activation_checkpointing=True)
+    cfg = cfg_of(folder, context_parallel=num_parts, recompute_every_n_layers=1)
     policy = load_policy(cfg, ranks.mesh, device=CPU)
     micros = micros_of(name, ranks)
     loss, logprobs, entropies, num_tokens = 0.0, [], [], 0

@@ -27,7 +27,7 @@ LENGTHS = [(3, 12), (5, 9), (1, 4), (7, 13), (3, 1)]
 
 
 def model_of(folder, **changes) -> ModelConfig:
-    options = {"compute_dtype": "float32", "activation_checkpointing": False}
+    options = {"compute_dtype": "float32", "recompute_every_n_layers": 0}
     return ModelConfig(str(folder), **options | changes)
 
 
@@ -117,7 +117,7 @@ def rows_with_a_branch() -> list[Row]:
 
 def gradients(ranks, folder: str, max_tokens: int, layout) -> tuple[dict, dict]:
     """Of one critic update: (metrics, full gradients before clipping)."""
-    critic = with_a_head(load_critic(model_of(folder, activation_checkpointing=True), ranks.mesh, device=CPU))
+    critic = with_a_head(load_critic(model_of(folder, recompute_every_n_layers=1), ranks.mesh, device=CPU))
     micros = layout(rows_with_a_branch(), ranks.rank, ranks.world_size, max_tokens)
     returns = [np.linspace(-1, 1, num_response) * i for i, (_, num_response) in enumerate(LENGTHS)]
     for micro in micros:

@@ -82,8 +82,8 @@ def test_packed_rows_give_the_logprobs_entropies_and_gradients_of_each_row_alone
 
 def test_activation_checkpointing_gives_the_same_gradients(folder, mesh):
     results = []
-    for on in (False, True):
-        policy = load_policy(cfg_of(folder, activation_checkpointing=on), mesh, device=CPU)
+    for every in (0, 1):
+        policy = load_policy(cfg_of(folder, recompute_every_n_layers=every), mesh, device=CPU)
         some_loss(*policy(collate(random_rows()))).backward()
         results.append(gradients(policy))
     for name, gradient in results[0].items():
@@ -92,7 +92,7 @@ def test_activation_checkpointing_gives_the_same_gradients(folder, mesh):
 
 def test_selective_checkpointing_computes_every_nth_layer_twice(tiny_model_dir, mesh):
     for n, expected in ((1, [2, 2]), (2, [2, 1])):
-        cfg = cfg_of(tiny_model_dir, activation_checkpointing=True, checkpoint_every_n_layers=n)
+        cfg = cfg_of(tiny_model_dir, recompute_every_n_layers=n)
         policy = load_policy(cfg, mesh, device=CPU)
         counts = [0, 0]
         for index, layer in enumerate(policy.hf.model.layers):
@@ -121,8 +121,8 @@ def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_
 
     compile_layer = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **kw: compile_layer(m, **kw, backend="aot_eager"))
-    cfg = cfg_of(tiny_model_dir, activation_checkpointing=True)
-    policies = [load_policy(replace(cfg, compile_layers=c), mesh, device=CPU) for c in (False, True)]
+    cfg = cfg_of(tiny_model_dir, recompute_every_n_layers=1)
+    policies = [load_policy(replace(cfg, compile=c), mesh, device=CPU) for c in ("none", "layers")]
     counters.clear()
     compiled = []
     for lengths in (((5, 9), (1, 4)), ((3, 30),), ((2, 7), (4, 4), (9, 12))):
@@ -138,7 +138,7 @@ def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_
 
 
 def test_an_empty_microbatch_gives_every_parameter_a_gradient_of_zero(folder, mesh):
-    policy = load_policy(cfg_of(folder, activation_checkpointing=True), mesh, device=CPU)
+    policy = load_policy(cfg_of(folder, recompute_every_n_layers=1), mesh, device=CPU)
     logprobs, entropies = policy(collate([]))
     some_loss(logprobs, entropies).backward()
     assert not logprobs.any() and not entropies.any()
@@ -171,7 +171,7 @@ def test_bfloat16_computes_in_bfloat16_but_keeps_weights_and_gradients_in_float3
 def test_parameters_have_the_names_and_values_of_the_checkpoint(folder, mesh):
     from safetensors.torch import load_file
 
-    policy = load_policy(cfg_of(folder, activation_checkpointing=True), mesh, device=CPU)
+    policy = load_policy(cfg_of(folder, recompute_every_n_layers=1), mesh, device=CPU)
     expected = load_file(folder / "model.safetensors")
     named = {name: p.full_tensor() for name, p in policy.hf_parameters()}
     assert named.keys() == expected.keys()
@@ -247,7 +247,7 @@ def test_a_policy_uses_the_compiled_head_when_asked(compiled_without_code_genera
     micro, calls = collate(random_rows()), []
     compile_one = head.compiled
     monkeypatch.setattr(head, "compiled", lambda function: calls.append(function.__name__) or compile_one(function))
-    plain, ours = (load_policy(replace(cfg_of(folder), compile_head=c), mesh, device=CPU)(micro) for c in (False, True))
+    plain, ours = (load_policy(replace(cfg_of(folder), compile=c), mesh, device=CPU)(micro) for c in ("none", "head"))
     assert calls == ["chunk_statistics", "chunk_gradient", "chunk_statistics"]  # checked at the start, then used
     torch.testing.assert_close(ours, plain)
 
@@ -262,14 +262,14 @@ def test_generated_code_equals_the_plain_head(monkeypatch, tmp_path):
 
 
 def test_a_compiler_that_fails_or_errs_is_named(folder, mesh, monkeypatch):
-    cfg = replace(cfg_of(folder), compile_head=True)
+    cfg = replace(cfg_of(folder), compile="head")
 
     def fails(function):
         raise torch._dynamo.exc.BackendCompilerFailed("no compiler", RuntimeError("g++ not found"), None)
 
     for compiled in (fails, lambda _: lambda logits, *_: (logits[:, 0],) * 3):
         monkeypatch.setattr(head, "compiled", compiled)
-        with pytest.raises(UserError, match="compile_head=True does not work here; leave it False"):
+        with pytest.raises(UserError, match="compile=head does not work here; leave it none"):
             load_policy(cfg, mesh, device=CPU)
 
 

@@ -74,7 +74,7 @@ def steps(ranks, folder: str, **settings) -> dict[str, dict]:
 
 
 def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
-    cfg = ModelConfig(folder, compute_dtype="float32", activation_checkpointing=True, **settings)
+    cfg = ModelConfig(folder, compute_dtype="float32", recompute_every_n_layers=1, **settings)
     policy = load_policy(cfg, ranks.mesh, device=ranks.device)
     policy.head_chunk_tokens = 16
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))

@@ -332,7 +332,7 @@ def test_custom_reward_of_one_response(tmp_path):
         "    return {'score': extra_info['index'] + (ground_truth in solution_str), 'hit': 1, 'reason': 'mine'}\n"
     )
     group = make_group()
-    score_groups([group], RewardConfig(), load_custom(str(file), "compute_score"), tools=LOADED)
+    score_groups([group], RewardConfig(), load_custom("reward.file", f"{file}:compute_score"), tools=LOADED)
     assert [t.reward for t in group.trajectories] == [4.0, 3.0]
     assert group.trajectories[0].reward_parts == {"hit": 1.0} and group.trajectories[0].reward_reason == "mine"
 
@@ -343,7 +343,7 @@ def test_custom_reward_of_a_batch(tmp_path):
         "def batch(samples):\n    return [float(s['answer'] in s['output']) + len(samples) for s in samples]\n"
     )
     group = make_group()
-    custom = load_custom(str(file), "batch")
+    custom = load_custom("reward.file", f"{file}:batch")
     score_trajectories(group.trajectories, {"q-0": group.prompt}, RewardConfig(), custom, tools=LOADED)
     assert [t.reward for t in group.trajectories] == [3.0, 2.0]
 
@@ -352,18 +352,18 @@ def test_only_new_trajectories_are_scored_where_that_is_asked_for(tmp_path):
     (tmp_path / "mine.py").write_text("def f(d, text, truth, e): return 7.0 + (truth in text)")
     group = make_group()
     group.trajectories[0].reward = 5.0
-    custom = load_custom(str(tmp_path / "mine.py"), "f")
+    custom = load_custom("reward.file", f"{tmp_path}/mine.py:f")
     score_groups([group], RewardConfig(), custom, tools=LOADED, only_new=True)
     assert [t.reward for t in group.trajectories] == [5.0, 7.0]
 
 
 def test_a_reward_of_whole_batches_is_refused_where_rewards_are_needed_one_by_one(tmp_path):
     (tmp_path / "mine.py").write_text("def batch(samples): ...\ndef single(d, s, g, e): ...\n")
-    load_custom(str(tmp_path / "mine.py"), "single").require_single("branching.selector=tail")
+    load_custom("reward.file", f"{tmp_path}/mine.py:single").require_single("branching.selector=tail")
     with pytest.raises(
         UserError, match=r"^branching.selector=tail needs rewards .*mine\.py: batch takes the whole batch"
     ):
-        load_custom(str(tmp_path / "mine.py"), "batch").require_single("branching.selector=tail")
+        load_custom("reward.file", f"{tmp_path}/mine.py:batch").require_single("branching.selector=tail")
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_reward_of_whole_batches_is_refused_where_rewards_are_needed_one_by_on
         ("def f(d, s, g, e): return None", r"prompt q-0, trajectory 0: returned None"),
         ("def f(d, s, g, e): return float('nan')", "must be finite"),
         ("def f(d, s, g, e): return {'reward': 1}", "has no 'score'"),
-        ("def g(d, s, g, e): return 1.0", "does not define it"),
+        ("def g(d, s, g, e): return 1.0", "does not define"),
         ("import no_such_module", "cannot be imported"),
     ],
 )
@@ -383,7 +383,7 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
     (tmp_path / "mine.py").write_text(source)
     group = make_group()
     with pytest.raises(UserError, match=message):
-        score_groups([group], RewardConfig(), load_custom(str(tmp_path / "mine.py"), "f"), tools=LOADED)
+        score_groups([group], RewardConfig(), load_custom("reward.file", f"{tmp_path}/mine.py:f"), tools=LOADED)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
 def test_a_custom_reward_of_another_form_is_refused_when_it_is_loaded(tmp_path, source, words):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(UserError, match=rf"mine\.py: f {words}"):
-        load_custom(str(tmp_path / "mine.py"), "f")
+        load_custom("reward.file", f"{tmp_path}/mine.py:f")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_a_custom_reward_of_another_form_is_refused_when_it_is_loaded(tmp_path, 
 def test_a_custom_reward_is_tried_before_anything_is_sampled(tmp_path, source, words):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(UserError, match=words):
-        custom = load_custom(str(tmp_path / "mine.py"), "f")
+        custom = load_custom("reward.file", f"{tmp_path}/mine.py:f")
         custom.try_on(Prompt("q", [], ["4"], meta={"extra_info": {}}), codec_of("qwen2_5"))
 
 
@@ -437,7 +437,7 @@ def test_a_trial_gets_the_rows_own_fields_and_a_well_formed_answer_in_the_protoc
     )
     assert bool(codec._opened) == opens_think
     prompt = Prompt("q", [], ["4"], meta={"form": codec.format})
-    load_custom(str(tmp_path / "mine.py"), "f").try_on(prompt, codec)
+    load_custom("reward.file", f"{tmp_path}/mine.py:f").try_on(prompt, codec)
 
 
 def test_the_process_that_compares_answers_has_no_keys_and_is_in_a_jail(monkeypatch):

@@ -220,7 +220,7 @@ an_object = Judge()
 )
 def test_a_function_may_be_async_and_batched_and_see_everything(tmp_path, function, rewards, parts):
     (tmp_path / "r.py").write_text(WHOLE)
-    group, custom = make_group(), load_custom(str(tmp_path / "r.py"), function)
+    group, custom = make_group(), load_custom("reward.file", f"{tmp_path}/r.py:{function}")
     score_groups([group], RewardConfig(), custom, tools=LOADED)
     assert [t.reward for t in group.trajectories] == rewards and group.trajectories[0].reward_parts == parts
 
@@ -236,7 +236,7 @@ def test_async_functions_run_at_the_same_time_and_always_on_one_loop(tmp_path):
         "    await asyncio.wait_for(all_there.wait(), 60)\n"  # one after the other, they would never all be there
         "    return len(loops)\n"
     )
-    custom = load_custom(str(tmp_path / "r.py"), "f")
+    custom = load_custom("reward.file", f"{tmp_path}/r.py:f")
     for _ in range(2):
         group = make_group()
         score_groups([group], RewardConfig(), custom, tools=LOADED)
@@ -246,7 +246,7 @@ def test_async_functions_run_at_the_same_time_and_always_on_one_loop(tmp_path):
 @pytest.mark.parametrize("parameters", ["samples", "trajectories, prompts"])
 def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp_path, parameters):
     (tmp_path / "r.py").write_text(f"def f({parameters}): raise ValueError('mean of an empty list')")
-    custom = load_custom(str(tmp_path / "r.py"), "f")
+    custom = load_custom("reward.file", f"{tmp_path}/r.py:f")
     score_groups([], RewardConfig(), custom, tools=LOADED)
     score_groups([], TrainingRewardConfig(), tools=LOADED, terms=terms_of(f"{tmp_path}/r.py:f=1"))
     scored_already = make_group()
@@ -267,7 +267,7 @@ def test_at_most_so_many_calls_are_under_way(tmp_path):
         "    return most\n"
     )
     group = make_group(answers=["x"] * 200, num_tokens=[5] * 200)
-    score_groups([group], RewardConfig(), load_custom(str(tmp_path / "r.py"), "f"), tools=LOADED)
+    score_groups([group], RewardConfig(), load_custom("reward.file", f"{tmp_path}/r.py:f"), tools=LOADED)
     assert max(t.reward for t in group.trajectories) == 64
 
 
@@ -297,10 +297,10 @@ def test_an_async_function_that_fails_is_one_line(tmp_path, source, words):
 def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, words):
     (tmp_path / "r.py").write_text(source)
     if words is None:
-        assert load_custom(str(tmp_path / "r.py"), "f").batched
+        assert load_custom("reward.file", f"{tmp_path}/r.py:f").batched
         return
     with pytest.raises(UserError, match=words):
-        load_custom(str(tmp_path / "r.py"), "f")
+        load_custom("reward.file", f"{tmp_path}/r.py:f")
 
 
 @pytest.mark.parametrize(
@@ -313,14 +313,14 @@ def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, w
 def test_a_function_of_whole_trajectories_is_tried_on_an_invented_one(tmp_path, source, words):
     (tmp_path / "r.py").write_text(source)
     with pytest.raises(UserError, match=words):
-        load_custom(str(tmp_path / "r.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
+        load_custom("reward.file", f"{tmp_path}/r.py:f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
     (tmp_path / "s.py").write_text("def f(trajectory, prompt): return trajectory.turns[-1].end + len(trajectory.text)")
-    load_custom(str(tmp_path / "s.py"), "f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
+    load_custom("reward.file", f"{tmp_path}/s.py:f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
 
 
 def test_an_async_function_works_in_any_thread(tmp_path):
     (tmp_path / "r.py").write_text(WHOLE)
-    group, custom = make_group(), load_custom(str(tmp_path / "r.py"), "single")
+    group, custom = make_group(), load_custom("reward.file", f"{tmp_path}/r.py:single")
     thread = threading.Thread(target=lambda: score_groups([group], RewardConfig(), custom, tools=LOADED))
     thread.start()
     thread.join(60)

@@ -36,11 +36,11 @@ FAST = [
 SLOW = [
     NONE,
     BranchingConfig(num_initial_rollouts=2, max_branches_per_turn=2),
-    BranchingConfig(num_initial_rollouts=1, timing="upstream", entropy_mode="upstream", base=0.9),
+    BranchingConfig(num_initial_rollouts=1, compat="upstream", base=0.9),
     *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS if name != "at2po"),
 ]
 ALGORITHMS = [*FAST, *(pytest.param(branching, marks=pytest.mark.slow) for branching in SLOW)]
-NAMES = [f"{b.selector}-{b.entropy_mode}" for b in FAST + SLOW]
+NAMES = [f"{b.selector}-{b.compat}" for b in FAST + SLOW]
 WORLD = RolloutConfig(
     group_size=6, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60, max_tool_calls=4
 )

@@ -26,7 +26,7 @@ KEEP, RESAMPLE = AdvantageConfig(), AdvantageConfig(dead_groups="resample", max_
 SOURCES = {
     "dealt": (CFG, KEEP),
     "pulled": (replace(CFG, dispatch="pull"), KEEP),
-    "longest first": (replace(CFG, dispatch="pull", pull_order="longest_first"), KEEP),
+    "longest first": (replace(CFG, dispatch="pull_longest_first"), KEEP),
     "refilled, dealt": (CFG, RESAMPLE),
     "refilled, pulled": (replace(CFG, dispatch="pull"), RESAMPLE),
     "carried": (replace(CFG, carry_over=1), KEEP),

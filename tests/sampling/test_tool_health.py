@@ -129,7 +129,7 @@ def test_three_batches_of_misses_in_a_row_end_the_run_with_the_reason_and_the_al
 
 SEARCHING = """
 run: {name: replayed, num_steps: 4, save_every: 0, dump_every: 1, dir: @DIR@/runs}
-model: {path: @DIR@/model, compute_dtype: float32, activation_checkpointing: false}
+model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
 data: {train: @DIR@/train.jsonl, num_prompts_per_step: 4, max_prompt_tokens: 64}
 engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
 rollout: {group_size: 4, max_response_tokens: 160, max_tool_calls: 2, max_result_tokens: 64, answer_reserve_tokens: 8}

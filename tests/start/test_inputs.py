@@ -48,7 +48,11 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "columns.jsonl"], "columns.jsonl:1: .*question.*all of the first 3"),
         (RLConfig, ["--data.train", "offers.jsonl"], "offers the tool 'pyhton'.*did the row mean 'python'"),
         (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
-        (RLConfig, ["--data.train", "good.jsonl", "--reward.file", "r.py"], "reward.file=r.py: there is no such file"),
+        (
+            RLConfig,
+            ["--data.train", "good.jsonl", "--reward.file", "r.py"],
+            "reward.file=r.py:compute_score: there is no",
+        ),
         (
             RLConfig,
             ["--data.train", "good.jsonl", "--tools.names", "pyton"],

@@ -136,8 +136,8 @@ TRAINED = Job(SHAPE, ModelConfig(), num_shards=8, max_tokens_per_microbatch=1638
         ({"cpu_offload": True}, "states", 0),
         ({"context_parallel": 4}, "activations", 1 / 4),
         ({"compute_dtype": "float32"}, "activations", 1.93),
-        ({"activation_checkpointing": False}, "activations", 15.5),
-        ({"checkpoint_every_n_layers": 28}, "activations", 15.0),
+        ({"recompute_every_n_layers": 0}, "activations", 15.5),
+        ({"recompute_every_n_layers": 28}, "activations", 15.0),
         ({"reshard_after_forward": False}, "gathered", 2.2),
     ],
 )

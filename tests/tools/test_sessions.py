@@ -215,9 +215,9 @@ def test_a_lost_session_is_brought_back_by_its_calls():
     ALWAYS,
     BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, max_branches_per_turn=3),
     BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
-    BranchingConfig(selector="aepo", compat="upstream", timing="upstream", num_initial_rollouts=2, entropy_tokens=4),
+    BranchingConfig(selector="aepo", compat="upstream", num_initial_rollouts=2, entropy_tokens=4),
     *(BranchingConfig(selector=name, num_initial_rollouts=3) for name in EXPANSIONS),
-], ids=lambda b: f"{b.selector}-{b.timing}-{b.max_branches_per_turn}")  # fmt: skip
+], ids=lambda b: f"{b.selector}-{b.compat}-{b.max_branches_per_turn}")  # fmt: skip
 def test_in_random_trees_every_branch_finds_the_state_that_it_would_have_made_alone(kind, branching):
     num_branches = 0
     for seed in range(3):
