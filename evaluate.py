@@ -17,11 +17,12 @@ from typing import ClassVar
 from arpo.config.checks import check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.rewards import RewardConfig
 from arpo.config.run_folder import save_config
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import require
-from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.start.inputs import check_evaluation
 
 

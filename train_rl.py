@@ -15,6 +15,7 @@ from typing import ClassVar
 from arpo.config import checks
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import (
     DataConfig,
     EngineConfig,
@@ -25,7 +26,7 @@ from arpo.config.sections import (
     UpdateConfig,
 )
 from arpo.config.tools import ToolsConfig
-from arpo.options import AdvantageConfig, BranchingConfig, CriticConfig, LossConfig, RolloutConfig, TrainingRewardConfig
+from arpo.options import AdvantageConfig, BranchingConfig, CriticConfig, LossConfig, RolloutConfig
 from arpo.start.inputs import check_rl
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.named import check_name, find
+from arpo.config.named import check_name, find
 from arpo.options import AdvantageConfig
 from arpo.selection import teaching
 from arpo.trajectory import Group, Trajectory

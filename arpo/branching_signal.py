@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from arpo.branching import neutral_probability
-from arpo.entropy import signal_of
+from arpo.branching import neutral_probability, signal_of
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, SignalStatistics, Trajectory
 

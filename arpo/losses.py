@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from arpo.named import find
+from arpo.config.named import find
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 

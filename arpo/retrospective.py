@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from arpo.branching import Path
+from arpo.config.named import find
 from arpo.growing import GroupState
-from arpo.named import find
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 

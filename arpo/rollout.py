@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
+from arpo.branching import tokens_to_measure, turn_entropy
 from arpo.engine import Chunk, Engine, SamplingSpec
-from arpo.entropy import tokens_to_measure, turn_entropy
 from arpo.growing import Decision, GroupState, Live, StopWatch, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec

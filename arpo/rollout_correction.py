@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from arpo.config.named import find
 from arpo.losses import MAX_LOG_RATIO, mean_over_sequence
-from arpo.named import find
 from arpo.options import LossConfig
 from arpo.trajectory import Metrics
 

@@ -13,6 +13,7 @@ import torch
 
 from arpo.advantages import CRITIC_ESTIMATORS, TREE_CREDITS, CriticEvidence, assign_advantages
 from arpo.batch import MicroBatch, microbatches, row_of
+from arpo.config.named import find
 from arpo.config.sections import UpdateConfig
 from arpo.log.nonfinite import NonFinite
 from arpo.losses import (
@@ -28,7 +29,6 @@ from arpo.model import Policy
 from arpo.model.accumulation import accumulating
 from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
-from arpo.named import find
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights

@@ -10,11 +10,13 @@ from arpo.branching import (
     Evidence,
     branch_probability,
     decide,
+    exact_turn_entropy,
     initial_rollouts,
     neutral_probability,
+    turn_entropy,
     upstream_branch_probability,
+    upstream_turn_entropy,
 )
-from arpo.entropy import exact_turn_entropy, turn_entropy, upstream_turn_entropy
 from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
 from arpo.trajectory import BranchDecision, SignalStatistics
 

@@ -16,6 +16,7 @@ from helpers.toy_run import build_toy_world, train
 
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.config.load import load_config
+from arpo.config.rewards import RewardConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.evals.grading import well_formed
@@ -24,7 +25,7 @@ from arpo.log.charts import rl_charts
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.losses import LossInputs, policy_loss
 from arpo.metrics import rollout_metrics
-from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import load_terms

@@ -17,17 +17,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_sft", "train_rl", "evaluate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
 PURE_CORE = [
-    "trajectory", "protocol", "entropy", "branching", "branching_signal", "growing", "retrospective", "selection",
+    "trajectory", "protocol", "branching", "branching_signal", "growing", "retrospective", "selection",
     "advantages", "losses", "batch", "tree", "rewards",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
 EVERYBODYS = {
     "arpo",
     "arpo.errors",
-    "arpo.named",
     "arpo.options",
     "arpo.config",
     "arpo.config.facts",
+    "arpo.config.named",
+    "arpo.config.rewards",
     "arpo.config.sections",
 }
 

@@ -9,9 +9,10 @@ from helpers.python_tools import start
 from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
 from transformers import AutoTokenizer
 
+from arpo.config.rewards import RewardConfig
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
-from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.rewards import score_groups
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner

@@ -7,7 +7,8 @@ import pytest
 from helpers.families import dialogue, llama_codec
 from helpers.scripted_rollout import SHORT, play
 
-from arpo.options import BranchingConfig, RewardConfig
+from arpo.config.rewards import RewardConfig
+from arpo.options import BranchingConfig
 from arpo.protocol import LlamaCodec
 from arpo.protocol.llama.text import A_CALL
 from arpo.rewards import score_groups

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from arpo import options
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.run_folder import settings_of
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import parse
@@ -25,7 +26,7 @@ ALWAYS = ("advantage.kind", "loss.kind", "branching.selector", "rollout.group_si
 """Settings that a card names whatever they are."""
 SECTIONS = {
     "rollout": options.RolloutConfig(), "branching": options.BranchingConfig(), "advantage": options.AdvantageConfig(),
-    "reward": options.TrainingRewardConfig(), "critic": options.CriticConfig(), "loss": options.LossConfig(),
+    "reward": TrainingRewardConfig(), "critic": options.CriticConfig(), "loss": options.LossConfig(),
     "update": UpdateConfig(), "optim": OptimConfig(),
 }  # fmt: skip
 """Sections of which a card names what differs from the defaults of RL."""

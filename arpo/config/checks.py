@@ -5,11 +5,12 @@ with a single knob. Imports no torch, so that a mistake shows at once.
 from __future__ import annotations
 
 from arpo.config.evals import TrainingJudgeConfig
+from arpo.config.named import is_own, names_of
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, UpdateConfig
 from arpo.config.tools import SearchConfig
 from arpo.errors import require
-from arpo.named import is_own, names_of
-from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, TrainingRewardConfig
+from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
 
 
 def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Between, Needs
+from arpo.config.named import check_name, names_of
 from arpo.errors import require
-from arpo.named import check_name, names_of
 
 FORMS = names_of("protocol/__init__", "FORMS")
 

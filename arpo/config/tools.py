@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from arpo.config.facts import MAY_CHANGE, AtLeast, Needs, sampling_settings
 from arpo.config.mcp import McpServer, entry_of, parse_servers
+from arpo.config.named import check_name, is_own
 from arpo.errors import UserError
-from arpo.named import check_name, is_own
 
 PYTHON = Needs("tools.names", has=("python",))
 NOTEBOOK = Needs("tools.names", has=("notebook",))

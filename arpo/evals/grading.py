@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from arpo.config.rewards import RewardConfig
 from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
-from arpo.options import RewardConfig
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import last_box, model_text
 from arpo.rewards import score_trajectories

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo.config.evals import JudgeConfig
+from arpo.config.rewards import RewardConfig
 from arpo.evals.about import left_out, model_name, read_sessions, settings_rows
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
@@ -21,7 +22,6 @@ from arpo.evals.records import Record, read_records
 from arpo.evals.resume import read_settings
 from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
-from arpo.options import RewardConfig
 from arpo.rewards import load_custom
 
 JUDGE_REASONS = {

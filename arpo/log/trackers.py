@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from arpo.config.facts import leaves
+from arpo.config.named import find, is_own
 from arpo.errors import UserError
 from arpo.log.charts import Charts
-from arpo.named import find, is_own
 
 IDS = "trackers.json"
 PROJECT = "arpo-torch"

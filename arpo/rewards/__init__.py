@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from arpo.options import RewardConfig
+from arpo.config.rewards import RewardConfig
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import Segments
 from arpo.protocol.tags import PAPER_TOOLS

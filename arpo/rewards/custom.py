@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from arpo.config.named import brief, find
 from arpo.errors import UserError
-from arpo.named import brief, find
 from arpo.protocol import Codec
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 

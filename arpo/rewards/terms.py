@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.errors import UserError
-from arpo.options import TrainingRewardConfig
 from arpo.rewards.custom import CustomReward, custom_scores, load_custom
 from arpo.trajectory import Prompt, StopReason, Trajectory
 

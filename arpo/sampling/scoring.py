@@ -11,9 +11,9 @@ from pathlib import Path
 
 from arpo import rewards
 from arpo.config.evals import TrainingJudgeConfig
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.engine.team import Team
 from arpo.evals.training_judge import TrainingJudge
-from arpo.options import TrainingRewardConfig
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.rewards.terms import load_terms

@@ -11,13 +11,13 @@ from operator import attrgetter
 from typing import Any
 
 from arpo.config.model_folder import check_model_folder
+from arpo.config.named import find, is_own
 from arpo.config.run_folder import check_run_folder
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import check_installed
-from arpo.named import find, is_own
 from arpo.protocol import FORMS
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_schemas

@@ -21,10 +21,10 @@ from typing import Any, get_type_hints
 
 from arpo.config.load import check_known as check_key
 from arpo.config.load import field_names, parse
+from arpo.config.named import find, is_own
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.named import find, is_own
 from arpo.protocol import FORMS, Codec
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema

@@ -9,12 +9,12 @@ from helpers.sample_groups import sample_groups
 from helpers.web_service import WebService, says
 
 from arpo.config.evals import JudgeConfig
+from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.evals.grades import Grade, read_grades, write_grades
 from arpo.evals.grading import exact_match, extract_prediction, grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.scores import benchmark_scores, summarize
-from arpo.options import RewardConfig
 from arpo.rewards import load_custom, score, score_groups
 
 # -- which answer counts ---------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from helpers.models import build_tiny_tokenizer
 from helpers.web_service import half_an_answer, never, says
 
 from arpo.config.evals import TrainingJudgeConfig
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.engine.team import Team
 from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
 from arpo.metrics import rollout_metrics
-from arpo.options import TrainingRewardConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.rewards.terms import Judgement
 from arpo.sampling.health import MAX_BAD_BATCHES, ToolHealth

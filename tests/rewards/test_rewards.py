@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.families import TEMPLATES, codec_of, hermes_codec
 
+from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
-from arpo.options import RewardConfig
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import last_box
 from arpo.rewards import load_custom, math_answer, score, score_groups, score_trajectories

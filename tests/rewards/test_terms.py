@@ -6,8 +6,8 @@ import threading
 import pytest
 from helpers.families import codec_of
 
+from arpo.config.rewards import RewardConfig, TrainingRewardConfig
 from arpo.errors import UserError
-from arpo.options import RewardConfig, TrainingRewardConfig
 from arpo.protocol import FORMS
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import TERMS, Judgement, TermEvidence, Terms, load_terms, overlong

@@ -8,7 +8,7 @@ from helpers.families import hermes_codec
 from helpers.scripted_rollout import SHORT, play
 from helpers.viewer_pages import READY, make_run, write_page
 
-from arpo.options import RewardConfig
+from arpo.config.rewards import RewardConfig
 from arpo.rewards import score_groups
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt

@@ -15,10 +15,11 @@ from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
 from arpo.config.load import load_config
+from arpo.config.rewards import RewardConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
-from arpo.options import BranchingConfig, RewardConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
 from arpo.sampling.sampler import rollout

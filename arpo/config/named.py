@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from arpo.errors import UserError
 
+PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -32,7 +33,7 @@ def names_of(module: str, name: str) -> tuple[str, ...]:
     They come in order; LookupError where there is no such literal.
     names_of("losses", "TOKEN_LOSSES") -> ("ppo", "gspo", "cispo", "reinforce")
     """
-    source = Path(__file__).parent.joinpath(f"{module}.py").read_text()
+    source = PACKAGE.joinpath(f"{module}.py").read_text()
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(t, ast.Name) and t.id == name for t in targets) and isinstance(
