@@ -274,8 +274,7 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
     """Return what decides the memory of a GPU, one of `num_shards` that share a copy of the model."""
     critic = cfg.critic_model.path if cfg.advantage.needs_critic else ""
     reference = cfg.reference_model.path if cfg.loss.kl_coefficient and not cfg.loss.offload_reference else ""
-    sizes = num_shards, cfg.update.max_tokens_per_microbatch, cfg.engine, cfg.max_model_len
-    return read_job(cfg.model, *sizes, critic_path=critic, reference_path=reference)
+    return read_job(cfg.model, num_shards, cfg.engine, cfg.max_model_len, critic_path=critic, reference_path=reference)
 
 
 if __name__ == "__main__":

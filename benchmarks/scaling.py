@@ -24,8 +24,19 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.start.memory import FP32, GIB, Shape, activation_bytes, shape_from_json, states_bytes
-from benchmarks.shared.cost_model import HARDWARE, MODELS, Hardware, Workload, memory, misfits, seconds
+from arpo.start.memory import FP32, GIB
+from benchmarks.shared.cost_model import (
+    HARDWARE,
+    MODELS,
+    Hardware,
+    Shape,
+    Workload,
+    activation_bytes,
+    memory,
+    misfits,
+    seconds,
+    shape_from_json,
+)
 
 # ---------------------------------------------------------------------------------------------------------- tables
 
@@ -128,11 +139,11 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     optimizer.step()
     states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-    predicted = states_bytes(shape, 1)
+    weights = FP32 * shape.parameters
     return {
-        "parameters": (predicted[0], sum(p.nbytes for p in model.parameters())),
-        "gradients": (predicted[1], sum(p.grad.nbytes for p in model.parameters())),
-        "optimizer": (predicted[2], sum(t.nbytes for t in states)),
+        "parameters": (weights, sum(p.nbytes for p in model.parameters())),
+        "gradients": (weights, sum(p.grad.nbytes for p in model.parameters())),
+        "optimizer": (2 * weights, sum(t.nbytes for t in states)),
         "activations": (activation_bytes(shape, num_tokens, FP32, every=0), sum(saved.values())),
     }
 

@@ -29,7 +29,7 @@ from arpo.model import Policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
 from arpo.ranks import Ranks, init
-from arpo.start.memory import Shape
+from benchmarks.shared.cost_model import Shape
 
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 

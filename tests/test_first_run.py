@@ -10,7 +10,8 @@ import pytest
 
 from arpo.config.load import load_config
 from arpo.data.hub import TRAIN_FILES
-from arpo.start.memory import GIB, Job, Memory, Shape, memory, misfits
+from arpo.start.memory import GIB, Job, misfits
+from benchmarks.shared.cost_model import Memory, Shape, memory_of_job
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
@@ -52,13 +53,14 @@ def test_the_first_runs_follow_each_other_and_end_with_the_line_that_is_promised
 
 
 def need(shape: Shape, cfg: SFTConfig | RLConfig, ranks: int, gib: float) -> Memory:
-    """What arpo/start/memory.py says of a run, which must fit."""
+    """What the estimate says of a run, which must fit."""
     if isinstance(cfg, SFTConfig):
-        job = Job(shape, cfg.model, ranks, cfg.data.max_tokens_per_microbatch)
+        job, max_tokens = Job(shape.sizes, cfg.model, ranks), cfg.data.max_tokens_per_microbatch
     else:
-        job = Job(shape, cfg.model, ranks, cfg.update.max_tokens_per_microbatch, cfg.engine, cfg.max_model_len)
-    found = memory(job, gib * GIB)
-    assert misfits(job, found, gib * GIB) == [] and found.training < gib * GIB
+        job = Job(shape.sizes, cfg.model, ranks, cfg.engine, cfg.max_model_len)
+        max_tokens = cfg.update.max_tokens_per_microbatch
+    found = memory_of_job(shape, job, max_tokens, gib * GIB)
+    assert misfits(job, gib * GIB) == [] and found.training < gib * GIB
     return found
 
 

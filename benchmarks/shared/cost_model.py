@@ -1,7 +1,8 @@
 """The cost of a training step in memory and time, by formula: the model behind benchmarks/scaling.py.
 
-Memory is arpo/start/memory.py's, with which a run checks itself at its start. Decoding is bound by memory traffic, all
-else by arithmetic; collectives hide behind compute as far as `Hardware.overlap` says.
+States and KV cache are those of arpo/start/memory.py, with which a run checks itself at its start; what an update takes
+besides is added here. Decoding is bound by memory traffic, all else by arithmetic; collectives hide behind compute as
+far as `Hardware.overlap` says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,67 @@ from dataclasses import dataclass
 
 import arpo.start.memory
 from arpo.config.sections import EngineConfig, ModelConfig
-from arpo.start.memory import BF16, FP32, GIB, Job, Memory, Shape
+from arpo.model.policy import HEAD_CHUNK_TOKENS
+from arpo.start.memory import BF16, FP32, GIB, SIZE_OF, Job, Sizes, engine_memory, training_state
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder with gated MLPs (Qwen2, Qwen3, Llama)."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * q + 2 * kv) + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """Embedding, head and last norm."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(
+            self.parameters, self.kv_numbers_per_token, self.kv_heads, self.hidden, self.intermediate, self.vocab
+        )
+
+
+def shape_from_json(c: dict) -> Shape:
+    """Return the shape of a config.json. Raises KeyError for one that names its sizes in another way."""
+    heads = c["num_attention_heads"]
+    return Shape(
+        hidden=c["hidden_size"],
+        intermediate=c["intermediate_size"],
+        layers=c["num_hidden_layers"],
+        heads=heads,
+        kv_heads=c.get("num_key_value_heads", heads),
+        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        vocab=c["vocab_size"],
+        tied=c.get("tie_word_embeddings", False),
+        qkv_bias=c["model_type"] == "qwen2",
+        qk_norm=c["model_type"] == "qwen3",
+    )
+
 
 MODELS = {
     "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 128, 151_936, tied=True, qkv_bias=True),
@@ -108,19 +169,92 @@ def num_shards(work: Workload, hw: Hardware) -> int:
 def job(shape: Shape, work: Workload, hw: Hardware) -> Job:
     model = ModelConfig(recompute_every_n_layers=work.recompute_every_n_layers, lora_rank=int(work.lora))
     return Job(
-        shape=shape,
+        sizes=shape.sizes,
         model=model,
         num_shards=num_shards(work, hw),
-        max_tokens_per_microbatch=work.max_tokens_per_microbatch,
         engine=EngineConfig(gpu_memory_utilization=work.gpu_memory_utilization, max_num_seqs=work.max_num_seqs),
         max_model_len=work.max_prompt_tokens + work.max_response_tokens,
-        critic=shape if work.critic else None,
-        reference=shape if work.reference else None,
+        critic=shape.sizes if work.critic else None,
+        reference=shape.sizes if work.reference else None,
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per GPU. Training and rollout do not overlap: weights and cache of the engine sleep while we train."""
+
+    states: float
+    """`training_state`."""
+    gradients: float
+    """Part of `states` that is gone while the engine samples."""
+    gathered: float
+    """Two layers and the root whole, and the gradients of one of each before they are reduced."""
+    activations: float
+    head: float
+    engine_budget: float
+    kv_cache: float
+    reserved: float
+    """CUDA context, NCCL's buffers, fragmentation."""
+
+    @property
+    def training(self) -> float:
+        return self.states + self.gathered + self.activations + self.head + self.reserved
+
+    @property
+    def rollout(self) -> float:
+        return self.states - self.gradients + self.engine_budget + self.reserved
+
+
+def layer_activation_bytes(shape: Shape, number: int) -> int:
+    """Saved for the backward pass per token in one layer, when a number of the compute dtype has `number` bytes.
+
+    Two norms (the float32 input, the normalised one, and that times the weight), q, k, v and the output of the
+    attention, then gate, silu(gate), up and their product. k and v count once per query head where sdpa expands them.
+    """
+    norms = 2 * (FP32 + 2 * number) * shape.hidden
+    qk_norms = shape.qk_norm * (FP32 + number) * (shape.heads + shape.kv_heads) * shape.head_dim
+    return norms + qk_norms + number * (4 * shape.heads * shape.head_dim + 4 * shape.intermediate)
+
+
+def activation_bytes(shape: Shape, num_tokens: float, number: int, *, every: int) -> float:
+    """Held at the start of the backward pass; of each `every`-th layer its input alone (0 = of none), and one of
+    those layers recomputed."""
+    layer = num_tokens * layer_activation_bytes(shape, number)
+    if not every:
+        return shape.layers * layer
+    num_light = -(-shape.layers // every)
+    return num_light * num_tokens * number * shape.hidden + (shape.layers - num_light + 1) * layer
+
+
+def memory_of_job(
+    shape: Shape, job: Job, max_tokens_per_microbatch: int, gpu_bytes: float, reserved: float = GIB
+) -> Memory:
+    """Return what a job that trains a model of this shape needs of a GPU of so many bytes."""
+    model, number = job.model, SIZE_OF[job.model.compute_dtype]
+    has_gradients = not (model.lora_rank or model.cpu_offload)
+    num_whole = 2 if model.reshard_after_forward else shape.layers
+    largest = max(shape.layer_parameters, shape.root_parameters)
+    engine = engine_memory(job.sizes, job.engine, gpu_bytes) if job.engine else None
+    return Memory(
+        states=training_state(job),
+        gradients=FP32 * shape.parameters / job.num_shards if has_gradients else 0.0,
+        gathered=number * (num_whole * shape.layer_parameters + shape.root_parameters) + (number + FP32) * largest,
+        activations=activation_bytes(
+            shape,
+            max_tokens_per_microbatch / model.context_parallel,
+            number,
+            every=model.recompute_every_n_layers,
+        ),
+        head=3 * FP32 * HEAD_CHUNK_TOKENS * shape.vocab,  # logits, their softmax, their gradient
+        engine_budget=engine.budget if engine else 0.0,
+        kv_cache=engine.kv_cache if engine else 0.0,
+        reserved=reserved,
     )
 
 
 def memory(shape: Shape, work: Workload, hw: Hardware) -> Memory:
-    return arpo.start.memory.memory(job(shape, work, hw), hw.memory_gib * GIB, hw.reserved_gib * GIB)
+    one = job(shape, work, hw)
+    return memory_of_job(shape, one, work.max_tokens_per_microbatch, hw.memory_gib * GIB, hw.reserved_gib * GIB)
 
 
 def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[str]:
@@ -134,7 +268,7 @@ def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[s
             f"trainer and engine need {m.rollout / GIB:.1f} GiB of a GPU's {hw.memory_gib:.1f} GiB while it samples"
         )
         reasons.append(f"{needed}; lower engine.gpu_memory_utilization={work.gpu_memory_utilization:g}")
-    reasons += arpo.start.memory.misfits(job(shape, work, hw), m, total)
+    reasons += arpo.start.memory.misfits(job(shape, work, hw), total)
     if work.num_prompts % num_gpus:
         reasons.append(f"data.num_prompts_per_step={work.num_prompts} is not a multiple of {num_gpus} ranks")
     return reasons

@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
-from arpo.start.memory import Shape, shape_from_json, states_bytes
+from arpo.start.memory import Job, training_state
 from benchmarks import scaling
 from benchmarks.shared import cost_model
+from benchmarks.shared.cost_model import Shape, shape_from_json
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = cost_model.HARDWARE["8xH100-80GB"]
@@ -65,9 +66,11 @@ def state_bytes(ranks, folder: str) -> tuple[int, int]:
 
 def test_shards_of_two_ranks_are_as_predicted(tiny_model_dir):
     shape = shape_from_json(AutoConfig.from_pretrained(tiny_model_dir).to_dict())
-    parameters, _, optimizer = states_bytes(shape, 2)
+    quarter = (
+        training_state(Job(shape.sizes, ModelConfig(), num_shards=2)) / 4
+    )  # parameters, gradients, and two moments
     for measured in run_ranks(2, state_bytes, str(tiny_model_dir)):
-        assert measured == pytest.approx((parameters, optimizer), rel=0.01)
+        assert measured == pytest.approx((quarter, 2 * quarter), rel=0.01)
 
 
 def test_more_nodes_are_never_slower_to_train_nor_need_more_memory_when_shards_span_them():

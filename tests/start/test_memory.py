@@ -5,6 +5,7 @@ The GPU is pretended: 80 GB as an H100 reports them.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,17 @@ import torch
 from arpo.config.load import load_config
 from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.errors import UserError
-from arpo.start.memory import GIB, Job, check_memory, describe, memory, misfits, read_job, shape_from_json
+from arpo.start.memory import (
+    GIB,
+    Job,
+    check_memory,
+    describe,
+    engine_memory,
+    misfits,
+    read_job,
+    training_state,
+)
+from benchmarks.shared.cost_model import memory_of_job, shape_from_json
 from train_rl import RLConfig, job_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -53,7 +64,7 @@ def job(monkeypatch):
     """job(model, *flags) -> what train_rl.py checks for configs/MODEL.yaml on 8 GPUs."""
 
     def job(model: str, *flags: str) -> Job:
-        monkeypatch.setattr("arpo.start.memory.shape_of", lambda path: shape_from_json(MODELS[model]))
+        monkeypatch.setattr("arpo.start.memory.sizes_of", lambda path: shape_from_json(MODELS[model]).sizes)
         return job_of(load_config(RLConfig, [str(CONFIGS / f"{model}.yaml"), *flags]), num_shards=8)
 
     return job
@@ -63,35 +74,30 @@ def job(monkeypatch):
 def test_the_shipped_configs_need_what_a_calculation_by_hand_found(job, model):
     share, state, update, rollout, kv_gib, kv_thousands, rows = BY_HAND[model]
     asked = job(model, "--engine.gpu_memory_utilization", str(share), "--engine.max_num_seqs", "256")
-    need = memory(asked, GPU, reserved=0.0)
-    assert need.states / GIB == pytest.approx(state, abs=0.06)
+    need = memory_of_job(shape_from_json(MODELS[model]), asked, 16384, GPU, reserved=0.0)
+    vllm = engine_memory(asked.sizes, asked.engine, GPU)
+    assert training_state(asked) / GIB == pytest.approx(state, abs=0.06)
     assert need.training / GIB == pytest.approx(update, rel=0.1)
     assert need.rollout / GIB == pytest.approx(rollout, abs=1.0)
-    assert need.kv_cache / GIB == pytest.approx(kv_gib, rel=0.1)
-    assert need.kv_tokens / 1000 == pytest.approx(kv_thousands, rel=0.1)
-    assert need.kv_tokens / asked.max_model_len == pytest.approx(rows, rel=0.1)
+    assert vllm.kv_cache / GIB == pytest.approx(kv_gib, rel=0.1)
+    assert vllm.kv_tokens / 1000 == pytest.approx(kv_thousands, rel=0.1)
+    assert vllm.kv_tokens / asked.max_model_len == pytest.approx(rows, rel=0.1)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_shipped_configs_fit_with_gigabytes_to_spare_and_sequences_that_the_cache_can_hold(job, model):
     asked = job(model)
-    need = memory(asked, GPU, reserved=3 * GIB)
-    assert not misfits(asked, need, GPU)
-    assert need.training < GPU
+    vllm = engine_memory(asked.sizes, asked.engine, GPU)
+    assert not misfits(asked, GPU)
+    assert memory_of_job(shape_from_json(MODELS[model]), asked, 16384, GPU, reserved=3 * GIB).training < GPU
     # A row is rarely full, but where far more run than fit, vLLM drops rows and computes them again.
-    assert asked.engine.max_num_seqs < 5 * need.kv_tokens / asked.max_model_len
+    assert asked.engine.max_num_seqs < 5 * vllm.kv_tokens / asked.max_model_len
 
 
 def test_the_line_says_what_is_needed_and_what_fits(job):
-    asked = job("qwen2.5_7b")
-    line = describe(asked, memory(asked, GPU), GPU)
-    assert line.startswith("memory per GPU (79.1 GiB): training state 14.2, update about 3")
-    assert "vLLM 55.4 while it samples: KV cache about 39.7 = 744k tokens = 132 full rows" in line
-    assert line.endswith("(engine.max_num_seqs=256)") and "may not fit" not in line
-    large = replace(asked, max_tokens_per_microbatch=300_000)
-    assert "may not fit (lower update.max_tokens_per_microbatch)" in describe(large, memory(large, GPU), GPU)
-    greedy = job("qwen2.5_7b", "--engine.gpu_memory_utilization", "0.95")
-    assert "samples, which may not fit (lower engine.gpu_memory_ut" in describe(greedy, memory(greedy, GPU), GPU)
+    line = describe(job("qwen2.5_7b"), GPU)
+    assert line.startswith("memory per GPU (79.1 GiB): training state 14.2, vLLM 55.4 while it samples: ")
+    assert line.endswith("KV cache about 39.7 = 744k tokens = 132 full rows (engine.max_num_seqs=256)")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,6 @@ def test_on_a_cpu_nothing_is_checked_or_said(job, caplog):
 
 
 SHAPE = shape_from_json(MODELS["qwen2.5_7b"])
-TRAINED = Job(SHAPE, ModelConfig(), num_shards=8, max_tokens_per_microbatch=16384)
 
 
 @pytest.mark.parametrize(
@@ -142,30 +147,35 @@ TRAINED = Job(SHAPE, ModelConfig(), num_shards=8, max_tokens_per_microbatch=1638
     ],
 )
 def test_every_option_that_moves_memory_counts(option, part, factor):
-    plain, other = (memory(replace(TRAINED, model=ModelConfig(**o)), GPU) for o in ({}, option))
+    plain, other = (
+        memory_of_job(
+            SHAPE, Job(SHAPE.sizes, ModelConfig(**o), num_shards=8), max_tokens_per_microbatch=16384, gpu_bytes=GPU
+        )
+        for o in ({}, option)
+    )
     assert getattr(other, part) == pytest.approx(factor * getattr(plain, part), rel=0.1)
 
 
 def test_a_critic_and_a_reference_have_their_own_shapes(job):
     asked = job("qwen2.5_7b", "--loss.kl_coefficient", "0.01", "--advantage.kind", "gae")
     states = 16 * SHAPE.parameters / 8
-    assert memory(asked, GPU).states == pytest.approx(states + states + states / 4)
+    assert training_state(asked) == pytest.approx(states + states + states / 4)
     offloaded = job("qwen2.5_7b", "--loss.kl_coefficient", "0.01", "--loss.offload_reference", "True")
-    assert memory(offloaded, GPU).states == states
+    assert training_state(offloaded) == states
 
 
 def test_an_engine_over_two_gpus_holds_half_of_weights_and_heads():
-    one, two = (
-        memory(Job(SHAPE, ModelConfig(), engine=EngineConfig(tensor_parallel=parts), max_model_len=4096), GPU)
-        for parts in (1, 2)
-    )
-    assert two.engine_weights == one.engine_weights / 2 and two.kv_bytes_per_token == one.kv_bytes_per_token / 2
-    assert one.states == one.training - one.reserved == 0
+    one, two = (engine_memory(SHAPE.sizes, EngineConfig(tensor_parallel=parts), GPU) for parts in (1, 2))
+    assert two.weights == one.weights / 2 and two.kv_bytes_per_token == one.kv_bytes_per_token / 2
+    assert training_state(Job(SHAPE.sizes, ModelConfig())) == 0
 
 
-def test_a_shape_is_read_from_the_folder_and_one_that_cannot_be_read_is_left_to_the_loader(tiny_model_dir, tmp_path):
+def test_sizes_are_read_from_the_folder_and_those_that_cannot_be_read_are_left_to_the_loader(tiny_model_dir, tmp_path):
     from safetensors.numpy import load_file
 
     stored = load_file(tiny_model_dir / "model.safetensors")
-    assert read_job(ModelConfig(str(tiny_model_dir))).shape.parameters == sum(array.size for array in stored.values())
+    sizes = read_job(ModelConfig(str(tiny_model_dir))).sizes
+    assert sizes.parameters == sum(array.size for array in stored.values())
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    assert sizes == shape_from_json(config).sizes
     assert read_job(ModelConfig(str(tmp_path))) is None
