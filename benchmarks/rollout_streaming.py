@@ -40,7 +40,6 @@ from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
-from arpo.protocol.tags import stop_strings
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
@@ -115,7 +114,7 @@ def lock_step(prompts: list[Prompt], engine: Engine, tools: ToolRunner, codec: C
 def spec_of(prompt: Prompt, tools: ToolRunner) -> SamplingSpec:
     """Return the sampling parameters that the rollout asks for."""
     return SamplingSpec(
-        max_tokens=2000, stop=stop_strings(tuple(t for t in prompt.tools if t in tools.tools)), seed=7,
+        max_tokens=2000, stop=tuple(f"</{tag}>" for tag in prompt.tools if tag in tools.tools), seed=7,
         num_entropy_tokens=BranchingConfig().entropy_tokens,
     )  # fmt: skip
 

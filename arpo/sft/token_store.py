@@ -108,10 +108,9 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
     dist.barrier()
-    parts = dist.all_gather_objects(_try_part(path, cfg, codec, building, dist))
     try:
-        if error := next((part.error for part in parts if part.error), ""):
-            raise UserError(error)
+        part = dist.together(lambda: _write_part(path, cfg, codec, building, dist))
+        parts = dist.all_gather_objects(part)
         overlong = [entry for part in parts for entry in part.overlong]
         if not any(part.lengths for part in parts):
             raise UserError(f"{path}: {_why_none(cfg, overlong)}")
@@ -140,21 +139,20 @@ class _Part:
 
     lengths: array = field(default_factory=lambda: array("i"))
     overlong: list[dict] = field(default_factory=list)
-    error: str = ""
 
 
 def _part(folder: Path, number: int) -> Path:
     return folder / f"part_{number:05d}.bin"
 
 
-def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
-    """Write this rank's tokens; a bad conversation becomes `error`, so that all ranks hear of it."""
+def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
+    """Write this rank's tokens. Raises UserError for a bad conversation."""
     part = _Part()
+    parse = FORMS[codec.format].parse_row
+    conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size, parse=parse)
+    silent = not (dist.is_main and sys.stderr.isatty())
     try:
         with _part(folder, dist.rank).open("wb") as file:
-            part_of_all = {"part": dist.rank, "num_parts": dist.world_size}
-            conversations = read_conversations(path, **part_of_all, parse=FORMS[codec.format].parse_row)
-            silent = not (dist.is_main and sys.stderr.isatty())
             for place, conversation in tqdm(
                 conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent
             ):
@@ -169,10 +167,10 @@ def _try_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, 
                     part.lengths.append(kept)
             file.flush()
             os.fsync(file.fileno())
-    except UserError as error:
-        part.error = str(error)
     except OSError as error:  # of the writing: read_rows names its own
-        part.error = f"{folder}: cannot write the tokens ({error.strerror}); run.dir must be a folder all nodes share"
+        raise UserError(
+            f"{folder}: cannot write the tokens ({error.strerror}); run.dir must be a folder all nodes share"
+        ) from None
     return part
 
 
@@ -208,16 +206,18 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
     except OSError as error:
         raise UserError(f"{path}: cannot read the file ({error.strerror}); check the path") from None
     tokenizer = codec.tokenizer.backend_tokenizer.to_str() + codec.tokenizer.chat_template
-    options = ("max_tokens", "overlong", "mask_results", "train_turns", "system_prompt")
     return {
         "format": FORMAT,
         "file": [str(path.resolve()), stat.st_size, stat.st_mtime_ns],
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),
         "enable_thinking": codec.enable_thinking,
         "tools": sorted(codec.tools),
-        **{name: getattr(cfg, name) for name in options},
-        **codec.origin,
-    }
+        "max_tokens": cfg.max_tokens,
+        "overlong": cfg.overlong,
+        "mask_results": cfg.mask_results,
+        "train_turns": cfg.train_turns,
+        "system_prompt": cfg.system_prompt,
+    } | codec.origin
 
 
 def _state(folder: Path, origin: dict) -> str:

@@ -29,7 +29,7 @@ def begin(ranks, model: str, folder: str) -> tuple[Saver, int]:
 def change(saver: Saver) -> None:
     """As a step would."""
     with torch.no_grad():
-        for p in saver.models[0].parameters():
+        for p in saver.policy.parameters():
             p.add_(1.0)
 
 

@@ -128,8 +128,8 @@ def test_what_cannot_be_had_is_one_line_that_begins_with_the_option(server, tmp_
             hub.pin("data.train", name)
         said[name] = str(caught.value).removeprefix(f"data.train={name}: ")
     assert said == {
-        "o/two": "the data set has 2 files; choose one: o/two:FILE, of main/train.jsonl, main/test.jsonl",
-        "o/two:train.jsonl": "the data set has no train.jsonl; choose one of main/train.jsonl, main/test.jsonl",
+        "o/two": "2 files fit; choose one: o/two:FILE; the data set has main/train.jsonl, main/test.jsonl",
+        "o/two:train.jsonl": "0 files fit; choose one: o/two:FILE; the data set has main/train.jsonl, main/test.jsonl",
         "o/two:main/test.jsonl": f"behind a form; accept it at {server.url}/datasets/o/two, then set HF_TOKEN (now not "
         "set)",
         "o/none": f"no file here, and {server.url} has no data set o/none, or a private one: correct the name, or set "

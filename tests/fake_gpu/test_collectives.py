@@ -20,7 +20,7 @@ from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.model import load_policy
-from arpo.model.critic import fill_values, load_critic, update_critic
+from arpo.model.critic import TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks, Timers
@@ -89,12 +89,11 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
     )
     policy = load_policy(cfg, ranks.mesh, device=CPU)
     reference = load_policy(replace(cfg, lora_rank=0), ranks.mesh, device=CPU).requires_grad_(False)
-    optimizer, critic, critic_optimizer = build_optimizer(policy, OptimConfig()), None, None
+    optimizer, critic = build_optimizer(policy, OptimConfig()), None
     if case.advantage.needs_critic:
-        critic = load_critic(replace(cfg, lora_rank=0), ranks.mesh, device=CPU)
-        critic_optimizer = build_optimizer(critic, OptimConfig())
+        critic = TrainedCritic.load(replace(cfg, lora_rank=0), OptimConfig(), 1, ranks)
     checkpoints = Checkpoints(run_dir, ranks)
-    assert checkpoints.resume(policy, optimizer, critic, critic_optimizer) == 0
+    assert checkpoints.resume(policy, optimizer, critic) == 0
 
     team, timers, metrics = form_team(ranks, case.tensor_parallel, model), Timers(), Metrics()
     groups = team.exchange(team.share(make_groups()), 2) if team.num_teams == 2 else make_groups()
@@ -108,11 +107,11 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
         if case.loss.kl_coefficient:
             fill_ref_logprobs(reference, minibatch.micros, 1.0)
         if critic:
-            fill_values(critic, minibatch.micros)
+            fill_values(critic.model, minibatch.micros)
     metrics.merge(fill_advantages(groups, minibatches, case.advantage, case.loss, ranks))
     for number, minibatch in enumerate(minibatches * 2):
         if critic:
-            metrics.merge(update_critic(critic, critic_optimizer, minibatch.micros, 1.0, ranks))
+            metrics.merge(critic.update(minibatch.micros, 0, ranks))
         metrics.merge(
             update_policy(policy, optimizer, minibatch.micros, case.loss, 1.0, 1.0, ranks, is_first=number == 0)
         )
@@ -120,7 +119,7 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
         pass  # to the engine
     ranks.step_times(timers)
     ranks.reduce_metrics(metrics)
-    checkpoints.save(1, policy, optimizer, critic, critic_optimizer)
+    checkpoints.save(1, policy, optimizer, critic)
     return [len(micro.row_ids) for minibatch in minibatches for micro in minibatch.micros]
 
 

@@ -14,7 +14,7 @@ from arpo.batch import Row, collate, microbatches
 from arpo.checkpoint import Checkpoints
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.model import load_policy
-from arpo.model.critic import fill_values, load_critic, update_critic, value_loss
+from arpo.model.critic import TrainedCritic, fill_values, load_critic, update_critic, value_loss
 from arpo.model.optim import build_optimizer
 from arpo.ranks import Ranks
 from arpo.trajectory import Metrics
@@ -160,9 +160,10 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
     policy = load_policy(model_of(folder), ranks.mesh, device=CPU)
     critic = load_critic(model_of(folder), ranks.mesh, device=CPU)
     optimizer, critic_optimizer = build_optimizer(policy, OPTIM), build_optimizer(critic, OPTIM)
+    trained = TrainedCritic(critic, critic_optimizer, OPTIM, num_updates=last_step)
     checkpoints = Checkpoints(Path(run), ranks)
     digests = {}
-    for step in range(checkpoints.resume(policy, optimizer, critic, critic_optimizer) + 1, last_step + 1):
+    for step in range(checkpoints.resume(policy, optimizer, trained) + 1, last_step + 1):
         micros = microbatches(make_rows(), ranks.rank, ranks.world_size, 30)
         fill_values(critic, micros)
         for micro in micros:
@@ -175,7 +176,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
             optimizer.zero_grad()
         digests[step] = digest(policy, optimizer) if step > 2 else "", digest(critic, critic_optimizer)
         if step in save_at:
-            checkpoints.save(step, policy, optimizer, critic, critic_optimizer)
+            checkpoints.save(step, policy, optimizer, trained)
     return digests
 
 

@@ -5,7 +5,7 @@ from arpo.errors import UserError
 from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.prompts import About, default_system_prompt, with_system_prompt
-from arpo.protocol.tags.text import escape_result, merge_tool_messages, parse_call, render_result, stop_strings
+from arpo.protocol.tags.text import escape_result, merge_tool_messages, parse_call, render_result
 from arpo.tools import system_prompt_for
 
 
@@ -18,8 +18,8 @@ def trained_text(codec, token_ids, mask) -> str:
     return codec.tokenizer.decode([t for t, m in zip(token_ids, mask, strict=True) if m])
 
 
-def test_stop_strings_are_the_closing_tags_of_the_loaded_tools():
-    assert stop_strings(("python", "search")) == ("</python>", "</search>")
+def test_stop_strings_are_the_closing_tags_of_the_loaded_tools(codec):
+    assert codec.stop_strings(("python", "search")) == ("</python>", "</search>")
 
 
 def test_a_call_is_what_stands_between_its_own_tags():

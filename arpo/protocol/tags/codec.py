@@ -14,7 +14,6 @@ from arpo.protocol.tags.text import (
     parse_call,
     render_result,
     reserved_tags,
-    stop_strings,
 )
 from arpo.trajectory import ToolCall
 
@@ -46,7 +45,7 @@ class TagsCodec(Codec):
     # -- a turn's calls and their results
 
     def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:
-        return stop_strings(tuple(offered))
+        return tuple(f"</{tag}>" for tag in offered)
 
     def calls(
         self, token_ids: Sequence[int], finish: str, stop_string: str | None, offered: Sequence[str]

@@ -26,11 +26,6 @@ def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
     return ("think", *tools, "result", "answer")
 
 
-def stop_strings(tools: tuple[str, ...]) -> tuple[str, ...]:
-    """("python", "search") -> ("</python>", "</search>")"""
-    return tuple(f"</{tag}>" for tag in tools)
-
-
 def parse_call(turn_text: str, tag: str) -> Call:
     """Parse the call that ends a turn: the text between the last <tag> of this turn and its closing tag.
 
