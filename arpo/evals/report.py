@@ -17,7 +17,6 @@ from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
 from arpo.evals.grading import grade_records
 from arpo.evals.judge import Judge
-from arpo.evals.published import MARK, PAPERS, papers_table
 from arpo.evals.records import Record, read_records
 from arpo.evals.resume import read_settings
 from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
@@ -98,7 +97,7 @@ def write_report(
             s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
     tables = report_tables(scores, averages(grades, meta.families, seed=meta.seed))
-    notes = [*meta.notes, *overlong_note(scores), *grader_notes(scores, meta.judge), *empty, *warning_of_papers(tables)]
+    notes = [*meta.notes, *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
     tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,14 +122,6 @@ def overlong_note(scores: Mapping[str, Scores]) -> list[str]:
     return [f"{words} ({', '.join(parts)})."] if parts else []
 
 
-def warning_of_papers(tables: Sequence[Table]) -> list[str]:
-    """Return a line where the papers' numbers stand beside ours of other questions, or by another grader."""
-    rows = [row for table in tables if table.title == PAPERS for row in table.rows if MARK in row[2]]
-    names = list(dict.fromkeys(row[0].partition(":")[0] for row in rows))
-    how = "over other questions, or by another grader"
-    return [f"{MARK} The papers' numbers cannot be compared with ours ({how}): {', '.join(names)}."] if names else []
-
-
 def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
     """Return lines that say who graded, and how often that went wrong."""
     notes = []
@@ -151,7 +142,7 @@ def report_tables(scores: Mapping[str, Scores], averages: Mapping[str, Scores]) 
     """Return all tables that are not empty."""
     means = {f"mean of {s['benchmarks']} ({family})": s for family, s in averages.items()}
     tables = [_main_table(scores, means), _pass_table({**scores, **means})]
-    tables += [make(scores) for make in (_splits_table, _metrics_table, papers_table, _tools_table, _failures_table)]
+    tables += [make(scores) for make in (_splits_table, _metrics_table, _tools_table, _failures_table)]
     return [table for table in tables if table.rows]
 
 
