@@ -14,26 +14,13 @@ SMOOTHING_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Line:
-    """A metric over the steps, as a line of curve.png."""
-
-    metric: str
-    label: str
-    is_smoothed: bool = False
-    """True = the line is the running mean, with the values themselves faint behind it."""
-    on_right: bool = False
-    """True = the right axis, which is of shares from 0 to 1."""
-
-
-@dataclass(frozen=True)
 class Charts:
-    """The lines and axes of a script's curve.png, and its first charts in TensorBoard."""
+    """The lines of a script's curve.png, and its first charts in TensorBoard."""
 
-    lines: tuple[Line, ...] = ()
-    left: str = ""
-    """Name of the left axis, with its unit."""
-    right: str = ""
-    """Name of the right axis; "" where no line is on it."""
+    axis: str = ""
+    """Name of the axis of the lines, with its unit."""
+    lines: tuple[tuple[str, str], ...] = ()
+    """(metric, label) of each line. The first is of training, and so noisy that its running mean is drawn too."""
     first: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(title, regular expressions of the tags) of each chart, in order. TensorBoard sorts its other pages by name."""
 
@@ -45,11 +32,11 @@ class Charts:
 NO_CHARTS = Charts()
 
 SFT_CHARTS = Charts(
+    axis="loss: nats per loss token",
     lines=(
-        Line("loss/nll", "training, of each step's conversations", is_smoothed=True),
-        Line("valid/nll", "validation conversations"),
+        ("loss/nll", "training, of each step's conversations"),
+        ("valid/nll", "validation conversations"),
     ),
-    left="loss: nats per loss token",
     first=(
         ("loss (nats per loss token)", ("loss/nll", "valid/nll")),
         ("gradient norm", ("optim/grad_norm",)),
@@ -63,12 +50,11 @@ SFT_CHARTS = Charts(
 def rl_charts(temperature: float) -> Charts:
     """Return the charts of train_rl.py; `temperature` is the one that trajectories are sampled at."""
     return Charts(
+        axis="reward, accuracy",
         lines=(
-            Line("reward/mean", f"training reward, sampled at temperature {temperature:g}", is_smoothed=True),
-            Line("valid/accuracy", "validation accuracy, greedy", on_right=True),
+            ("reward/mean", f"training reward, sampled at temperature {temperature:g}"),
+            ("valid/accuracy", "validation accuracy, greedy"),
         ),
-        left="reward",
-        right="accuracy",
         first=(
             ("reward", ("reward/mean", "valid/reward")),
             (
@@ -101,22 +87,19 @@ def draw_curve(rows: Sequence[Mapping[str, float]], charts: Charts, title: str, 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    left = figure.subplots()
-    left.set(title=title, xlabel="step", ylabel=charts.left)
-    left.grid(alpha=0.3)
-    right = left.twinx() if charts.right else left
-    if charts.right:
-        right.set(ylabel=charts.right, ylim=(-0.02, 1.02))
-    for number, line in enumerate(charts.lines):
-        axis, colour, label = (right if line.on_right else left), f"C{number}", line.label
-        points = [(row["step"], row[line.metric]) for row in rows if math.isfinite(row.get(line.metric, math.nan))]
+    axes = figure.subplots()
+    axes.set(title=title, xlabel="step", ylabel=charts.axis)
+    axes.grid(alpha=0.3)
+    for number, (metric, label) in enumerate(charts.lines):
+        points = [(row["step"], row[metric]) for row in rows if math.isfinite(row.get(metric, math.nan))]
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        if line.is_smoothed and len(points) > SMOOTHING_STEPS:
-            axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        colour = f"C{number}"
+        if number == 0 and len(points) > SMOOTHING_STEPS:
+            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
             values, label = running_mean(values), f"{label} (mean of the last {SMOOTHING_STEPS} steps)"
-        axis.plot(steps, values, color=colour, label=label, marker="." if len(points) < 30 else None)
-    if any(axis.lines for axis in figure.axes):
+        axes.plot(steps, values, color=colour, label=label, marker="." if len(points) < 30 else None)
+    if axes.lines:
         figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)

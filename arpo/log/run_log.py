@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from arpo.config.run_folder import record_settings
 from arpo.log.charts import NO_CHARTS, Charts, draw_curve
 from arpo.log.dumps import DumpWriter
-from arpo.log.metrics_file import MetricsFile
+from arpo.log.metrics_file import MetricsFile, read_metrics
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 
@@ -139,8 +138,16 @@ class Progress(contextlib.AbstractContextManager):
         self.prints_lines = not is_part and not (shows_bar and sys.stdout.isatty())
         self.total, self.what, self.start, self.line_at = total, what, done, done
         self.started = self.line_time = time.monotonic()
-        looks = {"unit": "", "dynamic_ncols": True, "leave": not is_part, "delay": float(is_part)}
-        self.bar = tqdm(desc=what, total=total, initial=done, disable=not shows_bar, **looks)
+        self.bar = tqdm(
+            desc=what,
+            total=total,
+            initial=done,
+            unit="",
+            leave=not is_part,
+            delay=float(is_part),
+            disable=not shows_bar,
+            dynamic_ncols=True,
+        )
 
     def at(self, done: int, text: str = "", *, keep: bool = False) -> None:
         """Show that `done` parts are done, and `text` about the newest. `keep`: print a line on any output."""
@@ -174,23 +181,3 @@ def print_line(text: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-
-
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return what a run's metrics.jsonl has of each step, in order."""
-    rows: dict[int, dict[str, float]] = {}
-    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        rows.setdefault(row["step"], {}).update(row)
-    return list(rows.values())
-
-
-def script_json(tree: object) -> str:
-    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
-    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
-
-    >>> script_json({"text": "</script>", "loss": math.nan})
-    '{"text":"\\u003c/script>","loss":"nan"}'
-    """
-    words = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
-    finite = json.loads(json.dumps(tree), parse_constant=words.get)
-    return json.dumps(finite, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

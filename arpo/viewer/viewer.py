@@ -15,6 +15,7 @@ import argparse
 import base64
 import gzip
 import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from pathlib import Path
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals.grades import grades_path
-from arpo.log import script_json
 from arpo.viewer.groups import read_groups
 from arpo.viewer.trend import read_trend
 
@@ -150,6 +150,18 @@ def page_of(run: Path, dump: Dump, max_groups: int) -> bytes:
     # mtime 0: the same dump makes the same page, byte for byte
     packed = base64.b64encode(gzip.compress(script_json(data).encode(), 6, mtime=0)).decode()
     return template().replace("@@STAMP@@", stamp_of(run, dump, max_groups)).replace("@@DATA@@", packed).encode()
+
+
+def script_json(tree: object) -> str:
+    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
+    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+
+    >>> script_json({"text": "</script>", "loss": math.nan})
+    '{"text":"\\u003c/script>","loss":"nan"}'
+    """
+    words = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+    finite = json.loads(json.dumps(tree), parse_constant=words.get)
+    return json.dumps(finite, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def with_run_data(page: bytes, data: dict) -> bytes:

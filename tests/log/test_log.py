@@ -137,18 +137,17 @@ def drawn(monkeypatch, rows: list[dict], charts: Charts, path) -> tuple[Figure, 
     return figure, lines
 
 
-def test_the_curve_has_a_title_two_named_axes_and_tells_sampled_training_from_greedy_validation(tmp_path, monkeypatch):
+def test_the_curve_has_a_title_and_an_axis_and_tells_sampled_training_from_greedy_validation(tmp_path, monkeypatch):
     rows = [{"step": 0, "valid/accuracy": 0.2}, *({"step": n, "reward/mean": n / 10} for n in range(1, 8))]
     rows += [{"step": 8, "reward/mean": math.nan}, {"step": 9}, {"step": 10, "reward/mean": 1.0, "valid/accuracy": 0.9}]
     figure, lines = drawn(monkeypatch, rows, rl_charts(0.8), tmp_path / "curve.png")
-    left, right = figure.axes
-    assert (left.get_title(), left.get_xlabel(), left.get_ylabel()) == ("my_run", "step", "reward")
-    assert right.get_ylabel() == "accuracy" and right.get_ylim() == pytest.approx((-0.02, 1.02))
+    [axes] = figure.axes
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("my_run", "step", "reward, accuracy")
     smooth = "training reward, sampled at temperature 0.8 (mean of the last 5 steps)"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [smooth, "validation accuracy, greedy"]
     assert lines["validation accuracy, greedy"] == [[0, 0.2], [10, 0.9]]
     assert lines[smooth][-1] == [10, pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 1.0) / 5)]
-    raw = next(line for line in left.lines if line.get_label() != smooth)
+    raw = axes.lines[0]
     assert raw.get_xydata().tolist()[-1] == [10, 1.0] and raw.get_alpha() < 0.5
 
 
