@@ -27,6 +27,7 @@ JUDGE_REASONS = {
     "judge_unparsable": "with a judgement that is not clearly a verdict",
     "judge_failed": "that the judge could not be asked about (grading again asks again)",
 }
+FAMILY_OF = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,8 @@ class RunMeta:
     """Name of the model."""
     judge: str = ""
     """Name of the judge's model; "" = there was none."""
-    families: dict[str, str] = field(default_factory=dict)
-    """Benchmark -> family (math, qa, deepsearch); those without one are only in the average over all."""
     seed: int = 0
     """Seed of the bootstrap."""
-    notes: tuple[str, ...] = ()
-    """Lines for the head of the report: tools muted, ..."""
     overlong: dict[str, int] = field(default_factory=dict)
     """Set -> number of its questions that were left out because their prompts are too long."""
     settings: Sequence[Sequence[str]] = ()
@@ -64,9 +61,7 @@ def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, ju
     meta = RunMeta(
         title=model_name(settings),
         judge=judge_cfg.model,
-        families={name: benchmark.family for name, benchmark in BENCHMARKS.items()},
         seed=settings["seed"],
-        notes=(f"SET{MUTED}: all tool calls were refused.",) if any(name.endswith(MUTED) for name in found) else (),
         overlong=left_out(sessions),
         settings=settings_rows(settings, sessions, judge_cfg.model),
     )
@@ -96,8 +91,8 @@ def write_report(
         if meta.overlong.get(name):
             s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
-    tables = report_tables(scores, averages(grades, meta.families, seed=meta.seed))
-    notes = [*meta.notes, *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
+    tables = report_tables(scores, averages(grades, FAMILY_OF, seed=meta.seed))
+    notes = [*muted_note(scores), *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
     tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +106,11 @@ def write_report(
 def summary(folder: Path) -> str:
     """Return what the console shows of a written report: its head and the first table, accuracy by benchmark."""
     return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
+
+
+def muted_note(scores: Mapping[str, Scores]) -> list[str]:
+    """Return a line about the sets that are a control."""
+    return [f"SET{MUTED}: all tool calls were refused."] if any(name.endswith(MUTED) for name in scores) else []
 
 
 def overlong_note(scores: Mapping[str, Scores]) -> list[str]:
