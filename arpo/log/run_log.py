@@ -1,6 +1,6 @@
-"""The log of a run: console lines, metrics.jsonl, trackers (TensorBoard), trajectory dumps, the curve.
+"""The log of a run: console lines, metrics.jsonl, trackers (TensorBoard), trajectory dumps.
 
-    runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz  curve.png
+    runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz
 
 An evaluation has only a `Console`. Only rank 0 writes; on other ranks every method does nothing.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from arpo.config.run_folder import record_settings
-from arpo.log.charts import NO_CHARTS, Charts, draw_curve
+from arpo.log.charts import Charts
 from arpo.log.dumps import DumpWriter
-from arpo.log.metrics_file import MetricsFile, read_metrics
+from arpo.log.metrics_file import MetricsFile
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 
@@ -56,20 +56,20 @@ class RunLog(Console):
         config: object,
         *,
         is_main: bool,
-        charts: Charts = NO_CHARTS,
+        charts: Charts | None = None,
         resume_step: int = 0,
         keep_dumps: int = 0,
         trackers: Sequence[str] = ("tensorboard",),
     ):
         super().__init__(is_main=is_main)
-        self.folder, self.charts = folder, charts
+        self.folder = folder
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         record_settings(folder, config, resume_step)
         self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps, say=self.line)
         self.metrics = MetricsFile(folder / "metrics.jsonl", resume_step)
-        self.trackers = Trackers(trackers, TrackedRun(folder, config, charts, resume_step), say=self.line)
+        self.trackers = Trackers(trackers, TrackedRun(folder, config, charts or {}, resume_step), say=self.line)
 
     def scalars(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
@@ -105,15 +105,7 @@ class RunLog(Console):
             self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
 
     def finish(self) -> None:
-        """Draw the curve, close all files, and say where the run can be looked at."""
-        curve = self.folder / "curve.png"
-        if self.is_main and self.charts.lines:
-            try:
-                draw_curve(read_metrics(self.folder), self.charts, self.folder.name, curve)
-                self.line(f"curve: {curve}")
-            except OSError as error:  # the run is done and saved
-                curve.unlink(missing_ok=True)
-                self.line(f"warning: {curve}: cannot be written ({error.strerror})")
+        """Close all files, and say where the run can be looked at."""
         for where in self.trackers.places() if self.is_main else ():
             self.line(where)
         self.close()

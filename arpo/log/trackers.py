@@ -74,8 +74,9 @@ class TensorBoard:
         self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
         rows = [f"| {key} | {value} |" for key, value in leaves(run.config).items()]
         self._board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
-        if run.charts.first:
-            self._board.add_custom_scalars(run.charts.layout())
+        if run.charts:
+            charts = {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in run.charts.items()}
+            self._board.add_custom_scalars({"overview": charts})
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         import numpy as np

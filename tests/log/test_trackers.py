@@ -19,7 +19,6 @@ from arpo.config.load import load_config
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.log import read_metrics
-from arpo.log.charts import NO_CHARTS
 from arpo.log.trackers import IDS, TRACKERS, TrackedRun, check_installed
 from train_rl import RLConfig
 
@@ -123,7 +122,7 @@ def test_a_tracker_that_cannot_begin_is_a_warning(tmp_path, monkeypatch, capsys)
 
 def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):
     def run(step):
-        return TrackedRun(tmp_path, Config(), NO_CHARTS, resume_step=step)
+        return TrackedRun(tmp_path, Config(), {}, resume_step=step)
 
     first = run(0).id_of("wandb")
     assert run(3).id_of("wandb") == first and run(3).id_of("trackio") != first
