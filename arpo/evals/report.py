@@ -27,7 +27,6 @@ JUDGE_REASONS = {
     "judge_unparsable": "with a judgement that is not clearly a verdict",
     "judge_failed": "that the judge could not be asked about (grading again asks again)",
 }
-FAMILY_OF = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ def write_report(
         if meta.overlong.get(name):
             s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
-    tables = report_tables(scores, averages(grades, FAMILY_OF, seed=meta.seed))
+    families = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
+    tables = report_tables(scores, averages(grades, families, seed=meta.seed))
     notes = [*muted_note(scores), *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
     tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
 

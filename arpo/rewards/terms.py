@@ -16,6 +16,8 @@ from arpo.errors import UserError
 from arpo.rewards.custom import CustomReward, custom_scores, load_custom
 from arpo.trajectory import Prompt, StopReason, Trajectory
 
+Fallback = Literal["rule", "drop"]
+"""What stands in for a verdict that is not there: the built-in accuracy, or nothing."""
 OVER_LIMIT = "judge_over_limit"
 """Reason of a missing verdict that a limit forbade to ask for, which is no failure of the judge."""
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
@@ -44,8 +46,7 @@ class TermEvidence:
     by_rule: Callable[[Trajectory, Prompt], RewardResult]
     max_response_tokens: int
     """Budget of one trajectory: sampled tokens and tool results together."""
-    judge_fallback: Literal["rule", "drop"]
-    """What stands in for a verdict that is not there: the built-in accuracy, or nothing."""
+    judge_fallback: Fallback
 
     @cached_property
     def rule(self) -> RewardResult:
@@ -111,12 +112,10 @@ class Terms:
     max_response_tokens: int
     custom: dict[str, CustomReward]
     """Entry in `reward.terms` -> the function of the user's that it names."""
-    judge_fallback: Literal["rule", "drop"]
+    judge_fallback: Fallback
 
 
-def load_terms(
-    cfg: TrainingRewardConfig, max_response_tokens: int, judge_fallback: Literal["rule", "drop"] = "rule"
-) -> Terms | None:
+def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int, judge_fallback: Fallback = "rule") -> Terms | None:
     """Return the terms, the files of their functions imported; None where `reward.terms` is empty. Raises UserError."""
     custom = {}
     for entry in cfg.weights:

@@ -25,6 +25,7 @@ from pathlib import Path
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals.grades import grades_path
+from arpo.evals.tables import replace_file
 from arpo.viewer.groups import read_groups
 from arpo.viewer.trend import read_trend
 
@@ -267,11 +268,9 @@ def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dum
 
 def write(path: Path, page: bytes, *, make_folder: bool = False) -> None:
     """Write a page, whole or not at all. Raises UserError where that is not possible."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
         if make_folder:
             path.parent.mkdir(exist_ok=True)
-        temporary.write_bytes(page)
-        temporary.replace(path)
+        replace_file(path, [page.decode()])
     except OSError as error:
         raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another --out") from None
