@@ -3,7 +3,6 @@
     torchrun --nproc_per_node 8 evaluate.py configs/qwen2.5_7b.yaml configs/eval.yaml --model.path MODEL
     python evaluate.py --model.path MODEL --eval.server http://host:8000 --eval.benchmarks gaia --eval.num_samples 5
     python evaluate.py RUN/config.yaml --eval.regrade RUN            # new grades and report, no model
-    python evaluate.py --eval.compare RUN_A RUN_B                    # paired differences
 
 Writes runs/NAME/{trajectories/, grades/, scores.json, report.md, config.yaml, sessions.jsonl}; the same command
 continues what was killed. The report is about all of the folder's trajectories; `python -m arpo.viewer RUN` shows them.
@@ -54,7 +53,7 @@ class EvalConfig:
         return self.eval.max_prompt_tokens + self.rollout.max_response_tokens
 
     def __post_init__(self) -> None:
-        if self.eval.regrade or self.eval.compare:
+        if self.eval.regrade:
             return
         some = self.eval.benchmarks or self.eval.files
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
@@ -76,7 +75,6 @@ from arpo.engine import Engine
 from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
 from arpo.evals.about import record_session
-from arpo.evals.compare import compare_runs
 from arpo.evals.judge import Judge
 from arpo.evals.question_sets import load_sets
 from arpo.evals.records import SetDump, read_records
@@ -93,9 +91,6 @@ from arpo.tools.base import MutedTool
 
 
 def main(cfg: EvalConfig) -> None:
-    if cfg.eval.compare:
-        print(compare_runs(cfg.eval.compare))
-        return
     if cfg.eval.regrade:
         run = Path(cfg.eval.regrade)
         judge = open_judge(cfg.judge, run, probe=False)  # it may be gone: its replies are kept

@@ -102,7 +102,7 @@ from arpo.data import PromptOrder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.log import RunLog
-from arpo.log.charts import rl_charts
+from arpo.log.charts import RL_CHARTS
 from arpo.log.nonfinite import reported_if_not_finite
 from arpo.metrics import console_text, distributions, memory_metrics, speeds
 from arpo.model import Policy, load_policy, load_tokenizer
@@ -151,7 +151,7 @@ def main(cfg: RLConfig) -> None:
     engine = Engine(model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
     engine.sync_weights(policy.hf_parameters())
     log = RunLog(
-        run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=rl_charts(temperature),
+        run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=RL_CHARTS,
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")

@@ -257,7 +257,7 @@ class Rollout:
             return
         rng = random.Random(f"{group.seed}|{live.key}")
         evidence = replace(live.evidence, statistics=self.statistics)
-        if refused_by := self.tools.sessions.refusal(live.trajectory.called):
+        if refused_by := self.tools.sessions.refusal([c.tag for c in live.trajectory.tool_calls if c.executed]):
             decision = Decision(evidence, False, None, None, refused_by)
         else:
             decision = Decision(evidence, *br.decide(evidence, self.branching, rng))

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NOT_DUMPED = ("verdict", "verdict_reason")
+
+
 class StopReason(StrEnum):
     """The reason why a trajectory ended. Only EOS means that the policy itself decided to stop."""
 
@@ -157,6 +160,11 @@ class Trajectory:
     token_chars: list[int] = field(default_factory=list)
     """Number of characters of `text` that each token adds; empty where they cannot be told apart (Codec.token_chars).
     Characters at the start that no token adds are the prompt's: a <think> that the chat template opens."""
+    verdict: float | None = None
+    """The judge's: 1 = right, 0 = wrong, or no answer was given; None = there is none, or not yet."""
+    verdict_reason: str = ""
+    """Short stable name of the reason why there is none: judge_late, judge_failed, judge_unparsable, or, where a limit
+    forbade to ask, judge_over_limit. Dumps have both fields' content in the reward's parts and reason."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
@@ -217,18 +225,14 @@ class Trajectory:
         return [call for t in self.turns for call in t.tool_calls if not t.inherited]
 
     @property
-    def called(self) -> list[str]:
-        """Tags of the tools that ran for it or for those it was forked from, call by call."""
-        return [call.tag for call in self.tool_calls if call.executed]
-
-    @property
     def has_replay_mismatch(self) -> bool:
         """True where a replay did not give it the state that its parent had, or so with one it was forked from."""
         return any(call.replay_mismatches for call in self.tool_calls)
 
     def to_dict(self) -> dict:
-        """Return all fields in plain types, for the trajectory dump (jsonl). Long lists are shared, not copied."""
-        return vars(self) | {"turns": [asdict(turn) for turn in self.turns]}
+        """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""
+        mine = {name: value for name, value in vars(self).items() if name not in NOT_DUMPED}
+        return mine | {"turns": [asdict(turn) for turn in self.turns]}
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from arpo.evals.records import read_records
 from arpo.log import read_metrics
-from arpo.log.charts import rl_charts
+from arpo.log.charts import RL_CHARTS
 
 EVALUATION = {
     "run.dir": "@DIR@/runs", "eval.files": "@DIR@/valid.jsonl", "eval.max_prompt_tokens": "64", "tools.names": "python",
@@ -78,7 +78,7 @@ def test_tensorboard_begins_with_charts_of_what_the_run_logged_and_has_histogram
     board = EventAccumulator(str(trained / "tb"), size_guidance={"histograms": 0})  # 0: all of them
     board.Reload()
     logged = board.Tags()["scalars"]
-    empty = [title for title, tags in rl_charts(1.0).first if not any(re.fullmatch(t, n) for t in tags for n in logged)]
+    empty = [title for title, tags in RL_CHARTS.items() if not any(re.fullmatch(t, n) for t in tags for n in logged)]
     assert empty == []
     histograms = {name: board.Histograms(name) for name in board.Tags()["histograms"]}
     assert list(histograms) == ["histogram/reward", "histogram/response_tokens", "histogram/delta_entropy"]
@@ -94,7 +94,7 @@ def test_tensorboard_begins_with_charts_of_what_the_run_logged_and_has_histogram
 
 def test_a_run_leaves_what_the_docs_say(trained):
     names = {p.name for p in trained.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "tb", "trajectories", "checkpoints", "curve.png", "hf"} <= names
+    assert {"config.yaml", "metrics.jsonl", "tb", "trajectories", "checkpoints", "hf"} <= names
     steps = sorted(p.name for p in (trained / "trajectories").iterdir())
     assert steps == ["step_000004.jsonl.gz", "step_000008.jsonl.gz", "step_000012.jsonl.gz",
                      "valid_000000.jsonl.gz", "valid_000006.jsonl.gz", "valid_000012.jsonl.gz"]  # fmt: skip

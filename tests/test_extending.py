@@ -21,7 +21,7 @@ from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.evals.grading import well_formed
 from arpo.evals.records import SetDump, read_records
-from arpo.log.charts import rl_charts
+from arpo.log.charts import RL_CHARTS
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.losses import LossInputs, policy_loss
 from arpo.metrics import rollout_metrics
@@ -377,7 +377,7 @@ def test_a_tracker_is_one_file_and_one_flag(tmp_path):
     name = f"{write_own_file('A tracker', tmp_path)}:Lines"
     cfg = load_config(RLConfig, [*RL, "--run.trackers", name])
     said = []
-    trackers = Trackers(cfg.run.trackers, TrackedRun(tmp_path, cfg, rl_charts(1.0), 0), say=said.append)
+    trackers = Trackers(cfg.run.trackers, TrackedRun(tmp_path, cfg, RL_CHARTS, 0), say=said.append)
     trackers.scalars(3, {"loss/policy": 0.5}, {})
     trackers.close()
     assert json.loads((tmp_path / "lines.jsonl").read_text()) == {"step": 3, "loss": 0.5} and not said

@@ -35,10 +35,10 @@ def test_the_loss_falls_on_training_and_validation_conversations(trained):
     assert len(valid) == 3 and valid[-1] < 0.7 * valid[0]
 
 
-def test_the_run_leaves_a_model_that_loads_and_a_curve(trained):
+def test_the_run_leaves_a_model_that_loads(trained):
     model = AutoModelForCausalLM.from_pretrained(trained / "hf")
     assert "by supervised fine-tuning with tool calls, 12 steps" in (trained / "hf" / "README.md").read_text()
-    assert model.config.num_hidden_layers == 2 and (trained / "curve.png").stat().st_size > 1000
+    assert model.config.num_hidden_layers == 2
 
 
 def test_the_first_line_of_the_metrics_says_what_the_data_is(trained):
@@ -74,13 +74,10 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
     folder = world / "runs" / "again" / "checkpoints"
     newest = folder / "step_000012" / "manifest.json"
     newest.write_text(newest.read_text()[:50])  # as if killed while writing
-    curve = world / "runs" / "again" / "curve.png"
-    curve.unlink()
     output = train(world, "--run.name", "again")
     assert "from step 8" in output and "tokenising" not in output, output
     first = output.splitlines()[0]
     assert re.fullmatch(r"2 ranks on the CPU \(1 thread each\), torch \d.*, attention: sdpa", first), output
-    assert curve.stat().st_size > 1000
     for a, b in zip(read_metrics(trained), read_metrics(world / "runs" / "again"), strict=True):
         assert {k: v for k, v in a.items() if k.startswith(("loss", "optim", "valid"))} == {
             k: v for k, v in b.items() if k.startswith(("loss", "optim", "valid"))

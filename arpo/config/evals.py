@@ -44,8 +44,6 @@ class EvalSection:
     a call whose result is not in tools.search.cache or tools.python.cache stops the run."""
     regrade: str = ""
     """Folder of a run to grade and report again, from its trajectories alone."""
-    compare: tuple[str, ...] = ()
-    """Folders of runs to compare with the first of them, question by question; the result is written to the last."""
 
 
 @dataclass(frozen=True)

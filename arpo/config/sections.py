@@ -49,9 +49,9 @@ class RunConfig:
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb and trackio (extras of the same names; a
-    project is WANDB_PROJECT or TRACKIO_PROJECT, else arpo-torch), or your own, FILE.py:NAME. One that fails
-    is a warning, and is then off. Empty = none."""
+    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb (pip install '.[wandb]'; its project is
+    WANDB_PROJECT, else arpo-torch), or your own, FILE.py:NAME. One that fails is a warning, and is then off. Empty =
+    none."""
     keep_dumps: Annotated[int, AtLeast(0)] = 50
     """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True

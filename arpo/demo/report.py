@@ -51,15 +51,14 @@ def table(folder: Path, demo: Demo = DEMO) -> str:
 
 
 def where_to_look(folder: Path, demo: Demo = DEMO) -> str:
-    """The picture of the training, the numbers of the evaluation, and the commands that show more."""
+    """The numbers of the evaluation, and the commands that show more."""
     evaluation = folder / demo.evaluations["after RL"][0]
     return "\n".join(
         [
-            f"reward and accuracy over the steps: {folder / f'{demo.name}_arpo' / 'curve.png'}",
-            f"all numbers of the evaluation:      {evaluation / 'report.md'}",
+            f"all numbers of the evaluation: {evaluation / 'report.md'}",
             "",
             "source .venv/bin/activate",
-            f"python -m arpo.viewer {folder / f'{demo.name}_arpo'}  # the branch trees of the last step, on one page",
+            f"python -m arpo.viewer {folder / f'{demo.name}_arpo'}  # curves over the steps, and branch trees",
             f"python -m arpo.viewer {evaluation}  # every question and answer",
             f"tensorboard --logdir {folder}",
         ]

@@ -94,11 +94,13 @@ def settings_rows(settings: Mapping[str, Any], sessions: Sequence[Session], judg
 
     settings: those that the run's trajectories were made under (resume.py); judge: name of the judge's model, or "".
     """
-    dates, codes = [s.date for s in sessions], list(dict.fromkeys(s.code for s in sessions))
-    dates = [dates[0], *([f"{dates[-1]} ({len(dates)} starts)"] if len(dates) > 1 else [])] if dates else []
-    values = {"model": settings["model"], "date": " to ".join(dates), "code": ", then ".join(codes)}
-    values = {name: value or NOT_RECORDED for name, value in values.items()} | leaves(settings)
-    values |= {"max_prompt_tokens": sessions[-1].max_prompt_tokens} if sessions else {}
+    dates = sessions[0].date if sessions else NOT_RECORDED
+    if len(sessions) > 1:
+        dates += f" to {sessions[-1].date} ({len(sessions)} starts)"
+    code = ", then ".join(dict.fromkeys(session.code for session in sessions)) or NOT_RECORDED
+    values = {"model": settings["model"], "date": dates, "code": code} | leaves(settings)
+    if sessions:
+        values["max_prompt_tokens"] = sessions[-1].max_prompt_tokens
     values["judge"] = judge or "none"
     return [[name, _words(value)] for name, value in values.items() if value not in ("", None)]
 

@@ -17,7 +17,6 @@ from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
 from arpo.evals.grading import grade_records
 from arpo.evals.judge import Judge
-from arpo.evals.published import MARK, PAPERS, papers_table
 from arpo.evals.records import Record, read_records
 from arpo.evals.resume import read_settings
 from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
@@ -38,12 +37,8 @@ class RunMeta:
     """Name of the model."""
     judge: str = ""
     """Name of the judge's model; "" = there was none."""
-    families: dict[str, str] = field(default_factory=dict)
-    """Benchmark -> family (math, qa, deepsearch); those without one are only in the average over all."""
     seed: int = 0
     """Seed of the bootstrap."""
-    notes: tuple[str, ...] = ()
-    """Lines for the head of the report: tools muted, ..."""
     overlong: dict[str, int] = field(default_factory=dict)
     """Set -> number of its questions that were left out because their prompts are too long."""
     settings: Sequence[Sequence[str]] = ()
@@ -65,9 +60,7 @@ def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, ju
     meta = RunMeta(
         title=model_name(settings),
         judge=judge_cfg.model,
-        families={name: benchmark.family for name, benchmark in BENCHMARKS.items()},
         seed=settings["seed"],
-        notes=(f"SET{MUTED}: all tool calls were refused.",) if any(name.endswith(MUTED) for name in found) else (),
         overlong=left_out(sessions),
         settings=settings_rows(settings, sessions, judge_cfg.model),
     )
@@ -97,8 +90,9 @@ def write_report(
         if meta.overlong.get(name):
             s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
-    tables = report_tables(scores, averages(grades, meta.families, seed=meta.seed))
-    notes = [*meta.notes, *overlong_note(scores), *grader_notes(scores, meta.judge), *empty, *warning_of_papers(tables)]
+    families = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
+    tables = report_tables(scores, averages(grades, families, seed=meta.seed))
+    notes = [*muted_note(scores), *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
     tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,6 +108,11 @@ def summary(folder: Path) -> str:
     return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
 
 
+def muted_note(scores: Mapping[str, Scores]) -> list[str]:
+    """Return a line about the sets that are a control."""
+    return [f"SET{MUTED}: all tool calls were refused."] if any(name.endswith(MUTED) for name in scores) else []
+
+
 def overlong_note(scores: Mapping[str, Scores]) -> list[str]:
     """Return a line about questions that were left out, as the numbers are then not of the whole set."""
     parts = [
@@ -121,14 +120,6 @@ def overlong_note(scores: Mapping[str, Scores]) -> list[str]:
     ]
     words = "Left out, and in no number: questions with longer prompts than eval.max_prompt_tokens"
     return [f"{words} ({', '.join(parts)})."] if parts else []
-
-
-def warning_of_papers(tables: Sequence[Table]) -> list[str]:
-    """Return a line where the papers' numbers stand beside ours of other questions, or by another grader."""
-    rows = [row for table in tables if table.title == PAPERS for row in table.rows if MARK in row[2]]
-    names = list(dict.fromkeys(row[0].partition(":")[0] for row in rows))
-    how = "over other questions, or by another grader"
-    return [f"{MARK} The papers' numbers cannot be compared with ours ({how}): {', '.join(names)}."] if names else []
 
 
 def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
@@ -151,7 +142,7 @@ def report_tables(scores: Mapping[str, Scores], averages: Mapping[str, Scores]) 
     """Return all tables that are not empty."""
     means = {f"mean of {s['benchmarks']} ({family})": s for family, s in averages.items()}
     tables = [_main_table(scores, means), _pass_table({**scores, **means})]
-    tables += [make(scores) for make in (_splits_table, _metrics_table, papers_table, _tools_table, _failures_table)]
+    tables += [make(scores) for make in (_splits_table, _metrics_table, _tools_table, _failures_table)]
     return [table for table in tables if table.rows]
 
 

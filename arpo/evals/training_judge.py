@@ -19,7 +19,7 @@ from arpo.config.evals import TrainingJudgeConfig
 from arpo.errors import UserError
 from arpo.evals.grading import predicted
 from arpo.evals.judge import Judge, JudgeTask, Verdict
-from arpo.rewards.terms import OVER_LIMIT, Judgement
+from arpo.rewards.terms import OVER_LIMIT
 from arpo.tools.http.client import HttpClient
 from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
@@ -55,32 +55,37 @@ class TrainingJudge:
         self._metrics = Metrics()
         self._num_calls = 0
         self._asked: dict[str, Asked] = {}  # by the judge's prompt: equal answers are asked about once
-        # by id() of a trajectory, which is kept so that no other gets that id; a string is a key of `_asked`
-        self._judgements: dict[int, tuple[Trajectory, Judgement | str]] = {}
 
     def begin(self, group: Group, seconds: list[float] | None = None) -> None:
-        """Begin to judge a group whose trajectories have all ended (but for those that an error of ours did end)."""
-        for t in group.trajectories:
-            if t.stop_reason != StopReason.ERROR and id(t) not in self._judgements:
-                self._judgements[id(t)] = t, self._begin_one(group, t)
+        """Begin to judge a group whose trajectories have all ended (but for those that an error of ours did end).
 
-    def _begin_one(self, group: Group, t: Trajectory) -> Judgement | str:
-        prediction = predicted(t.segments, self._form)
-        if not prediction:
-            return Judgement(0.0)
-        prompt = group.prompt
-        task = JudgeTask(prompt.messages[-1]["content"], tuple(prompt.answers), prediction)
-        if task.prompt in self._asked:
-            return task.prompt
-        if (verdict := self._judge.recorded(task)) is not None:
+        A verdict that need not be asked for is filled in at once, the others by `collect`.
+        """
+        for t, task in self._unjudged(group):
+            self._begin_one(t, task)
+
+    def _unjudged(self, group: Group) -> list[tuple[Trajectory, JudgeTask]]:
+        question, answers = group.prompt.messages[-1]["content"], tuple(group.prompt.answers)
+        return [
+            (t, JudgeTask(question, answers, predicted(t.segments, self._form)))
+            for t in group.trajectories
+            if t.stop_reason != StopReason.ERROR and t.verdict is None and not t.verdict_reason
+        ]
+
+    def _begin_one(self, t: Trajectory, task: JudgeTask) -> None:
+        if not task.prediction:
+            t.verdict = 0.0
+        elif task.prompt in self._asked:
+            return
+        elif (verdict := self._judge.recorded(task)) is not None:
             self._metrics.sum("judge/cached", 1)
-            return self._judgement(verdict)
-        if self._num_calls >= self._limit():
+            _fill(t, verdict)
+        elif self._num_calls >= self._limit():
             self._metrics.sum("judge/over_limit", 1)
-            return self._without_verdict(OVER_LIMIT)
-        self._num_calls += 1
-        self._asked[task.prompt] = asyncio.run_coroutine_threadsafe(self._ask(task), self._loop)
-        return task.prompt
+            t.verdict_reason = OVER_LIMIT
+        else:
+            self._num_calls += 1
+            self._asked[task.prompt] = asyncio.run_coroutine_threadsafe(self._ask(task), self._loop)
 
     def _limit(self) -> float:
         """Return how many judgements this part may ask for in this step."""
@@ -101,29 +106,19 @@ class TrainingJudge:
                 verdict = Verdict("failed", str(error))
             return verdict, time.perf_counter() - started
 
-    def collect(self, groups: list[Group]) -> dict[int, Judgement]:
-        """Return what the judge says of each trajectory, by its id(), unless an error of ours ended it."""
+    def collect(self, groups: list[Group]) -> None:
+        """Fill in the verdicts of all trajectories, or why there is none, unless an error of ours ended them."""
         for group in groups:
             self.begin(group)
         wait(self._asked.values(), timeout=self.cfg.deadline_s)
         for asked in self._asked.values():
             asked.cancel()  # of those that are done nothing changes
-        keys = [id(t) for group in groups for t in group.trajectories]
-        return {key: self._resolved(self._judgements[key][1]) for key in keys if key in self._judgements}
-
-    def _resolved(self, found: Judgement | str) -> Judgement:
-        if isinstance(found, Judgement):
-            return found
-        asked = self._asked[found]
-        return self._without_verdict("judge_late") if asked.cancelled() else self._judgement(asked.result()[0])
-
-    def _judgement(self, verdict: Verdict) -> Judgement:
-        if verdict.status in ("failed", "unparsable"):
-            return self._without_verdict(f"judge_{verdict.status}")
-        return Judgement(float(verdict.status == "correct"))
-
-    def _without_verdict(self, reason: str) -> Judgement:
-        return Judgement(None, reason, use_rule=self.cfg.fallback == "rule")
+        for t, task in (pair for group in groups for pair in self._unjudged(group)):
+            asked = self._asked[task.prompt]
+            if asked.cancelled():
+                t.verdict_reason = "judge_late"
+            else:
+                _fill(t, asked.result()[0])
 
     def end_step(self) -> Metrics:
         """Return the numbers of the step, and begin the next one. Its verdicts have been collected."""
@@ -159,3 +154,10 @@ class TrainingJudge:
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
         self._loop.close()
         self._judge.close()
+
+
+def _fill(t: Trajectory, verdict: Verdict) -> None:
+    if verdict.status in ("failed", "unparsable"):
+        t.verdict_reason = f"judge_{verdict.status}"
+    else:
+        t.verdict = float(verdict.status == "correct")

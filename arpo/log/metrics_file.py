@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from arpo.errors import UserError
+
 
 class MetricsFile:
     """Appends rows to a run's metrics.jsonl. Rows for which there is no room wait in memory."""
@@ -71,3 +73,20 @@ def _num_bytes_until(path: Path, step: int) -> int:
         newest = json.loads(line)["step"]
         num_bytes += len(line)
     return num_bytes
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """Return what a run's metrics.jsonl has of each step, in order; [] where there is none.
+
+    A last line without its end, which a working run may be writing, is passed over. Raises UserError for a broken line.
+    """
+    path = folder / "metrics.jsonl"
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+    rows: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.setdefault(int(row["step"]), {}).update(row)
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}:{number}: not a line of metrics; drop the line") from None
+    return list(rows.values())

@@ -1,6 +1,6 @@
-"""The log of a run: console lines, metrics.jsonl, trackers (TensorBoard), trajectory dumps, the curve.
+"""The log of a run: console lines, metrics.jsonl, trackers (TensorBoard), trajectory dumps.
 
-    runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz  curve.png
+    runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz
 
 An evaluation has only a `Console`. Only rank 0 writes; on other ranks every method does nothing.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from arpo.config.run_folder import record_settings
-from arpo.log.charts import NO_CHARTS, Charts, draw_curve
+from arpo.log.charts import Charts
 from arpo.log.dumps import DumpWriter
 from arpo.log.metrics_file import MetricsFile
 from arpo.log.trackers import TrackedRun, Trackers
@@ -57,20 +56,20 @@ class RunLog(Console):
         config: object,
         *,
         is_main: bool,
-        charts: Charts = NO_CHARTS,
+        charts: Charts | None = None,
         resume_step: int = 0,
         keep_dumps: int = 0,
         trackers: Sequence[str] = ("tensorboard",),
     ):
         super().__init__(is_main=is_main)
-        self.folder, self.charts = folder, charts
+        self.folder = folder
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         record_settings(folder, config, resume_step)
         self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps, say=self.line)
         self.metrics = MetricsFile(folder / "metrics.jsonl", resume_step)
-        self.trackers = Trackers(trackers, TrackedRun(folder, config, charts, resume_step), say=self.line)
+        self.trackers = Trackers(trackers, TrackedRun(folder, config, charts or {}, resume_step), say=self.line)
 
     def scalars(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
@@ -106,15 +105,7 @@ class RunLog(Console):
             self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
 
     def finish(self) -> None:
-        """Draw the curve, close all files, and say where the run can be looked at."""
-        curve = self.folder / "curve.png"
-        if self.is_main and self.charts.lines:
-            try:
-                draw_curve(read_metrics(self.folder), self.charts, self.folder.name, curve)
-                self.line(f"curve: {curve}")
-            except OSError as error:  # the run is done and saved
-                curve.unlink(missing_ok=True)
-                self.line(f"warning: {curve}: cannot be written ({error.strerror})")
+        """Close all files, and say where the run can be looked at."""
         for where in self.trackers.places() if self.is_main else ():
             self.line(where)
         self.close()
@@ -139,8 +130,16 @@ class Progress(contextlib.AbstractContextManager):
         self.prints_lines = not is_part and not (shows_bar and sys.stdout.isatty())
         self.total, self.what, self.start, self.line_at = total, what, done, done
         self.started = self.line_time = time.monotonic()
-        looks = {"unit": "", "dynamic_ncols": True, "leave": not is_part, "delay": float(is_part)}
-        self.bar = tqdm(desc=what, total=total, initial=done, disable=not shows_bar, **looks)
+        self.bar = tqdm(
+            desc=what,
+            total=total,
+            initial=done,
+            unit="",
+            leave=not is_part,
+            delay=float(is_part),
+            disable=not shows_bar,
+            dynamic_ncols=True,
+        )
 
     def at(self, done: int, text: str = "", *, keep: bool = False) -> None:
         """Show that `done` parts are done, and `text` about the newest. `keep`: print a line on any output."""
@@ -174,23 +173,3 @@ def print_line(text: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-
-
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return what a run's metrics.jsonl has of each step, in order."""
-    rows: dict[int, dict[str, float]] = {}
-    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        rows.setdefault(row["step"], {}).update(row)
-    return list(rows.values())
-
-
-def script_json(tree: object) -> str:
-    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
-    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
-
-    >>> script_json({"text": "</script>", "loss": math.nan})
-    '{"text":"\\u003c/script>","loss":"nan"}'
-    """
-    words = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
-    finite = json.loads(json.dumps(tree), parse_constant=words.get)
-    return json.dumps(finite, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

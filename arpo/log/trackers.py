@@ -1,4 +1,4 @@
-"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
+"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: TensorBoard, Weights & Biases.
 
 A tracker is one function, in a file of yours (run.trackers FILE.py:NAME) or with one line in TRACKERS. One that cannot
 be imported is an error before a model is loaded; whatever goes wrong later is one warning, and the tracker is off: a
@@ -11,11 +11,11 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from arpo.config.facts import leaves
 from arpo.config.named import find, is_own
@@ -74,8 +74,9 @@ class TensorBoard:
         self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
         rows = [f"| {key} | {value} |" for key, value in leaves(run.config).items()]
         self._board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
-        if run.charts.first:
-            self._board.add_custom_scalars(run.charts.layout())
+        if run.charts:
+            charts = {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in run.charts.items()}
+            self._board.add_custom_scalars({"overview": charts})
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         import numpy as np
@@ -94,7 +95,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, and what has its interface. Texts are left to TensorBoard and the viewer.
+    """Weights & Biases. Texts are left to TensorBoard and the viewer.
 
     WANDB_MODE=offline writes to RUN/wandb alone. The key is wandb's business: it is in none of our files.
     """
@@ -115,10 +116,8 @@ class Wandb:
         self.where = f"wandb: {self._run.url}" if self._run.url else f"wandb sync {Path(self._run.dir).parent}"
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        self._log(step, {**values, **{name: self._histogram(numbers) for name, numbers in histograms.items()}})
-
-    def _log(self, step: int, values: dict[str, Any]) -> None:
-        self._run.log(values | {"step": step})
+        drawn = {name: self._histogram(numbers) for name, numbers in histograms.items()}
+        self._run.log({**values, **drawn, "step": step})
 
     def text(self, step: int, name: str, text: str) -> None:
         pass
@@ -127,45 +126,22 @@ class Wandb:
         self._run.finish()
 
 
-class Trackio(Wandb):
-    """Trackio: local, in its own folder (TRACKIO_DIR), or on the Space or server that its environment names."""
-
-    def __init__(self, run: TrackedRun):
-        import trackio
-
-        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-        self._run = trackio.init(
-            project=project, name=f"{run.folder.name}-{run.id_of('trackio')}", resume="allow", embed=False,
-            config={key: str(value) for key, value in leaves(run.config).items()}, auto_log_gpu=False,
-            auto_log_cpu=False,
-        )  # fmt: skip
-        self._histogram = trackio.Histogram
-        self.where = f"trackio show --project {project}"
-
-    def _log(self, step: int, values: dict[str, Any]) -> None:
-        self._run.log(values, step=step)
-
-
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
-    "trackio": Trackio,
 }
-"""Values of `run.trackers`. Each imports its package itself, which has the name of the tracker."""
+"""Values of `run.trackers`. Each imports its package itself."""
 
 
-def check_installed(names: Iterable[str]) -> None:
+def check_installed(names: Sequence[str]) -> None:
     """Raise UserError for a tracker whose package is not there, without importing it, or a user's that cannot be."""
     for name in names:
         if is_own(name):
             find("run.trackers", name, TRACKERS)
-        if name in ("wandb", "trackio") and not _is_installed(name):
-            raise UserError(f"run.trackers has {name}, which is not installed; pip install '.[{name}]', or drop it")
-
-
-def _is_installed(package: str) -> bool:
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
+    spec = find_spec("wandb")
+    is_installed = spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
+    if "wandb" in names and not is_installed:
+        raise UserError("run.trackers has wandb, which is not installed; pip install '.[wandb]', or drop it")
 
 
 # ---- all of a run's trackers

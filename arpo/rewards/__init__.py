@@ -23,9 +23,9 @@ from arpo.rewards.math_answer import exact_accuracy, math_accuracy
 from arpo.rewards.qa import qa_accuracy
 from arpo.rewards.terms import RewardResult, Terms, score_terms
 from arpo.rewards.upstream import upstream_score
-from arpo.trajectory import Group, Prompt, ToolCall, Trajectory
+from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
-__all__ = ["RewardResult", "load_custom", "score", "score_groups", "score_trajectories"]
+__all__ = ["RewardResult", "load_custom", "score", "score_by_rule", "score_groups", "score_trajectories"]
 
 TOOL_BONUS = 0.1
 
@@ -48,30 +48,41 @@ def score(
     *,
     compat: Literal["paper", "upstream"] = "paper",
     segments: Segments | None = None,
-    tool_calls: list[ToolCall] | None = None,
-    ability: str | None = None,
     tools: Sequence[str] = PAPER_TOOLS,
     bonus_tools: Sequence[str] = PAPER_TOOLS,
     form: str = "tags",
 ) -> RewardResult:
-    """Return the reward of one response. Without `segments` and `tool_calls`, both are derived from the text.
+    """Return the reward of a response of which there is no more than the text. The rest is as in `score_by_rule`.
 
-    `tools` are the tags of the loaded tools; all of `bonus_tools` must have succeeded for the bonus (none = no bonus).
-    `compat="upstream"` gives the released score and looks at nothing but text and answers. `form`: protocol.format.
+    Calls are derived from the text, and so is what the model wrote of it, unless there are `segments`.
     """
-    if compat == "upstream":
-        total, f1, bonus, reason = upstream_score(response_text, answers)
-        return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
     rules = FORMS[form].rules
     segments = rules.derive_segments(response_text, tools) if segments is None else segments
+    calls = [ToolCall(tag, "", "", ok=True) for tag in rules.answered_calls(segments, tools)]
+    response = Trajectory("", "", turns=[Turn(0, tool_calls=calls)], text=response_text, segments=segments)
+    cfg = RewardConfig(compat=compat, bonus_tools=tuple(bonus_tools))
+    return score_by_rule(response, Prompt("", [], answers, data_source), cfg, tools=tools, form=form)
+
+
+def score_by_rule(
+    t: Trajectory, prompt: Prompt, cfg: RewardConfig, *, tools: Sequence[str], form: str = "tags"
+) -> RewardResult:
+    """Return the built-in reward of a trajectory. `tools` are the tags of the loaded tools.
+
+    All of `cfg.bonus_tools` must have succeeded for the bonus (none = no bonus). `cfg.compat="upstream"` gives the
+    released score and looks at nothing but text and answers. `form` is the value of protocol.format.
+    """
+    if cfg.compat == "upstream":
+        total, f1, bonus, reason = upstream_score(t.text, prompt.answers)
+        return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
+    rules = FORMS[form].rules
+    segments = t.segments or rules.derive_segments(t.text, tools)
     answer, _ = rules.extract_answer(segments)
-    accuracy = 0.0 if answer is None else accuracy_function(answers, data_source, ability)(answer, answers)
+    measure = accuracy_function(prompt.answers, prompt.data_source, prompt.meta.get("ability"))
+    accuracy = 0.0 if answer is None else measure(answer, prompt.answers)
     reason = rules.format_error(segments, tools)
-    if tool_calls is None:
-        successful = rules.answered_calls(segments, tools)
-    else:
-        successful = {call.tag for call in tool_calls if call.ok and call.executed}
-    earns_bonus = not reason and accuracy > 0 and bonus_tools and set(bonus_tools) <= successful
+    successful = {call.tag for call in t.tool_calls if call.ok and call.executed}
+    earns_bonus = not reason and accuracy > 0 and cfg.bonus_tools and set(cfg.bonus_tools) <= successful
     bonus = TOOL_BONUS if earns_bonus else 0.0
     parts = {"format": float(not reason), "accuracy": accuracy, "tool_bonus": bonus}
     return RewardResult(-1.0 if reason else accuracy + bonus, parts, reason)
@@ -100,11 +111,7 @@ def score_trajectories(
     """
 
     def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
-        return score(
-            t.text, prompt.answers, prompt.data_source,
-            compat=cfg.compat, segments=t.segments or None, tool_calls=t.tool_calls, ability=prompt.meta.get("ability"),
-            tools=tools, bonus_tools=cfg.bonus_tools, form=form,
-        )  # fmt: skip
+        return score_by_rule(t, prompt, cfg, tools=tools, form=form)
 
     if terms is not None:
         score_terms(terms, trajectories, prompts_by_id, by_rule)

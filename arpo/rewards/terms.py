@@ -7,15 +7,19 @@ trajectory. Other terms are functions of the user's (custom.py), which score all
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.errors import UserError
 from arpo.rewards.custom import CustomReward, custom_scores, load_custom
 from arpo.trajectory import Prompt, StopReason, Trajectory
 
+Fallback = Literal["rule", "drop"]
+"""What stands in for a verdict that is not there: the built-in accuracy, or nothing."""
 OVER_LIMIT = "judge_over_limit"
+"""Reason of a missing verdict that a limit forbade to ask for, which is no failure of the judge."""
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
 """Terms that the built-in reward is made of. With one of them, all parts of that reward are logged."""
 TAKEN = {"mean", "std", "solved_share", "kl_penalty", "judge_failed"}
@@ -34,34 +38,15 @@ class RewardResult:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """The verdict of a language model on the answer of a trajectory."""
-
-    value: float | None
-    """1 = right, 0 = wrong, or no answer was given; None = there is no verdict."""
-    reason: str = ""
-    """Short stable name of the reason why there is none: judge_late, judge_failed, judge_unparsable or, where a limit
-    forbade to ask, judge_over_limit."""
-    use_rule: bool = False
-    """True where the built-in accuracy is to stand in for the verdict; else the trajectory is not trained on."""
-
-    @property
-    def has_failed(self) -> bool:
-        """True where there is no verdict though the judge was asked."""
-        return self.value is None and self.reason != OVER_LIMIT
-
-
-@dataclass(frozen=True)
 class TermEvidence:
     """All that a built-in term may look at."""
 
     trajectory: Trajectory
     prompt: Prompt
     by_rule: Callable[[Trajectory, Prompt], RewardResult]
-    judgement: Judgement | None
-    """None where no judge is asked: without that term, and of a trajectory that an error of ours ended."""
     max_response_tokens: int
     """Budget of one trajectory: sampled tokens and tool results together."""
+    judge_fallback: Fallback
 
     @cached_property
     def rule(self) -> RewardResult:
@@ -101,11 +86,11 @@ def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
 
 def judge(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float | None:
     """1 where the judge finds the answer right, else 0; without a verdict the accuracy by rule, or None."""
-    judgement, trajectory = evidence.judgement, evidence.trajectory
-    if judgement is None:  # nobody was asked about what an error of ours ended, for it is not trained on
-        assert trajectory.stop_reason == StopReason.ERROR, trajectory.trajectory_id
+    t = evidence.trajectory
+    if t.verdict is None and not t.verdict_reason:  # nobody was asked about what is not trained on
+        assert t.stop_reason == StopReason.ERROR, t.trajectory_id
         return None
-    return accuracy(evidence, cfg) if judgement.value is None and judgement.use_rule else judgement.value
+    return accuracy(evidence, cfg) if t.verdict is None and evidence.judge_fallback == "rule" else t.verdict
 
 
 TERMS: dict[str, Callable[[TermEvidence, TrainingRewardConfig], float | None]] = {
@@ -127,12 +112,10 @@ class Terms:
     max_response_tokens: int
     custom: dict[str, CustomReward]
     """Entry in `reward.terms` -> the function of the user's that it names."""
-    judgements: Mapping[int, Judgement] = field(default_factory=dict)
-    """id() of a trajectory -> what the judge said (a step may draw a prompt twice, and validate on it too, so names
-    would not do); empty where none is asked."""
+    judge_fallback: Fallback
 
 
-def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int) -> Terms | None:
+def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int, judge_fallback: Fallback = "rule") -> Terms | None:
     """Return the terms, the files of their functions imported; None where `reward.terms` is empty. Raises UserError."""
     custom = {}
     for entry in cfg.weights:
@@ -142,7 +125,7 @@ def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int) -> Terms | N
             if name in TERMS.keys() | TAKEN or [label(other) for other in cfg.weights].count(name) > 1:
                 another = f"would be logged as reward/{name}, which is another number's name"
                 raise UserError(f"reward.terms: {entry} {another}; rename the function")
-    return Terms(cfg, max_response_tokens, custom) if cfg.terms else None
+    return Terms(cfg, max_response_tokens, custom, judge_fallback) if cfg.terms else None
 
 
 def label(entry: str) -> str:
@@ -165,8 +148,7 @@ def score_terms(
     own = {entry: custom_scores(custom, pairs) for entry, custom in terms.custom.items()}
     weights = terms.cfg.weights
     for number, (t, prompt) in enumerate(pairs):
-        judgement = terms.judgements.get(id(t))
-        evidence = TermEvidence(t, prompt, by_rule, judgement, terms.max_response_tokens)
+        evidence = TermEvidence(t, prompt, by_rule, terms.max_response_tokens, terms.judge_fallback)
         parts: dict[str, float] = {}  # what the values are made of
         values: dict[str, float | None] = {}
         reasons: list[str] = []
@@ -180,13 +162,12 @@ def score_terms(
                 reasons.append(reason)
             else:
                 values[entry] = TERMS[entry](evidence, terms.cfg)
-        if judgement is not None:
-            parts["judge_failed"] = float(judgement.has_failed)
-            reasons.append(judgement.reason)
+        if t.verdict is not None or t.verdict_reason:
+            parts["judge_failed"] = float(t.verdict_reason not in ("", OVER_LIMIT))
+            reasons.append(t.verdict_reason)
         t.reward_parts = parts | {label(entry): value for entry, value in values.items() if value is not None}
         if missing := [label(entry) for entry, value in values.items() if value is None]:
-            because = judgement.reason if judgement is not None else ""
-            t.reward, t.reward_reason = None, because or f"no_{missing[0]}"
+            t.reward, t.reward_reason = None, t.verdict_reason or f"no_{missing[0]}"
             continue
         t.reward = sum(weights[entry] * value for entry, value in values.items())
         t.reward_reason = next(filter(None, reasons), "")

@@ -6,7 +6,6 @@ What a reward is stands in `rewards`, which is pure; here it meets files, ranks 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from arpo import rewards
@@ -37,7 +36,7 @@ class Scoring:
         and, on all ranks, where the judge cannot be reached."""
         self.cfg, self.team, self.codec = cfg, team, codec
         self.custom = load_custom("reward.file", cfg.function) if cfg.file else None
-        self.terms = load_terms(cfg, max_response_tokens)
+        self.terms = load_terms(cfg, max_response_tokens, judge.fallback)
         self.num_judge_calls = 0
         """Judgements that the run has asked for in the steps before this one, on all ranks."""
         self.judge = self._begin_judge(judge, folder / "judge.sqlite") if "judge" in cfg.weights else None
@@ -61,15 +60,14 @@ class Scoring:
 
     def __call__(self, groups: list[Group]) -> None:
         """Fill the reward of all trajectories of the groups that have none. Raises UserError."""
-        terms = self.terms
         if self.judge:
-            terms = replace(terms, judgements=self.judge.collect(groups))
+            self.judge.collect(groups)
         rewards.score_groups(
             groups,
             self.cfg,
             self.custom,
             tools=self.codec.tools,
-            terms=terms,
+            terms=self.terms,
             form=self.codec.format,
             only_new=True,
         )

@@ -56,7 +56,7 @@ def check_rl(cfg: Any) -> None:
 
 def check_evaluation(cfg: Any) -> None:
     """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
-    if cfg.eval.regrade or cfg.eval.compare:
+    if cfg.eval.regrade:
         return
     if not cfg.eval.server:
         prompts = "eval.max_prompt_tokens"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from arpo.errors import UserError
+from arpo.log import read_metrics
 
 CHARTS: list[tuple[str, dict[str, str]]] = [
     ("reward", {"reward/mean": "training", "valid/reward": "validation"}),
@@ -25,18 +24,9 @@ MAX_POINTS = 500
 def read_trend(run: Path) -> list[dict]:
     """Return the charts of a run: title and lines, which are a label, a metric and (step, value) points.
 
-    Charts without a number are left out. Raises UserError where a line of metrics.jsonl is not JSON.
+    Charts without a number are left out. Raises UserError as `read_metrics` does.
     """
-    path = run / "metrics.jsonl"
-    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if line.endswith("\n"):  # a run that is going on may be writing the last one
-            try:
-                rows.append(json.loads(line))
-                assert isinstance(rows[-1]["step"], int)
-            except (ValueError, TypeError, KeyError, AssertionError):
-                raise UserError(f"{path}:{number}: not a line of metrics; drop the line") from None
+    rows = read_metrics(run)
     charts = []
     for title, names in CHARTS:
         found = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}

@@ -15,6 +15,7 @@ import argparse
 import base64
 import gzip
 import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pathlib import Path
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals.grades import grades_path
-from arpo.log import script_json
+from arpo.evals.tables import replace_file
 from arpo.viewer.groups import read_groups
 from arpo.viewer.trend import read_trend
 
@@ -152,6 +153,18 @@ def page_of(run: Path, dump: Dump, max_groups: int) -> bytes:
     return template().replace("@@STAMP@@", stamp_of(run, dump, max_groups)).replace("@@DATA@@", packed).encode()
 
 
+def script_json(tree: object) -> str:
+    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
+    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+
+    >>> script_json({"text": "</script>", "loss": math.nan})
+    '{"text":"\\u003c/script>","loss":"nan"}'
+    """
+    words = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+    finite = json.loads(json.dumps(tree), parse_constant=words.get)
+    return json.dumps(finite, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
 def with_run_data(page: bytes, data: dict) -> bytes:
     """Return a page with this list of steps, trend and links in place of what it had."""
     packed = script_json(data).encode()
@@ -255,11 +268,9 @@ def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dum
 
 def write(path: Path, page: bytes, *, make_folder: bool = False) -> None:
     """Write a page, whole or not at all. Raises UserError where that is not possible."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
         if make_folder:
             path.parent.mkdir(exist_ok=True)
-        temporary.write_bytes(page)
-        temporary.replace(path)
+        replace_file(path, [page.decode()])
     except OSError as error:
         raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another --out") from None

@@ -17,8 +17,9 @@ import numpy as np
 from arpo.evals import mean
 from arpo.evals.tables import markdown_table, with_interval
 from arpo.log import read_metrics
-from arpo.log.charts import running_mean
 
+SMOOTHING_STEPS = 5
+"""Number of steps in a running mean."""
 REFERENCES = ("random", "grpo", "fixed")
 """Algorithms that the others are compared with, seed by seed."""
 TOTALS = {
@@ -194,6 +195,15 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
         rows = [[n, *(f"{r[c]:.3f}" if c in r else "" for c in REASONS)] for n, r in reasons.items()]
         tables.append(markdown_table(["algorithm, means over all steps", *REASONS], rows))
     return "\n\n".join("\n".join(lines) for lines in tables) + "\n"
+
+
+def running_mean(values: Sequence[float]) -> np.ndarray:
+    """Return for each value the mean of it and those before it, at most SMOOTHING_STEPS in all.
+
+    >>> running_mean([1.0, 3.0]).tolist()
+    [1.0, 2.0]
+    """
+    return np.array([np.mean(values[max(0, i + 1 - SMOOTHING_STEPS) : i + 1]) for i in range(len(values))])
 
 
 def draw_curves(results: list[RunResult], path: Path) -> None:

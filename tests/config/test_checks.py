@@ -50,7 +50,7 @@ ALWAYS = {
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
-    "replay regrade compare",
+    "replay regrade",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
     "target_reward",
     "": "report_only",

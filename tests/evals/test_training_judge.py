@@ -21,7 +21,6 @@ from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
 from arpo.metrics import rollout_metrics
 from arpo.protocol import Codec, TagsCodec
-from arpo.rewards.terms import Judgement
 from arpo.sampling.health import MAX_BAD_BATCHES, ToolHealth
 from arpo.sampling.scoring import Scoring
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
@@ -68,9 +67,14 @@ def make_judge(service, tmp_path):
         judge.close()
 
 
+def collected(judge: TrainingJudge, *groups: Group) -> list[tuple[float | None, str]]:
+    """Verdicts, and the reasons why there is none."""
+    judge.collect(list(groups))
+    return [(t.verdict, t.verdict_reason) for g in groups for t in g.trajectories]
+
+
 def values_of(judge: TrainingJudge, *groups: Group) -> list[float | None]:
-    found = judge.collect(list(groups))
-    return [found[id(t)].value for g in groups for t in g.trajectories]
+    return [value for value, _ in collected(judge, *groups)]
 
 
 def numbers(judge: TrainingJudge) -> dict[str, float]:
@@ -114,16 +118,17 @@ def test_a_prompt_that_a_step_meets_twice_is_judged_twice(make_judge):
 
 
 def test_a_trajectory_that_an_error_of_ours_ended_is_not_judged(make_judge, service):
-    found = make_judge().collect([group("a", "4", stop=StopReason.ERROR)])
-    assert found == {} and len(service.requests) == 1
+    assert (
+        collected(make_judge(), group("a", "4", stop=StopReason.ERROR)) == [(None, "")] and len(service.requests) == 1
+    )
 
 
 def test_a_judge_that_never_answers_holds_nothing_up_past_the_deadline(make_judge, service):
     judge = make_judge()  # the probe and the single calls have time
     patient, judge.cfg = judge.cfg, replace(judge.cfg, deadline_s=0.5)
     service.then(never)
-    found = judge.collect([group(str(i), "4", "5") for i in range(20)])  # or this test would never end
-    assert {(j.value, j.reason, j.use_rule) for j in found.values()} == {(None, "judge_late", True)}
+    found = collected(judge, *(group(str(i), "4", "5") for i in range(20)))  # or this test would never end
+    assert set(found) == {(None, "judge_late")}
     assert numbers(judge) == {"judge/calls": 40, "judge/late": 40}
     service.then(judges_by_prediction)  # and it is asked again in the next step
     judge.cfg = patient
@@ -148,17 +153,15 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
         prompt = json.loads(await request.read())["messages"][0]["content"]
         return await (never if "<prediction>\n5\n" in prompt else judges_by_prediction)(request)
 
-    judge, some = make_judge(fallback="drop"), group("a", "4", "5", "6")
+    judge, some = make_judge(), group("a", "4", "5", "6")
     service.then(hangs_on_five)
     judge.begin(some)
     until = time.monotonic() + PATIENT_S
     while sum(asked.done() for asked in judge._asked.values()) < 2 and time.monotonic() < until:
         time.sleep(0.01)
     judge.cfg = replace(judge.cfg, deadline_s=0.1)
-    found = judge.collect([some]).values()
-    assert [(one.value, one.reason, one.use_rule) for one in found] == [
-        (1.0, "", False), (None, "judge_late", False), (0.0, "", False),
-    ]  # fmt: skip
+    found = collected(judge, some)
+    assert found == [(1.0, ""), (None, "judge_late"), (0.0, "")]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +175,8 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
 def test_a_judge_that_fails_is_a_count_and_no_end(make_judge, service, trouble, reason):
     judge = make_judge()
     service.then(trouble)
-    [found] = judge.collect([group("a", "4")]).values()
-    assert found == Judgement(None, reason, use_rule=True)
+    [found] = collected(judge, group("a", "4"))
+    assert found == (None, reason)
     assert numbers(judge) == {"judge/calls": 1, reason.replace("_", "/"): 1}
 
 
@@ -185,17 +188,16 @@ def test_half_an_answer_is_asked_for_again(make_judge, service):
 
 def test_the_limit_of_a_step_holds_for_the_step(make_judge, service):
     judge = make_judge(max_calls_per_step=2)
-    found = list(judge.collect([group("a", "4", "5", "6")]).values())
-    assert [one.value for one in found] == [1.0, 0.0, None]
-    assert found[2] == Judgement(None, "judge_over_limit", use_rule=True) and not found[2].has_failed
+    found = collected(judge, group("a", "4", "5", "6"))
+    assert found == [(1.0, ""), (0.0, ""), (None, "judge_over_limit")]
     assert numbers(judge) == {"judge/calls": 2, "judge/over_limit": 1}
     assert values_of(judge, group("a", "4", "6")) == [1.0, 0.0]  # the first is known, and the limit is a new one
 
 
 def test_the_limit_of_the_run_counts_earlier_steps_and_is_shared_between_ranks(make_judge):
     judges = [make_judge(index, 2, max_calls=5) for index in range(2)]
-    many = [group(str(i), "4") for i in range(6)]
-    assert [values_of(judge, *many).count(1.0) for judge in judges] == [3, 2 + 3]  # three of the second from the cache
+    found = [values_of(judge, *(group(str(i), "4") for i in range(6))) for judge in judges]
+    assert [values.count(1.0) for values in found] == [3, 2 + 3]  # three of the second from the cache
     for judge in judges:
         judge.end_step()
         judge.num_calls_before = 5
@@ -212,9 +214,9 @@ def test_the_key_is_sent_and_is_in_no_message_file_or_number(make_judge, service
     judge = make_judge()
     monkeypatch.setenv("JUDGE_API_KEY", "sk-secret")
     service.then(says("no access for sk-secret", 401))
-    found = judge.collect([group(str(i), "4") for i in range(40)])  # more refusals than a run's key may have
+    found = collected(judge, *(group(str(i), "4") for i in range(40)))  # more refusals than a run's key may have
     assert {request.headers["Authorization"] for request in service.requests} == {"Bearer sk-secret"}
-    assert {j.reason for j in found.values()} == {"judge_failed"} and "sk-secret" not in repr(found)
+    assert {reason for _, reason in found} == {"judge_failed"} and "sk-secret" not in repr(found)
     assert all(b"sk-secret" not in path.read_bytes() for path in tmp_path.glob("judge.sqlite*"))
 
 
@@ -225,7 +227,7 @@ def test_in_json_the_answer_is_the_last_turns_not_a_box_before_a_call(service, t
     one.trajectories[0].segments = [*turns, (r"so \boxed{4}", True)]
     judge = TrainingJudge(cfg, tmp_path / "judge.sqlite", form="hermes")
     try:
-        assert [judgement.value for judgement in judge.collect([one]).values()] == [1.0]
+        assert values_of(judge, one) == [1.0]
     finally:
         judge.close()
 

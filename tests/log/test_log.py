@@ -13,13 +13,12 @@ import pytest
 import torch
 from helpers.files import read_jsonl
 from helpers.sample_groups import group
-from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from arpo.evals.scores import summarize
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
-from arpo.log.charts import SFT_CHARTS, Charts, draw_curve, rl_charts
+from arpo.log.charts import RL_CHARTS
 from arpo.metrics import MAX_SOURCES, memory_metrics, rollout_metrics, source_names, speeds
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
@@ -127,52 +126,15 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     assert "100/100" in last_look and "loss 1.00" in last_look, text
 
 
-def drawn(monkeypatch, rows: list[dict], charts: Charts, path) -> tuple[Figure, dict[str, list]]:
-    """The figure that is saved, and the points of each line by its legend."""
-    saved = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    draw_curve(rows, charts, "my_run", path)
-    [figure] = saved
-    lines = {line.get_label(): line.get_xydata().tolist() for axis in figure.axes for line in axis.lines}
-    return figure, lines
-
-
-def test_the_curve_has_a_title_two_named_axes_and_tells_sampled_training_from_greedy_validation(tmp_path, monkeypatch):
-    rows = [{"step": 0, "valid/accuracy": 0.2}, *({"step": n, "reward/mean": n / 10} for n in range(1, 8))]
-    rows += [{"step": 8, "reward/mean": math.nan}, {"step": 9}, {"step": 10, "reward/mean": 1.0, "valid/accuracy": 0.9}]
-    figure, lines = drawn(monkeypatch, rows, rl_charts(0.8), tmp_path / "curve.png")
-    left, right = figure.axes
-    assert (left.get_title(), left.get_xlabel(), left.get_ylabel()) == ("my_run", "step", "reward")
-    assert right.get_ylabel() == "accuracy" and right.get_ylim() == pytest.approx((-0.02, 1.02))
-    smooth = "training reward, sampled at temperature 0.8 (mean of the last 5 steps)"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [smooth, "validation accuracy, greedy"]
-    assert lines["validation accuracy, greedy"] == [[0, 0.2], [10, 0.9]]
-    assert lines[smooth][-1] == [10, pytest.approx((0.4 + 0.5 + 0.6 + 0.7 + 1.0) / 5)]
-    raw = next(line for line in left.lines if line.get_label() != smooth)
-    assert raw.get_xydata().tolist()[-1] == [10, 1.0] and raw.get_alpha() < 0.5
-
-
-def test_a_curve_of_sft_has_one_axis_in_nats(tmp_path, monkeypatch):
-    rows = [{"step": n, "loss/nll": 2.0} for n in range(3)]
-    figure, lines = drawn(monkeypatch, rows, SFT_CHARTS, tmp_path / "curve.png")
-    assert [axis.get_ylabel() for axis in figure.axes] == ["loss: nats per loss token"]
-    assert list(lines) == ["training, of each step's conversations"]  # too few steps to smooth, nothing validated
-
-
-def test_a_finished_run_leaves_its_curve_and_says_where_to_look(tmp_path, capsys):
-    log = RunLog(tmp_path, Config(), is_main=True, charts=rl_charts(1.0))
+def test_a_finished_run_says_where_to_look(tmp_path, capsys):
+    log = RunLog(tmp_path, Config(), is_main=True)
     log.scalars(1, {"reward/mean": 0.1})
-    log.scalars(2, {"reward/mean": 0.3})
     log.finish()
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.splitlines() == [
-        f"curve: {tmp_path}/curve.png",
-        f"tensorboard --logdir {tmp_path}/tb",
-    ]
+    assert capsys.readouterr().out == f"tensorboard --logdir {tmp_path}/tb\n"
 
 
 def test_tensorboard_gets_the_reward_first_and_the_histograms(tmp_path):
-    log = RunLog(tmp_path, Config(), is_main=True, charts=rl_charts(1.0))
+    log = RunLog(tmp_path, Config(), is_main=True, charts=RL_CHARTS)
     log.scalars(3, {"reward/mean": 0.5}, {"histogram/reward": [0.0, 1.0, 1.0, math.nan], "histogram/empty": []})
     log.close()
     board = EventAccumulator(str(tmp_path / "tb"))

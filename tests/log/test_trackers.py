@@ -3,33 +3,26 @@
 import json
 import os
 import re
-import sqlite3
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers.ranks import script_on_ranks, wait_for_all
 from helpers.toy_run import build_toy_world
+from helpers.tracked import Config, log_of, logged_twice
 from helpers.wandb_files import history
 
 import arpo.log.trackers
 from arpo.config.load import load_config
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
-from arpo.log import RunLog, read_metrics
-from arpo.log.charts import NO_CHARTS
+from arpo.log import read_metrics
 from arpo.log.trackers import IDS, TRACKERS, TrackedRun, check_installed
 from train_rl import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Config:
-    run: RunConfig = field(default_factory=RunConfig)
 
 
 class Recording:
@@ -55,10 +48,6 @@ class Recording:
         self._note("close")
 
 
-def log_of(folder: Path, *trackers: str, resume_step: int = 0) -> RunLog:
-    return RunLog(folder, Config(), is_main=True, trackers=trackers, resume_step=resume_step)
-
-
 # ---- settings
 
 
@@ -70,7 +59,7 @@ def test_a_misspelt_tracker_is_named():
 
 
 def test_the_default_is_tensorboard():
-    assert RunConfig().trackers == ("tensorboard",) and list(TRACKERS) == ["tensorboard", "wandb", "trackio"]
+    assert RunConfig().trackers == ("tensorboard",) and list(TRACKERS) == ["tensorboard", "wandb"]
 
 
 def test_a_tracker_that_is_not_installed_is_one_line_that_says_how(monkeypatch):
@@ -90,9 +79,9 @@ def test_a_folder_of_the_trackers_name_is_not_its_package(monkeypatch, tmp_path)
         check_installed(["wandb"])
 
 
-def test_each_tracker_is_an_extra_of_its_name():
+def test_each_tracker_but_the_default_is_an_extra_of_its_name():
     extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
-    assert {name for name in TRACKERS if re.search(rf"^{name} = ", extras, re.MULTILINE)} == {"wandb", "trackio"}
+    assert {name for name in TRACKERS if re.search(rf"^{name} = ", extras, re.MULTILINE)} == {"wandb"}
 
 
 # ---- failures
@@ -133,23 +122,12 @@ def test_a_tracker_that_cannot_begin_is_a_warning(tmp_path, monkeypatch, capsys)
 
 def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):
     def run(step):
-        return TrackedRun(tmp_path, Config(), NO_CHARTS, resume_step=step)
+        return TrackedRun(tmp_path, Config(), {}, resume_step=step)
 
     first = run(0).id_of("wandb")
     assert run(3).id_of("wandb") == first and run(3).id_of("trackio") != first
     assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio"}
     assert run(0).id_of("wandb") != first
-
-
-def logged_twice(folder: Path, tracker: str) -> None:
-    """Steps 1 to 3; then a continuation from step 2, as after a kill."""
-    log = log_of(folder, tracker)
-    for step in (1, 2, 3):
-        log.scalars(step, {"reward/mean": step / 4}, {"histogram/reward": [0.0, 1.0, float("nan")]})
-    log.finish()
-    log = log_of(folder, tracker, resume_step=2)
-    log.scalars(3, {"reward/mean": 0.875})
-    log.finish()
 
 
 @pytest.mark.slow
@@ -190,30 +168,6 @@ def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
     assert done.returncode == 0 and "finished" in done.stdout, done.stderr[-3000:]
     assert done.stdout.count("warning: run.trackers: wandb failed (") == 1
     assert len(read_metrics(tmp_path / "run")) == 1
-
-
-@pytest.mark.slow
-def test_trackio_has_the_numbers_and_one_run_goes_on(tmp_path):
-    """In a process of its own, since the package reads TRACKIO_DIR when it is imported."""
-    pytest.importorskip("trackio")
-    code = (
-        "import sys; from pathlib import Path; import test_trackers as t; t.logged_twice(Path(sys.argv[1]), 'trackio')"
-    )
-    folder, store = tmp_path / "mine", tmp_path / "trackio"
-    folder.mkdir()
-    path = os.pathsep.join(sys.path)
-    environment = os.environ | {"TRACKIO_DIR": str(store), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "warning: run.trackers" not in done.stdout and "trackio show --project arpo-torch" in done.stdout
-    [database] = store.glob("arpo-torch*.db")
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
-    found = [(step, json.loads(metrics)["reward/mean"]) for _, step, metrics in rows]
-    assert found == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.875)]
-    assert {name for name, *_ in rows} == {f"mine-{json.loads((folder / IDS).read_text())['trackio']}"}
 
 
 # ---- in a training

@@ -13,7 +13,7 @@ from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import last_box
-from arpo.rewards import load_custom, math_answer, score, score_groups, score_trajectories
+from arpo.rewards import load_custom, math_answer, score, score_by_rule, score_groups, score_trajectories
 from arpo.rewards.math_answer import exact_accuracy, math_equal
 from arpo.rewards.qa import qa_accuracy, token_f1
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
@@ -144,7 +144,9 @@ def test_tool_bonus_needs_both_tools_to_have_succeeded():
     muted = ToolCall("python", "1", "", ok=True, executed=False)
 
     def bonus(calls):
-        return score(text, ["Paris"], "hotpotqa", tool_calls=calls).parts["tool_bonus"]
+        t = Trajectory("q", "0", turns=[Turn(0, tool_calls=calls)], text=text)
+        prompt = Prompt("q", [], ["Paris"], "hotpotqa")
+        return score_by_rule(t, prompt, RewardConfig(), tools=LOADED).parts["tool_bonus"]
 
     assert bonus([search, python]) == 0.1
     assert bonus([search]) == bonus([search, failed]) == bonus([search, muted]) == bonus([]) == 0.0
@@ -202,7 +204,11 @@ def test_accuracy_is_known_even_where_the_format_is_wrong():
     ],
 )
 def test_accuracy_goes_by_ability_then_source_then_answer(answer, truth, data_source, ability, accuracy):
-    assert score(T + A(answer), [truth], data_source, ability=ability).parts["accuracy"] == accuracy
+    t, prompt = (
+        Trajectory("q", "0", text=T + A(answer)),
+        Prompt("q", [], [truth], data_source, meta={"ability": ability}),
+    )
+    assert score_by_rule(t, prompt, RewardConfig(), tools=LOADED).parts["accuracy"] == accuracy
 
 
 # ---- math

@@ -10,7 +10,7 @@ from arpo.config.rewards import RewardConfig, TrainingRewardConfig
 from arpo.errors import UserError
 from arpo.protocol import FORMS
 from arpo.rewards import load_custom, score_groups
-from arpo.rewards.terms import TERMS, Judgement, TermEvidence, Terms, load_terms, overlong
+from arpo.rewards.terms import TERMS, TermEvidence, Terms, load_terms, overlong
 from arpo.selection import is_dead, teaching
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
@@ -34,10 +34,9 @@ def make_group(answers=("Paris", "London"), num_tokens=(5, 5)) -> Group:
     return Group(prompt, trajectories)
 
 
-def terms_of(*entries: str, buffer_tokens: int = 0, **options) -> Terms:
+def terms_of(*entries: str, buffer_tokens: int = 0, judge_fallback: str = "rule") -> Terms:
     cfg = TrainingRewardConfig(terms=entries, overlong_buffer_tokens=buffer_tokens)
-    terms = load_terms(cfg, max_response_tokens=100)
-    return Terms(cfg, 100, terms.custom, **options)
+    return load_terms(cfg, 100, judge_fallback)
 
 
 def scored(group: Group, terms: Terms | None, cfg: RewardConfig | None = None) -> Group:
@@ -80,7 +79,7 @@ def test_a_weight_of_0_is_only_logged(tmp_path):
 
 def test_a_rule_that_nothing_needs_is_not_computed(tmp_path, monkeypatch):
     (tmp_path / "r.py").write_text("def style(trajectory, prompt): return 1.0")
-    monkeypatch.setattr("arpo.rewards.score", None)
+    monkeypatch.setattr("arpo.rewards.score_by_rule", None)
     [t, _] = scored(make_group(), terms_of(f"{tmp_path}/r.py:style=2")).trajectories
     assert (t.reward, t.reward_parts) == (2.0, {"style": 1.0})
 
@@ -122,29 +121,33 @@ def test_the_overlong_penalty_is_that_of_dapo(num_tokens, value):
 
     t = Trajectory("p", "0", [0] * num_tokens)
     cfg = TrainingRewardConfig(terms=("overlong=1",), overlong_buffer_tokens=20)
-    found = overlong(TermEvidence(t, Prompt("p", [], []), None, None, 100), cfg)
+    found = overlong(TermEvidence(t, Prompt("p", [], []), None, 100, "rule"), cfg)
     assert found == pytest.approx(value) and found == pytest.approx(equation_13(num_tokens, 100, 20))
 
 
 # ---- the judge's verdicts
 
 
-def judged(judgements: list[Judgement], *entries: str) -> Group:
+def judged(*verdicts: float | str, terms: Terms | None = None) -> Group:
+    """Two scored trajectories with these verdicts, or the reasons why there is none."""
     group = make_group()
-    by_id = {id(t): judgement for t, judgement in zip(group.trajectories, judgements, strict=True)}
-    return scored(group, terms_of(*(entries or ("answer=1", "judge=0.5")), judgements=by_id))
+    for t, verdict in zip(group.trajectories, verdicts, strict=True):
+        if isinstance(verdict, str):
+            t.verdict_reason = verdict
+        else:
+            t.verdict = verdict
+    return scored(group, terms or terms_of("answer=1", "judge=0.5"))
 
 
 def test_a_verdict_is_a_part_of_the_reward():
-    right, wrong = judged([Judgement(1.0), Judgement(0.0)]).trajectories
+    right, wrong = judged(1.0, 0.0).trajectories
     assert (right.reward, wrong.reward) == (1.5, 0.0) and right.reward_parts["judge"] == 1.0
     assert right.reward_parts["judge_failed"] == 0.0
+    assert not {"verdict", "verdict_reason"} & right.to_dict().keys()  # a dump has it among the parts
 
 
 def test_without_a_verdict_the_rule_stands_in_and_it_is_counted():
-    late, limited = judged(
-        [Judgement(None, "judge_late", use_rule=True), Judgement(None, "judge_over_limit", use_rule=True)], "judge=1"
-    ).trajectories
+    late, limited = judged("judge_late", "judge_over_limit", terms=terms_of("judge=1")).trajectories
     assert (late.reward, late.reward_reason, late.reward_parts) == (
         1.0,
         "judge_late",
@@ -154,7 +157,7 @@ def test_without_a_verdict_the_rule_stands_in_and_it_is_counted():
 
 
 def test_without_a_verdict_the_trajectory_is_not_trained_on_where_that_is_asked_for():
-    group = judged([Judgement(None, "judge_failed"), Judgement(0.0)])
+    group = judged("judge_failed", 0.0, terms=terms_of("answer=1", "judge=0.5", judge_fallback="drop"))
     gone, there = group.trajectories
     assert gone.reward is None and gone.reward_reason == "judge_failed" and gone.reward_parts["accuracy"] == 1.0
     assert teaching(group) == [there] and is_dead(group)
@@ -163,11 +166,11 @@ def test_without_a_verdict_the_trajectory_is_not_trained_on_where_that_is_asked_
 def test_what_an_error_of_ours_ended_is_not_judged_and_has_no_reward():
     group = make_group()
     group.trajectories[0].stop_reason = StopReason.ERROR
-    verdicts = {id(group.trajectories[1]): Judgement(1.0)}
-    scored(group, terms_of("answer=1", "judge=0.5", judgements=verdicts))
+    group.trajectories[1].verdict = 1.0
+    scored(group, terms_of("answer=1", "judge=0.5"))
     gone, there = group.trajectories
     assert gone.reward is None and there.reward == 0.5 and teaching(group) == [there]
-    with pytest.raises(AssertionError):  # of all others there is a judgement
+    with pytest.raises(AssertionError):  # of all others there is a verdict
         scored(make_group(), terms_of("judge=1"))
 
 

@@ -10,9 +10,9 @@ import pytest
 from helpers.eval_records import boxed
 
 from arpo.errors import UserError
-from arpo.evals.compare import compare_runs
 from arpo.evals.grades import Grade
 from arpo.evals.report import RunMeta, write_report
+from extras.compare import compare_runs
 
 
 def grades_of(chances: dict[str, float], n: int, *, seed: int, metric: str = "f1") -> list[Grade]:

@@ -1,4 +1,6 @@
-"""The numbers that the papers report (published.csv), in percent, to stand beside ours.
+"""Prints the numbers that the papers report (papers.csv) beside those of an evaluation.
+
+    python -m extras.papers RUN
 
 AEPO's (arXiv 2510.14545) are those of its abstract. ARPO's (arXiv 2507.19849, tables 1 and 2) were collected from
 secondary sources: check with the paper before citing. Numbers known from memory or one unsure source are left out.
@@ -9,20 +11,21 @@ may be over fewer of GSM8K and MATH. The last column has ARPO's headline numbers
 
 from __future__ import annotations
 
+import argparse
 import csv
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 
+from arpo.errors import UserError, exit_with
 from arpo.evals.scores import Scores
-from arpo.evals.tables import Table
+from arpo.evals.tables import Table, markdown_report
 
 SOURCES = (
     "Claims of ARPO (arXiv 2507.19849; from secondary sources) and AEPO (arXiv 2510.14545; its abstract); users could "
     "not reproduce several of them. They compare with ours only where model, grader and questions are the same."
 )
-PAPERS = "The papers' numbers"
-"""Title of their table."""
 MARK = "\N{DAGGER}"
 """Stands behind a number of ours that the papers' cannot be compared with."""
 F1, JUDGE = "token F1", "72B judge"
@@ -48,7 +51,7 @@ class Published:
 
 def _read() -> tuple[dict[str, int], list[Published], list[tuple[str, str, float]]]:
     """Return the questions by benchmark, all numbers, and (model, method, percent) of the means of ten."""
-    text = resources.files("arpo.evals").joinpath("published.csv").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("papers.csv").read_text(encoding="utf-8")
     questions, *rows = csv.DictReader(text.splitlines())
     names = list(questions)[4:-1]
     numbers = [
@@ -92,7 +95,7 @@ def papers_table(scores: Mapping[str, Scores]) -> Table:
     head = ["benchmark", "score", "ours", "not alike", "our grader", "their grader", "their models"]
     models = [[*cells, "; ".join(found)] for cells, found in rows.items()]
     note = f"In percent. {MARK} = cannot be compared with theirs, for the reason beside it. {SOURCES}"
-    return Table(PAPERS, head, models, note)
+    return Table("The papers' numbers", head, models, note)
 
 
 def _percent(value: float | None, reasons: list[str]) -> str:
@@ -123,3 +126,27 @@ def differences_in_ten(name: str, s: Scores) -> list[str]:
 def published_for(benchmark: str) -> list[Published]:
     """Return the papers' numbers of a benchmark and its splits."""
     return [row for row in PUBLISHED if row.benchmark.split(":")[0] == benchmark]
+
+
+def report(folder: Path) -> str:
+    """Return the papers' numbers beside those in the run's scores.json, as Markdown. Raises UserError without them."""
+    try:
+        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        return markdown_report(folder.resolve().name, [], [papers_table(scores)])
+    except OSError as error:
+        raise UserError(f"{folder}: no evaluation there (scores.json: {error.strerror}); pass runs/NAME") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.papers", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of the evaluation (runs/NAME)")
+    try:
+        print(report(parser.parse_args().run))
+    except UserError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

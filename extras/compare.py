@@ -1,10 +1,13 @@
-"""Evaluated runs against the first of them: paired differences on the questions that both answered.
+"""Compares evaluated runs with the first of them: paired differences on the questions that both answered.
+
+    python -m extras.compare RUN_A RUN_B        # also written to RUN_B/compare.{md,json}
 
 Pairing takes the questions' difficulty out, so that a difference is seen that the two intervals alone would hide.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.errors import UserError
+from arpo.errors import UserError, exit_with
 from arpo.evals import bootstrap_means, interval_of, mean
 from arpo.evals.grades import grades_path, read_grades
 from arpo.evals.scores import correct_by_question, ks_of, pass_values
@@ -40,7 +43,7 @@ def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
     Raises UserError for a folder that holds no evaluation, and where nothing can be compared.
     """
     if len(folders) < 2:
-        raise UserError("--compare needs at least two run folders; the first is what the others are compared with")
+        raise UserError("name at least two run folders; the first is what the others are compared with")
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
@@ -48,7 +51,7 @@ def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
     results = {f"{run.name} - {reference.name}": compare_pair(run, reference, seed=seed) for run in others}
     if not any(result["benchmarks"] for result in results.values()):
         reasons = "; ".join(line for result in results.values() for line in result["left_out"])
-        raise UserError(f"--compare: nothing to compare ({reasons or 'no benchmark'}); grade the runs alike")
+        raise UserError(f"nothing to compare ({reasons or 'no benchmark'}); grade the runs alike")
     head = "Mean over the questions that both answered, with 95 % bootstrap intervals; * = the interval is without 0."
     notes = [head, *(f"{title}: {line}" for title, result in results.items() for line in result["left_out"])]
     text = markdown_report("Comparison", notes, [_table(title, result) for title, result in results.items()])
@@ -154,3 +157,16 @@ def _table(title: str, result: dict) -> Table:
 def _difference(d: dict[str, float]) -> str:
     star = " *" if d["low"] > 0 or d["high"] < 0 else ""
     return with_interval(d["difference"], d["low"], d["high"], sign="+") + star
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.compare", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of evaluations; the first is the reference")
+    try:
+        print(compare_runs(parser.parse_args().runs))
+    except UserError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()
