@@ -5,12 +5,16 @@ A licence is that which the base model's own card names; cards of ours hand it o
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from arpo import options
+from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.run_folder import settings_of
+from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import parse
 from arpo.errors import UserError
 
@@ -18,8 +22,14 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 OURS = "arpo-torch"
-SECTIONS = ("rollout", "branching", "advantage", "reward", "critic", "loss", "update", "optim")
-"""Sections whose settings a card lists, as far as they are set."""
+ALWAYS = ("advantage.kind", "loss.kind", "branching.selector", "rollout.group_size", "optim.lr", "tools.names")
+"""Settings that a card names whatever they are."""
+SECTIONS = {
+    "rollout": options.RolloutConfig(), "branching": options.BranchingConfig(), "advantage": options.AdvantageConfig(),
+    "reward": TrainingRewardConfig(), "critic": options.CriticConfig(), "loss": options.LossConfig(),
+    "update": UpdateConfig(), "optim": OptimConfig(),
+}  # fmt: skip
+"""Sections of which a card names what differs from the defaults of RL."""
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -45,7 +55,7 @@ def card_of(checkpoint: Path, source: str) -> str:
         settings = settings_of(run)
     except UserError:
         return ""
-    data = {key: settings[key] for key in ("data.train", "data.valid") if settings.get(key)}
+    data = {key: str(settings.get(key) or "") for key in ("data.train", "data.valid")}
     on_hub = {wanted.repo for name in data.values() if (wanted := parse(name))}
     before, is_local = _head_of(source), Path(source).is_dir()
     is_ours = OURS in (before.tags or ())
@@ -61,7 +71,7 @@ def card_of(checkpoint: Path, source: str) -> str:
         pipeline_tag="text-generation",
         tags=[OURS, "tool-use", "reinforcement-learning" if is_rl else "sft"],
     )
-    shown = {key: name if parse(name) else Path(name).name for key, name in data.items()}
+    shown = {key: name if parse(name) else Path(name).name for key, name in data.items() if name}
     return str(
         ModelCard.from_template(
             head,
@@ -69,7 +79,7 @@ def card_of(checkpoint: Path, source: str) -> str:
             source=source if not is_local else before.model_name if is_ours else Path(source).resolve().name,
             how="reinforcement learning" if is_rl else "supervised fine-tuning",
             steps=checkpoint.name.removeprefix("step_").lstrip("0"),
-            settings=shown | _settings(settings),
+            settings=shown | _chosen(settings),
         )
     )
 
@@ -87,14 +97,16 @@ def _head_of(source: str) -> ModelCardData:
     return ModelCardData()
 
 
-def _settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return what the run's algorithm was set to. No path keeps its folders."""
-    shown = {}
-    for key, value in settings.items():
-        if key.partition(".")[0] in SECTIONS or key == "tools.names":
-            texts = [_plain(one) for one in value] if isinstance(value, list) else [_plain(value)]
-            shown[key] = ", ".join(texts)
-    return {key: text for key, text in shown.items() if text}
+def _chosen(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the settings to show, in order: ALWAYS, then what differs from a default. No path keeps its folders."""
+    shown = {key: settings[key] for key in ALWAYS if settings.get(key)}
+    for section, defaults in SECTIONS.items():
+        for f in fields(defaults):
+            key, default = f"{section}.{f.name}", getattr(defaults, f.name)
+            if key in settings and settings[key] != (list(default) if isinstance(default, tuple) else default):
+                shown.setdefault(key, settings[key])
+    return {key: ", ".join(map(_plain, value)) if isinstance(value, list) else _plain(value)
+            for key, value in shown.items()}  # fmt: skip
 
 
 def _plain(value: Any) -> str:

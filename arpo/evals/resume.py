@@ -71,7 +71,7 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
 
     Raises UserError that names the first setting that differs, and for a begun run if `resume` is False.
     """
-    path = folder / FOLDER / SETTINGS_FILE
+    path = settings_path(folder)
     settings = json.loads(json.dumps(settings))  # as it will be read back
     if not list(path.parent.glob("*.jsonl*")):  # begun, perhaps, but without a result
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,9 +88,18 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
             )
 
 
+def settings_path(folder: Path) -> Path:
+    """Return where the settings of a run are. Raises UserError for a run of an earlier version of the code."""
+    if (folder / "records").is_dir():
+        raise UserError(
+            f"{folder}/records is of an earlier version, and can only be graded by that; choose another run.name"
+        )
+    return folder / FOLDER / SETTINGS_FILE
+
+
 def read_settings(folder: Path) -> dict:
     """Read the settings that `claim_run` wrote. Raises UserError if the folder holds no evaluation."""
-    path = folder / FOLDER / SETTINGS_FILE
+    path = settings_path(folder)
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -45,7 +45,7 @@ def test_a_card_says_what_the_model_is_made_from_and_names_no_folder(base, tmp_p
     assert "Trained from **Qwen2.5-3B** by reinforcement learning with tool calls, 20 steps" in card.text
     rows = [line for line in card.text.splitlines() if line.startswith("| `")]
     assert {"| `data.train` | rows.parquet |", "| `loss.kind` | gspo |", "| `optim.lr` | 1e-06 |"} <= {*rows}
-    assert "| `reward.terms` | answer=1, mine.py:style=0.2 |" in rows and "`run.dir`" not in card.text
+    assert "| `reward.terms` | answer=1, mine.py:style=0.2 |" in rows and "`loss.clip_low`" not in card.text
     assert "secret_folder" not in card.content and str(tmp_path) not in card.content
 
 

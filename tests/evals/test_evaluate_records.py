@@ -164,7 +164,14 @@ def test_a_folder_without_a_record_may_be_begun_anew(tmp_path):
     assert read_settings(tmp_path)["seed"] == 5
 
 
-def test_a_folder_of_a_training_is_refused_in_one_line(tmp_path):
+def test_a_folder_of_an_earlier_version_and_one_of_a_training_are_refused_in_one_line(tmp_path):
+    (tmp_path / "old" / "records").mkdir(parents=True)
+    for use in (
+        lambda: claim_run(tmp_path / "old", settings(tmp_path), resume=True),
+        lambda: read_settings(tmp_path / "old"),
+    ):
+        with pytest.raises(UserError, match=r"old/records is of an earlier version, .*; choose another run\.name$"):
+            use()
     (tmp_path / "rl" / "trajectories").mkdir(parents=True)
     (tmp_path / "rl" / "trajectories" / "step_000100.jsonl.gz").touch()
     with pytest.raises(UserError, match=r"is .*/rl the folder of an evaluation\?"):
