@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from arpo.config.tools import PythonConfig
@@ -27,8 +28,8 @@ from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, shorten, str
 from arpo.tools.sandbox.client import GRACE_S
 from arpo.tools.sandbox.host_process import Tier
 from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.session_client import SessionClient
 from arpo.tools.sandbox.wire import Reply
+from extras.tools.notebook_jail.client import SessionClient, open_session
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class NotebookTool(PythonTool):
         self._params["session_cpu_s"] = cfg.session_cpu_s
 
     def limits(self, cfg: NotebookConfig) -> CallLimits:
-        return replace(super().limits(cfg), session_cpu_s=cfg.session_cpu_s)
+        sessions = str(Path(__file__).with_name("notebook_jail").resolve())
+        return replace(super().limits(cfg), sessions=sessions, session_cpu_s=cfg.session_cpu_s)
 
     def _reason(self, reply: Reply) -> str:
         if reply.status == "cpu_limit":
@@ -140,7 +142,7 @@ class NotebookTool(PythonTool):
                 if session.is_closed:
                     raise SessionLost
                 if session.process is None:
-                    process = self.sandbox.open_session()
+                    process = open_session(self.sandbox)
                     if isinstance(process, Reply):
                         return process
                     session.process = process
