@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from string import Template
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
 
+from arpo.config.facts import AtLeast, Between, Needs, ignored, out_of_range
 from arpo.errors import UserError, require
 
 MODES = ("live", "record", "replay", "replay_strict")
+PROGRAM, ADDRESS = Needs("command", use="PROGRAM"), Needs("url", use="ADDRESS")
+DURATION_S = Between(0.001, 86400.0)
 SECRET_NAMES = ("key", "token", "secret", "password", "passwd", "credential", "credentials", "auth")
 """Ends of names whose values must not stand in a config."""
 _PLAIN = re.compile(r"true|false|[\d.]+", re.IGNORECASE)
 """Values of env and headers that may stand there as they are; all others are $NAME."""
-_REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _LEAST_SECRET_CHARS = 4
 """Shorter values of the environment are no secrets: hiding every "1" would only mangle results."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]*")
@@ -40,34 +43,34 @@ class McpServer:
 
     command: str = ""
     """Program that speaks MCP on its standard input and output. Every rank starts its own."""
-    args: tuple[str, ...] = ()
+    args: Annotated[tuple[str, ...], PROGRAM] = ()
     """Its arguments."""
-    env: tuple[tuple[str, str], ...] = ()
+    env: Annotated[tuple[tuple[str, str], ...], PROGRAM] = ()
     """Its environment beside PATH, HOME, USER, LOGNAME, SHELL and TERM: $NAME, a variable of ours; numbers, true and
     false may stand there as they are."""
     url: str = ""
     """Address of a streamable HTTP server, like http://host:8000/mcp."""
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: Annotated[tuple[tuple[str, str], ...], ADDRESS] = ()
     """Headers of every request to it, likewise."""
     prefix: str = ""
     """Stands before the names of the server's tools."""
     tools: tuple[str, ...] = ()
     """Names of the tools that are offered, as the server calls them; none = all."""
-    deadline_s: float = 60.0
+    deadline_s: Annotated[float, DURATION_S] = 60.0
     """Longest time of one call in seconds, all tries included. Waiting for its turn, or for a server that starts again,
     is not counted."""
-    start_s: float = 60.0
+    start_s: Annotated[float, DURATION_S] = 60.0
     """Longest time that the server may take to start and to list its tools, in seconds."""
-    max_concurrent: int = 8
+    max_concurrent: Annotated[int, AtLeast(1)] = 8
     """Most calls of a rank that are under way at the same time."""
-    max_sessions: int = 0
+    max_sessions: Annotated[int, AtLeast(0)] = 0
     """Most trajectories of a rank that have a server each, for servers with state: a process for `command`, a
     connection for `url`. 0 = all trajectories share one."""
-    max_tries: int = 3
+    max_tries: Annotated[int, AtLeast(1)] = 3
     """Most times that a call is sent where connections break; 1 = what may have been carried out is not repeated."""
     cache: str = ""
     """Cache of call -> result, a file or redis://host:port/db; empty = every call is made."""
-    mode: str = "record"
+    mode: Annotated[str, Needs("cache", use="FILE")] = "record"
     """Use of the cache, as in tools.search.mode; a replay needs no server."""
 
     @property
@@ -92,7 +95,7 @@ class McpServer:
 
     def secrets(self) -> dict[str, str]:
         """Return the variables of the environment that the entry refers to. Raises UserError for a missing one."""
-        names = {name for _, text in (*self.env, *self.headers) for name in references(text)}
+        names = {name for _, text in (*self.env, *self.headers) for name in Template(text).get_identifiers()}
         for name in sorted(names):
             if name not in os.environ:
                 raise UserError(f"tools.mcp: {self.label} needs {name} in the environment; set it")
@@ -101,7 +104,7 @@ class McpServer:
     def resolved(self, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
         """Return `env` or `headers` with the values of the environment. For the server only, never to be written."""
         values = self.secrets()
-        return {name: _REFERENCE.sub(lambda m: values[m[1] or m[2]], text) for name, text in pairs}
+        return {name: Template(text).safe_substitute(values) for name, text in pairs}
 
     def redacted(self, text: str) -> str:
         """Return a text of the server in which no value of the environment stands that was given to it."""
@@ -109,11 +112,6 @@ class McpServer:
             if len(value) >= _LEAST_SECRET_CHARS:
                 text = text.replace(value, f"${name}")
         return text
-
-
-def references(text: str) -> list[str]:
-    """Return the names of the environment in a text. "Bearer $A" -> ["A"], "x${B}" -> ["B"]"""
-    return [match[1] or match[2] for match in _REFERENCE.finditer(text)]
 
 
 def names_secret(name: str) -> bool:
@@ -126,6 +124,7 @@ def parse_servers(entries: Iterable[str]) -> tuple[McpServer, ...]:
     return tuple(parse_server(entry, f"tools.mcp[{number}]") for number, entry in enumerate(entries))
 
 
+@cache
 def parse_server(entry: str, where: str) -> McpServer:
     """Return the server of one entry. Raises ValueError."""
     try:
@@ -156,39 +155,31 @@ def entry_of(server: McpServer) -> str:
 def _value(value: Any, default: Any, *, pairs: bool, where: str) -> Any:
     """Return a value as the field has it. Raises ValueError for one of another type."""
     if pairs:
-        if not isinstance(value, Mapping) or not all(isinstance(one, str | int | float) for one in value.values()):
-            raise ValueError(f"{where} must be a mapping of names to texts")
-        return tuple((str(name), str(one)) for name, one in value.items())
+        fits = isinstance(value, dict) and all(isinstance(one, str | int | float) for one in value.values())
+        require(fits, f"{where} must be a mapping of names to texts")
+        return tuple((name, str(one)) for name, one in value.items())
     if isinstance(default, tuple):
-        if not isinstance(value, list) or not all(isinstance(one, str | int | float) for one in value):
-            raise ValueError(f"{where} must be a list of texts, not {value!r}")
+        fits = isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)
+        require(fits, f"{where} must be a list of texts, not {value!r}")
         return tuple(map(str, value))
-    kinds = {str: "a text", int: "a whole number", float: "a number"}
-    fits = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, fits) or isinstance(value, bool):
-        raise ValueError(f"{where} must be {kinds[type(default)]}, not {value!r}")
+    kind = {str: "a text", int: "a whole number", float: "a number"}[type(default)]
+    is_whole = type(value) is int and isinstance(default, float)
+    require(is_whole or type(value) is type(default), f"{where} must be {kind}, not {value!r}")
     return type(default)(value)
 
 
 def _check(server: McpServer, where: str) -> None:
     """Raise ValueError for values with which no call could be made, or with which a secret would be written down."""
+    _check_secrets(server, where)  # first: other messages show values
     require(bool(server.command) != bool(server.url), f"{where} must have either a command or a url")
-    for key in ("args", "env") if server.url else ("headers",):
-        beside = "url" if server.url else "command"
-        require(not getattr(server, key), f"{where}.{key} has no effect beside {beside}; drop it")
-    for key in ("deadline_s", "start_s", "max_concurrent", "max_tries"):
-        value = getattr(server, key)
-        require(0 < value < math.inf, f"{where}.{key} must be finite and above 0, not {value:g}")
-    require(server.max_sessions >= 0, f"{where}.max_sessions must be 0 or more, not {server.max_sessions}")
+    wrong = [out_of_range(server), *(one.message for one in ignored(server))]
+    require(not any(wrong), f"{where}.{next(filter(None, wrong), '')}")
     why = "what a server with state answers depends on the calls before"
     both = server.max_sessions and server.cache
     require(not both, f"{where}.cache cannot go with max_sessions: {why}; drop one of them")
     require(server.mode in MODES, f"{where}.mode must be one of {', '.join(MODES)}, not {server.mode!r}")
-    useless = server.mode != "record" and not server.cache
-    require(not useless, f"{where}.mode={server.mode} is ignored unless {where}.cache names a cache")
     is_tag = _PREFIX.fullmatch(server.prefix)
     require(is_tag, f"{where}.prefix may have letters, digits and _.- only, not {server.prefix!r}")
-    _check_secrets(server, where)
 
 
 def _check_secrets(server: McpServer, where: str) -> None:
@@ -198,7 +189,7 @@ def _check_secrets(server: McpServer, where: str) -> None:
             variable = "$" + re.sub("[^A-Za-z0-9_]", "_", name).upper()
             why = "the config is copied into the run's folder, so a value that may be secret stands in the environment"
             is_plain = not text or (_PLAIN.fullmatch(text) and not names_secret(name))
-            require(is_plain or references(text), f"{where}.{key}.{name}: {why}; write {variable} here")
+            require(is_plain or Template(text).get_identifiers(), f"{where}.{key}.{name}: {why}; write {variable} here")
     for arg, following in pairwise([*server.args, ""]):
         name, is_pair, own = arg.partition("=")
         value = own if is_pair else following

@@ -6,13 +6,12 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from arpo.config.facts import MAY_CHANGE, AtLeast, Needs, sampling_settings
+from arpo.config.facts import MAY_CHANGE, AtLeast, Between, Needs, sampling_settings
 from arpo.config.mcp import McpServer, entry_of, parse_servers
 from arpo.config.named import check_name, is_own
 from arpo.errors import UserError
 
 PYTHON = Needs("tools.names", has=("python",))
-NOTEBOOK = Needs("tools.names", has=("notebook",))
 SEARCH = Needs("tools.names", has=("search",))
 LIVE = Needs("eval.replay", False)
 BACKEND = "tools.search.backend"
@@ -28,11 +27,11 @@ class PythonConfig:
 
     FACTS = (PYTHON, MAY_CHANGE)
 
-    wall_s: float = 20.0
+    wall_s: Annotated[float, Between(2, 86400)] = 20.0
     """Wall-clock limit of one call in seconds; its processes together may compute for half of it."""
-    memory_mib: int = 1024
+    memory_mib: Annotated[int, AtLeast(128)] = 1024
     """Memory limit of one call in MiB."""
-    max_concurrent: int = 8
+    max_concurrent: Annotated[int, AtLeast(1)] = 8
     """Most calls of a rank that run at the same time; the others wait, which does not count against wall_s."""
     max_concurrent_per_node: Annotated[int, AtLeast(0)] = 0
     """Most calls that run on a machine at the same time, of all ranks and runs of this user; 0 = no such limit."""
@@ -81,15 +80,15 @@ class SearchConfig:
     en-US."""
     location: Annotated[str, ENGINES] = ""
     """brightdata, serper: country where the search is made, like cn (the released code's); empty = the market's."""
-    top_k: Annotated[int, SEARCHES] = 0
+    top_k: Annotated[int, AtLeast(0), SEARCHES] = 0
     """Most passages or results per query; 0 = 3 with local and http, 10 with brightdata and serper."""
-    requests_per_second: Annotated[float, MAY_CHANGE, ONLINE] = 50.0
+    requests_per_second: Annotated[float, AtLeast(0), MAY_CHANGE, ONLINE] = 50.0
     """http, brightdata, serper: limit over all ranks; 0 = none. It is kept in the Redis server if `cache` is one, else
     each rank has an equal share."""
-    deadline_s: Annotated[float, MAY_CHANGE, SEARCHES] = 30.0
+    deadline_s: Annotated[float, Between(0.001, 86400), MAY_CHANGE, SEARCHES] = 30.0
     """Longest time of one search in seconds, waiting for its turn and all tries included. A search that takes longer
     fails, and its trajectory is dropped."""
-    read_pages: Annotated[int, ONLINE] = 0
+    read_pages: Annotated[int, AtLeast(0), ONLINE] = 0
     """http, brightdata, serper: number of first results whose pages are read in place of their snippets; 0 = none.
     Needs the browse extra. A page that cannot be read leaves its snippet."""
     page_chars: Annotated[int, AtLeast(1), READS_PAGES] = 3000

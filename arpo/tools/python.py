@@ -7,19 +7,22 @@ not kept. The key is the code, the limits and the interpreter's version, not the
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import platform
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
+from arpo.config.facts import out_of_range
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
-from arpo.tools.cache.cache import PYTHON, open_cache
+from arpo.tools.cache.cache import PYTHON
+from arpo.tools.cache.recorder import Recorder
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.node_slots import NodeSlots
 from arpo.tools.sandbox.cgroup import find_parent
@@ -30,12 +33,9 @@ from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
-NOT_RECORDED = "Error: there is no recorded result of this code."
 CUT = "\n... [output truncated] ...\n"
 MAX_OUTPUT_CHARS = 8192
 """Longest result; what is over is cut, with a mark."""
-LEAST = {"wall_s": 2, "memory_mib": 128, "max_concurrent": 1}
-"""Smallest usable limits. Below them the host cannot even prove that its jail holds."""
 
 
 class PythonTool:
@@ -62,15 +62,12 @@ class PythonTool:
         caches that cannot be used, and for a replay without a cache.
         """
         self.cfg = cfg
-        replays = cfg.mode in ("replay", "replay_strict")
-        if replays and not cfg.cache:
-            raise UserError(f"{self.setting}.cache is empty, and mode {cfg.mode} reads it; set it to a recorded one")
-        uses_cache = cfg.cache and cfg.mode != "live"
-        self.cache = open_cache(cfg.cache, read_only=replays, setting=f"{self.setting}.cache") if uses_cache else None
+        self.recorder = Recorder(cfg.cache, cfg.mode, PYTHON, setting=f"{self.setting}.cache")
         interpreter = interpreter_of(cfg, self.setting)
         self.sandbox = self._slots = None
-        if not replays:
-            check_limits(cfg, self.setting)
+        if not self.recorder.replays:
+            if wrong := out_of_range(cfg):
+                raise UserError(f"{self.setting}.{wrong}")
             check_cgroup(cfg, self.setting)
             if cfg.max_concurrent_per_node:
                 self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
@@ -108,51 +105,25 @@ class PythonTool:
         code = strip_fences(argument)
         if refusal := refuse(code):
             return refusal
-        recorded = await asyncio.to_thread(self._recorded, code) if self.cache else None
-        if recorded is not None:
-            return ToolResult(**recorded, cached=True)
-        if self.sandbox is None:
-            return self._missed(code)
-        result = self._result(await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code))
-        if self.cache is None or result.infra_error:
-            return result
-        # Another rank may have been first, with another result where the code is random. A replay will show that one,
-        # so this run has to show it too.
-        recorded = await asyncio.to_thread(self._record, result, code)
-        return ToolResult(**recorded, seconds=result.seconds) if recorded else result
+        query = f"<python>{code}</python>"  # which no search in the same cache can have
+        return await self.recorder.answer(cache_key(PYTHON, self._params, code), query, partial(self._run, code))
 
-    def _missed(self, code: str) -> ToolResult:
-        """Return a replay's answer to code that it does not hold."""
-        if self.cfg.mode == "replay_strict":
-            miss = f"no recorded result of {code[:80]!r}"
-            raise UserError(f"{self.cache.path}: {miss}; record it, or set mode replay")
-        return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
+    async def _run(self, code: str) -> ToolResult:
+        return self._result(await self._on_thread(self._run_in_turn, code))
 
-    def _run(self, code: str) -> Reply:
+    def _run_in_turn(self, code: str) -> Reply:
         """Wait for a place on this machine, which counts against no limit of the call, and run the code."""
         with self._slots.take() if self._slots else nullcontext():
             return self.sandbox.run(code)
 
-    def _place(self, code: str) -> tuple[bytes, str]:
-        """Return the code's key in the cache, and its query there, which no search in the same cache can have."""
-        return cache_key(PYTHON, self._params, code), f"<python>{code}</python>"
-
-    def _recorded(self, *at: str) -> dict | None:
-        text = self.cache.get(*self._place(*at))
-        return None if text is None else json.loads(text)
-
-    def _record(self, result: ToolResult, *at: str) -> dict | None:
-        text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
-        key, query = self._place(*at)
-        self.cache.put(key, PYTHON, query, text)
-        return self._recorded(*at)
+    async def _on_thread(self, action: Callable, *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, action, *arguments)
 
     async def aclose(self) -> None:
         """End the host; calls that still run end with infra_error. Safe to call twice."""
         if self.sandbox:
             await asyncio.to_thread(self._close)
-        if self.cache:
-            self.cache.close()
+        self.recorder.close()
 
     def _close(self) -> None:
         self.sandbox.close()
@@ -188,15 +159,6 @@ class PythonTool:
         }
         message = reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
         return reasons.get(reply.status, message)
-
-
-def check_limits(cfg: PythonConfig, setting: str) -> None:
-    """Raises UserError for a limit with which nothing could run."""
-    for name, least in LEAST.items():
-        if not least <= getattr(cfg, name) < math.inf:
-            raise UserError(f"{setting}.{name} must be finite and at least {least}, not {getattr(cfg, name):g}")
-    if cfg.max_concurrent_per_node < 0:
-        raise UserError(f"{setting}.max_concurrent_per_node must not be negative; 0 = no such limit")
 
 
 def check_cgroup(cfg: PythonConfig, setting: str) -> None:

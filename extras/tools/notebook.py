@@ -11,9 +11,10 @@ its own code alone. A recorded cell is not run until a later one has to be.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from arpo.config.tools import PythonConfig
@@ -27,8 +28,8 @@ from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, shorten, str
 from arpo.tools.sandbox.client import GRACE_S
 from arpo.tools.sandbox.host_process import Tier
 from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.session_client import SessionClient
 from arpo.tools.sandbox.wire import Reply
+from extras.tools.notebook_jail.client import SessionClient, open_session
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class NotebookTool(PythonTool):
         self._params["session_cpu_s"] = cfg.session_cpu_s
 
     def limits(self, cfg: NotebookConfig) -> CallLimits:
-        return replace(super().limits(cfg), session_cpu_s=cfg.session_cpu_s)
+        sessions = str(Path(__file__).with_name("notebook_jail").resolve())
+        return replace(super().limits(cfg), sessions=sessions, session_cpu_s=cfg.session_cpu_s)
 
     def _reason(self, reply: Reply) -> str:
         if reply.status == "cpu_limit":
@@ -113,25 +115,19 @@ class NotebookTool(PythonTool):
         code, history = strip_fences(argument), context.history if context else ""
         if refusal := refuse(code):
             return refusal
-        recorded = await asyncio.to_thread(self._recorded, code, history) if self.cache else None
-        if recorded is not None:
+        key = cache_key(PYTHON, self._params | {"history": history}, code)
+        ask = partial(self._run_in, session, code)
+        result = await self.recorder.answer(key, f"<notebook {history}>{code}</notebook>", ask)
+        if result.cached:
             session.cells.append(code)
-            return ToolResult(**recorded, cached=True)
-        if self.sandbox is None:
-            return self._missed(code)
+        return result
+
+    async def _run_in(self, session: Notebook, code: str) -> ToolResult:
         reply = await self._on_thread(self._run_cell, session, code)
         result = self._result(reply)
-        if result.infra_error:
+        if reply.is_open or result.infra_error:
             return result
-        if not reply.is_open:
-            result = replace(result, text=shorten(f"{result.text}\n{ENDED}", MAX_OUTPUT_CHARS))
-        if self.cache is None:
-            return result
-        recorded = await asyncio.to_thread(self._record, result, code, history)
-        return ToolResult(**recorded, seconds=result.seconds) if recorded else result
-
-    def _place(self, code: str, history: str) -> tuple[bytes, str]:
-        return cache_key(PYTHON, self._params | {"history": history}, code), f"<notebook {history}>{code}</notebook>"
+        return replace(result, text=shorten(f"{result.text}\n{ENDED}", MAX_OUTPUT_CHARS))
 
     def _run_cell(self, session: Notebook, code: str) -> Reply:
         """Run what was answered from the cache so far, then the code."""
@@ -140,7 +136,7 @@ class NotebookTool(PythonTool):
                 if session.is_closed:
                     raise SessionLost
                 if session.process is None:
-                    process = self.sandbox.open_session()
+                    process = open_session(self.sandbox)
                     if isinstance(process, Reply):
                         return process
                     session.process = process
@@ -166,9 +162,6 @@ class NotebookTool(PythonTool):
             if process is None:
                 raise CannotFork("threads, open files or processes cannot be copied")
         return Notebook(process, list(session.cells))
-
-    async def _on_thread(self, action, *arguments):
-        return await asyncio.get_running_loop().run_in_executor(self._threads, action, *arguments)
 
     async def close(self, session: Notebook) -> None:
         session.is_closed = True

@@ -165,7 +165,7 @@ def test_a_recorded_cell_is_found_after_the_same_cells_only(tmp_path):
         replies.append([[(c.result, c.cached) for c in t.tool_calls] for t in group.trajectories])
     assert replies[0] == [[("(no output)", False), (str(n), False)] for n in range(4)]
     assert replies[1] == replies[2] == [[("(no output)", True), (str(n), True)] for n in range(4)]
-    with pytest.raises(UserError, match="no recorded result of 'x'"):  # as a first cell it was never run
+    with pytest.raises(UserError, match="no recorded result of '<notebook >x<"):  # as a first cell it was never run
         tool = start(replace(cfg, mode="replay_strict"), kind=NotebookTool)
         play(lambda *_: "<notebook>x</notebook>", tools=[tool], prompts=[prompt(tools=("notebook",))])
 

@@ -56,12 +56,17 @@ def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.sear
 
 
 def import_json(cache: Cache, path: Path, *, replace: bool = False) -> int:
-    """Add a file in the released format. Return the number of new entries (0 if unchanged since its last import)."""
+    """Add a file in the released format. Return the number of new entries.
+
+    `replace`: drop what was imported before, unless the file is unchanged since then (of a CacheFile).
+    """
     try:
         stat = path.stat()
         if not cache.usable:
             raise UserError(f"{path}: cannot be imported into {cache.path}, which is not writable")
-        return 0 if cache.has_imported(stat) else cache.import_entries(read_released(path), stat, replace=replace)
+        if not replace:
+            return cache.add(cache.imported_rows(read_released(path)))
+        return 0 if cache.has_imported(stat) else cache.replace_imported(read_released(path), stat)
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"{path}: cannot be imported into {cache.path} ({error})") from None
 

@@ -2,7 +2,6 @@
 
     arpo:cache:1:entry:<key>     hash {id, backend, query, value, negative, created_s}, as a row of the file
     arpo:cache:1:query:<sha256>  list of the entries of a query, in the order of recording
-    arpo:cache:1:imports         set of the released files that have been imported
 
 A server that is lost in mid-run costs a recording run its cache, with one warning; a replay ends with a UserError.
 """
@@ -10,7 +9,6 @@ A server that is lost in mid-run costs a recording run its cache, with one warni
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -20,7 +18,7 @@ from arpo.tools.cache.rows import DamagedEntry, Row, clean_query, make_row, unpa
 from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, Cache
 
 _ROOT = f"{PREFIX}cache:1:"
-_ENTRY, _QUERY, _IMPORTS, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "imports", "last_id"))
+_ENTRY, _QUERY, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "last_id"))
 _BATCH = 1000
 """Most commands of one round trip."""
 
@@ -88,22 +86,6 @@ class RedisCache(Cache):
                 num_new += sum(pipeline.execute())
         return num_new
 
-    def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
-        """Add query -> text entries. Return the number of new ones. `replace` drops those imported before.
-
-        An import that is killed is begun anew by the next one: only a complete one is marked as done.
-        """
-        if replace:
-            self._drop_imported()
-            self._client.delete(_IMPORTS)
-        num_new = self.add(self.imported_rows(entries))
-        self._client.sadd(_IMPORTS, _stamp(source_stat))
-        return num_new
-
-    def has_imported(self, source_stat: os.stat_result) -> bool:
-        """Return whether a released file of that size and time has been imported."""
-        return bool(self._client.sismember(_IMPORTS, _stamp(source_stat)))
-
     def rows(self) -> Iterator[Row]:
         """Yield all rows, in the order of recording."""
         numbered = []
@@ -113,11 +95,6 @@ class RedisCache(Cache):
         for batch in _batches(name for _, name in sorted(numbered)):
             found = self._each(batch, lambda pipeline, name: pipeline.hmget(name, _FIELDS))
             yield from (_parse(name, values) for name, values in zip(batch, found, strict=True) if values[2])
-
-    def _drop_imported(self) -> None:
-        for batch in _batches(row for row in self.rows() if row[1] == IMPORTED):
-            self._each(batch, lambda pipeline, row: pipeline.lrem(_list_of(row[2]), 0, _entry(row[0])))
-            self._each(batch, lambda pipeline, row: pipeline.delete(_entry(row[0])))
 
     def close(self) -> None:
         self._client.close()
@@ -142,10 +119,6 @@ def _entry(key: bytes) -> bytes:
 
 def _list_of(cleaned_query: str) -> str:
     return f"{_QUERY}{hashlib.sha256(cleaned_query.encode()).hexdigest()}"
-
-
-def _stamp(source_stat: os.stat_result) -> str:
-    return f"{source_stat.st_size} {source_stat.st_mtime_ns}"
 
 
 def _parse(name: bytes, values: list[bytes]) -> Row:

@@ -162,16 +162,15 @@ class CacheFile(Cache):
     def can_still_read(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in BROKEN
 
-    def import_entries(self, entries: dict[str, str], source_stat: os.stat_result, *, replace: bool = False) -> int:
-        """Add query -> text entries, all or none. Return the number of new ones. `replace` drops older imports."""
+    def replace_imported(self, entries: dict[str, str], source_stat: os.stat_result) -> int:
+        """Import query -> text entries, all or none, in place of those imported before. Return their number."""
         rows = list(self.imported_rows(entries))  # compressed before the file is locked
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             if self.has_imported(source_stat):  # another rank was faster
                 return 0
-            if replace:
-                connection.execute("DELETE FROM entries WHERE backend = ?", (IMPORTED,))
-                connection.execute("DELETE FROM imports")
+            connection.execute("DELETE FROM entries WHERE backend = ?", (IMPORTED,))
+            connection.execute("DELETE FROM imports")
             connection.execute("INSERT INTO imports VALUES (?, ?)", (source_stat.st_size, source_stat.st_mtime_ns))
             return connection.executemany(_ADD, rows).rowcount
 

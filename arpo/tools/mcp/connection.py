@@ -73,10 +73,6 @@ class Connection:
         """Return why the newest client ended, in one line; "" before there was one."""
         return self._owner.last_words() if self._owner else ""
 
-    async def tools(self) -> list[Tool]:
-        """Return what the server lists. Raises ConnectionLost."""
-        return (await self.opened()).tools
-
     async def opened(self) -> OpenClient:
         """Return a client that is open, a new one where the last has broken. Raises ConnectionLost."""
         if self._is_closed:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import random
 import time
-from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from arpo.config.mcp import McpServer
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
-from arpo.tools.cache.cache import MCP, Cache, open_cache
+from arpo.tools.cache.cache import MCP
+from arpo.tools.cache.recorder import Recorder
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.interface import SessionLost, ToolContext, ToolResult
 from arpo.tools.mcp.connection import Connection, ConnectionLost, program_of
 
 if TYPE_CHECKING:
-    from mcp.types import CallToolResult
+    from mcp.types import CallToolResult, Tool
 
 logger = logging.getLogger(__name__)
 
 UNAVAILABLE = "Error: the {tag} tool is unavailable."
-NOT_RECORDED = "Error: there is no recorded result of this call."
 MAX_RESULT_CHARS = 100_000
 """Longest text of a result; rollout.max_result_tokens cuts what the model reads."""
 LISTING = "<tools>"
@@ -46,6 +46,9 @@ class McpTool:
         self._name, self.service = name, service
 
     async def run(self, argument: str) -> ToolResult:
+        return await self._answer(argument)
+
+    async def _answer(self, argument: str, own: Connection | None = None) -> ToolResult:
         """Answer a call from the cache, or by the server. Never raises for what the model wrote or the server says.
 
         `infra_error` says that the server could not be reached, or went away. Raises UserError when `replay_strict`
@@ -54,25 +57,9 @@ class McpTool:
         arguments = arguments_of(self.schema, argument)
         if isinstance(arguments, str):
             return ToolResult(arguments, ok=False, error_kind="bad_arguments")
-        service = self.service
-        if service.cache is None:
-            return await service.call(self.tag, self._name, arguments)
         query = f"<{self._name}>{argument_of(self.schema, arguments)}</{self._name}>"
-        recorded = await asyncio.to_thread(service.recorded, query)
-        if recorded is not None:
-            return ToolResult(**json.loads(recorded), cached=True)
-        if service.server.replays:
-            if service.server.mode == "replay_strict":
-                miss = f"no recorded result of {query[:80]!r}"
-                raise UserError(f"{service.cache.path}: {miss}; record it, or set mode replay")
-            return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
-        result = await service.call(self.tag, self._name, arguments)
-        if result.infra_error:
-            return result
-        # Another rank may have been first, and a replay will show its result, so this run has to show it too.
-        text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
-        recorded = await asyncio.to_thread(service.record, query, text)
-        return ToolResult(**json.loads(recorded)) if recorded else result
+        ask = partial(self.service.call, self.tag, self._name, arguments, own=own)
+        return await self.service.recorder.answer(key_of(self.service.server, query), query, ask)
 
     async def aclose(self) -> None:
         """Close the server's connection and cache. Safe to call twice, so each of its tools may."""
@@ -96,10 +83,7 @@ class McpSessionTool(McpTool):
 
     async def run(self, argument: str, context: ToolContext, session: Connection) -> ToolResult:
         """Answer a call. Raises SessionLost where the server has gone, and with it what the trajectory did there."""
-        arguments = arguments_of(self.schema, argument)
-        if isinstance(arguments, str):
-            return ToolResult(arguments, ok=False, error_kind="bad_arguments")
-        return await self.service.call(self.tag, self._name, arguments, own=session)
+        return await self._answer(argument, session)
 
     async def close(self, session: Connection) -> None:
         await session.aclose()
@@ -110,8 +94,8 @@ class Service:
 
     policy = HttpPolicy(backoff_cap_s=5.0)
 
-    def __init__(self, server: McpServer, cache: Cache | None):
-        self.server, self.cache = server, cache
+    def __init__(self, server: McpServer, recorder: Recorder):
+        self.server, self.recorder = server, recorder
         self.connection: Connection | None = None
         self._slots = asyncio.Semaphore(server.max_concurrent)
         self._num_lost = self._num_told = 0
@@ -174,29 +158,16 @@ class Service:
         self._num_told, new = number, number - self._num_told
         return new
 
-    def recorded(self, query: str) -> str | None:
-        """Return the recorded answer to a query. Raises UserError where a replay's cache breaks."""
-        return self.cache.get(cache_key(MCP, self.server.identity, query), query)
-
-    def record(self, query: str, text: str) -> str | None:
-        """Record an answer unless there is one. Return what is recorded; None where the cache cannot be used."""
-        self.cache.put(cache_key(MCP, self.server.identity, query), MCP, query, text)
-        return self.recorded(query)
-
     async def aclose(self) -> None:
         if self.connection is not None:
             await self.connection.aclose()
-        if self.cache is not None:
-            self.cache.close()
+        self.recorder.close()
 
 
 def mcp_tools(server: McpServer) -> dict[str, McpTool]:
     """Return a server's tools, by tag. Raises UserError where it cannot be reached or its cache not be used."""
-    setting = f"the cache of {server.label} in tools.mcp"
     schemas = mcp_schemas(server)
-    uses_cache = server.cache and server.mode != "live"
-    cache = open_cache(server.cache, read_only=server.replays, setting=setting) if uses_cache else None
-    service = Service(server, cache)
+    service = Service(server, recorder_of(server))
     make = partial(McpSessionTool, session_name=" ".join(schemas)) if server.max_sessions else McpTool
     return {tag: make(schema, tag.removeprefix(server.prefix), service) for tag, schema in schemas.items()}
 
@@ -240,50 +211,44 @@ def _live_listing(server: McpServer) -> list[dict[str, Any]]:
     if server.command:
         program_of(server)
 
-    async def ask() -> list[dict[str, Any]]:
-        connection = Connection(server)
-        try:
-            tools = await connection.tools()
-        finally:
-            await connection.aclose()
-        return [
-            {
-                "name": tool.name,
-                "description": tool.description or tool.title or "",
-                "parameters": without_titles(tool.input_schema),
-            }
-            for tool in tools
-        ]
+    async def ask() -> list[Tool]:
+        async with contextlib.aclosing(Connection(server)) as connection:
+            return (await connection.opened()).tools
 
     try:
-        listing = asyncio.run(ask())
+        tools = asyncio.run(ask())
     except ConnectionLost as error:
         fix = "correct the url, or start the server" if server.url else "correct the command, its args or env"
         raise UserError(f"tools.mcp: {server.label} cannot be used: {error}; {fix}") from None
+    listing = [
+        {"name": t.name, "description": t.description or t.title or "", "parameters": without_titles(t.input_schema)}
+        for t in tools
+    ]
     if server.cache and server.mode == "record":
-        recorded = _with_cache(server, lambda service: service.record(LISTING, json.dumps(listing)))
+        with contextlib.closing(recorder_of(server)) as recorder:
+            recorded = recorder.put(key_of(server, LISTING), LISTING, json.dumps(listing))
         if recorded and json.loads(recorded) != listing:
-            changed = (
-                "its tools are not those that %s was recorded with, which a replay offers; take a new cache for them"
-            )
-            logger.warning(f"MCP server %s: {changed}", server.label, server.cache)
+            changed = "its tools are not those that %s was recorded with, which a replay offers; take a new cache"
+            logger.warning(f"MCP server %s: {changed} for them", server.label, server.cache)
     return listing
 
 
 def _recorded_listing(server: McpServer) -> list[dict[str, Any]]:
-    listing = _with_cache(server, lambda service: service.recorded(LISTING))
+    with contextlib.closing(recorder_of(server)) as recorder:
+        listing = recorder.get(key_of(server, LISTING), LISTING)
     if listing is None:
         raise UserError(f"{server.cache}: holds no calls of {server.label} to replay; record them first")
     return json.loads(listing)
 
 
-def _with_cache(server: McpServer, action: Callable[[Service], str | None]) -> str | None:
-    setting = f"the cache of {server.label} in tools.mcp"
-    store = open_cache(server.cache, read_only=server.replays, setting=setting)
-    try:
-        return action(Service(server, store))
-    finally:
-        store.close()
+def recorder_of(server: McpServer) -> Recorder:
+    """Return what records the answers of a server. Raises UserError for a cache that cannot be used."""
+    return Recorder(server.cache, server.mode, MCP, setting=f"the cache of {server.label} in tools.mcp")
+
+
+def key_of(server: McpServer, query: str) -> bytes:
+    """Return the key under which the answer of a server is recorded."""
+    return cache_key(MCP, server.identity, query)
 
 
 def without_titles(schema: Any) -> Any:

@@ -5,8 +5,7 @@
         |                                               supervisor.py, S: enforces the limits, replies
         +<============= one socket per call =============>   worker.py, W: the model's code; fds 0, 1, 2 only
 
-For sessions (session.py) a supervisor serves many calls, and its worker lives on between them; forks of the worker are
-served by the same supervisor.
+A package that CallLimits.sessions names can make a supervisor serve many calls, whose worker lives on between them.
 
 Tiers, tried at start: namespaces.py (user, mount, pid, net, ipc namespaces), landlock.py (Landlock, if a container
 forbids namespaces), each with seccomp.py; else nothing runs, unless the user accepts rlimits alone (folder.py, which

@@ -12,7 +12,6 @@ from .cgroup import HostFolder, find_parent
 from .host_process import HostProcess, SandboxUnavailable, Tier
 from .interpreter import Interpreter
 from .limits import CallLimits
-from .session_client import SessionClient
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
 """The tiers that isolate, the best first."""
@@ -106,13 +105,10 @@ class Sandbox:
     def run(self, code: str) -> wire.Reply:
         """Run code, and wait for its end. Never raises: a call that fails repeatedly, and not because of its code, has
         the status sandbox_error."""
-        return self._attempt(lambda host: host.call(code, self.limits.wall_s, self.grace_s))
+        return self.attempt(lambda host: host.call(code, self.limits.wall_s, self.grace_s))
 
-    def open_session(self) -> SessionClient | wire.Reply:
-        """Return a new session (of a host with limits.session_cpu_s), or a sandbox_error. Never raises."""
-        return self._attempt(lambda host: host.open_session(self.grace_s))
-
-    def _attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
+    def attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
+        """Return what the action makes of the host, a new one where that is lost; or a sandbox_error. Never raises."""
         error: Exception | None = None
         for _ in range(NUM_ATTEMPTS):
             host = self._host

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import tempfile
+from types import ModuleType
 
 from . import syscalls as kernel
 from .cgroup import HostCgroup
@@ -23,6 +24,8 @@ class FolderJail:
     """Path or descriptor of a /proc in which the worker finds itself."""
     cgroup: HostCgroup | None = None
     """The cgroup below which each call gets its own; None: limits on sums are polled."""
+    sessions: ModuleType | None = None
+    """The package of CallLimits.sessions."""
 
     def __init__(self, limits: CallLimits):
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""

@@ -16,6 +16,7 @@ import site
 import socket
 import sys
 import time
+from types import ModuleType
 from typing import NoReturn
 
 from . import syscalls as kernel
@@ -25,7 +26,6 @@ from .landlock import LandlockJail
 from .limits import CallLimits
 from .meter import private_bytes
 from .namespaces import NamespaceJail
-from .session import Family
 from .supervisor import prepare_worker
 from .worker import SEED
 
@@ -64,6 +64,7 @@ def main(control_fd: int) -> NoReturn:
     limits = CallLimits(**settings["limits"])
     sys.path += settings["import_paths"]
     visible = visible_paths(settings["import_paths"] + settings["prefixes"])
+    sessions = _imported(limits.sessions) if limits.sessions else None  # the jail hides its files
     try:
         cgroup = None if settings["cgroup_fd"] is None else HostCgroup(settings["cgroup_fd"])
         if settings["tier"] == "namespaces":
@@ -74,7 +75,7 @@ def main(control_fd: int) -> NoReturn:
             jail = FolderJail(limits)
         if cgroup and settings["tier"] != "namespaces":
             cgroup.settle()
-        jail.cgroup = cgroup
+        jail.cgroup, jail.sessions = cgroup, sessions
     except (OSError, ValueError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())
         os._exit(3)
@@ -96,6 +97,16 @@ def visible_paths(paths: list[str]) -> list[str]:
         if os.path.isdir(path) and path != "/" and not inside:
             visible.append(path)
     return visible
+
+
+def _imported(folder: str) -> ModuleType:
+    """Import a package of CallLimits.sessions, with the two modules that the jail calls."""
+    parent, name = os.path.split(folder)
+    sys.path.insert(0, parent)
+    for module in ("family", "worker"):
+        importlib.import_module(f"{name}.{module}")
+    del sys.path[0]
+    return sys.modules[name]
 
 
 def _preload() -> None:
@@ -163,8 +174,8 @@ def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: 
             os.write(taken, b"1")
             os.close(taken)
             with socket.socket(fileno=fds[0]) as conn:
-                if jail.limits.session_cpu_s:
-                    Family(spare, conn, host_bytes).serve()
+                if jail.sessions:
+                    jail.sessions.family.serve(spare, conn, host_bytes)
                 else:
                     spare.serve(conn, host_bytes)
     except BaseException:  # the caller sees the end of its connection, and tries again

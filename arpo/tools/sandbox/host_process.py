@@ -18,7 +18,6 @@ from .cgroup import HostFolder
 from .host import ENVIRONMENT
 from .interpreter import PACKAGE_PARENT, Interpreter, own_interpreter
 from .limits import CallLimits
-from .session_client import SessionClient
 from .trees import remove_tree
 
 Tier = Literal["namespaces", "landlock", "none"]
@@ -47,7 +46,6 @@ class HostProcess:
         """Start on this Python, or on `interpreter`, in `cgroup`, which is removed with the host's files. Raises
         SandboxUnavailable if this tier is not allowed."""
         interpreter = interpreter or own_interpreter()
-        self.limits = limits
         self.base: str | None = None
         self._cgroup = cgroup
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,33 +94,21 @@ class HostProcess:
     def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
         """Run code in a fork that has run nothing else. Raises OSError (TimeoutError: the host or the call is stuck),
         EOFError if the fork was lost, ValueError for a reply that makes no sense."""
-        if self.limits.session_cpu_s:
-            with contextlib.closing(self.open_session(grace_s)) as session:
-                return session.run(code)
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._control.settimeout(grace_s)
-                socket.send_fds(self._control, [b"call"], [theirs.fileno()])
-            ours.settimeout(grace_s)
-            wire.send_block(ours, code.encode())
-            wire.receive_exactly(ours, len(wire.HELLO))
-            ours.settimeout(wall_s + grace_s)  # a net below the supervisor, who answers earlier than that
-            return wire.receive_reply(ours)
+        with self.connect(grace_s) as conn:
+            return wire.call(conn, code, wall_s + grace_s)  # a net below the supervisor, who answers earlier than that
 
-    def open_session(self, grace_s: float) -> SessionClient:
-        """Return a new session. Raises as `call`."""
+    def connect(self, grace_s: float) -> socket.socket:
+        """Return a connection to a supervisor that has no call yet. Raises OSError."""
         ours, theirs = socket.socketpair()
-        session = SessionClient(ours, self.limits.wall_s, grace_s)
+        ours.settimeout(grace_s)
         try:
             with theirs:
                 self._control.settimeout(grace_s)
                 socket.send_fds(self._control, [b"call"], [theirs.fileno()])
-            session.greet()
         except BaseException:
-            session.close()
+            ours.close()
             raise
-        return session
+        return ours
 
     def is_gone(self) -> bool:
         """Return whether the process has ended, or has closed its connection."""

@@ -37,8 +37,13 @@ class CallLimits:
     """Number of bytes kept of each output stream; the rest is cut out of the middle."""
     max_output_bytes: int = 8 << 20
     """Number of bytes on both streams together above which the call ends."""
+    sessions: str = ""
+    """Folder of a package whose modules let a worker live on between calls, in a session; empty: a worker serves one
+    call. The host imports it before it is jailed, and calls two functions of it: `family.serve(spare, conn,
+    host_bytes)` in a supervisor, in place of `spare.serve`; and in the confined worker, in place of its one call,
+    `worker.serve_cells(scratch, run_code, main)`."""
     session_cpu_s: float = 0.0
-    """CPU time of all calls of a session together. 0: the host serves single calls; else it serves sessions only."""
+    """CPU time of all calls of a session together."""
 
 
 def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
@@ -60,7 +65,7 @@ def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
         resource.RLIMIT_SIGPENDING: 256,
     }
     if count_processes:
-        values[resource.RLIMIT_NPROC] = limits.max_processes + (MAX_FAMILY if limits.session_cpu_s else 0)
+        values[resource.RLIMIT_NPROC] = limits.max_processes + (MAX_FAMILY if limits.sessions else 0)
     for kind, value in values.items():
         soft, hard = value if isinstance(value, tuple) else (value, value)
         ceiling = resource.getrlimit(kind)[1]

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+from types import ModuleType
 
 from . import seccomp
 from . import syscalls as kernel
@@ -37,6 +38,7 @@ class NamespaceJail:
 
     tier = "namespaces"
     cgroup: HostCgroup | None = None
+    sessions: ModuleType | None = None
 
     def __init__(
         self, limits: CallLimits, visible: list[str], control: socket.socket, cgroup: HostCgroup | None = None
@@ -76,8 +78,8 @@ class NamespaceJail:
             _enter(root)
         self._pid_namespace = kernel.pidfd_open(os.getpid())
         # Without /proc nobody can sum up the memory of several processes, so there is only one.
-        has_sessions = self.has_proc and limits.session_cpu_s > 0  # they hide from each other, see session_worker.py
-        self._filter = seccomp.program(allow_children=self.has_proc, may_hide=has_sessions)
+        has_siblings = self.has_proc and bool(limits.sessions)  # forks of one session, which hide from each other
+        self._filter = seccomp.program(allow_children=self.has_proc, may_hide=has_siblings)
 
     def fork(self) -> int:
         """Fork a child that is PID 1 of a pid namespace of its own: when it ends, the kernel kills the rest of it."""

@@ -56,6 +56,14 @@ def receive_block(sock: socket.socket, max_bytes: int) -> bytes:
     return receive_exactly(sock, num_bytes)
 
 
+def call(sock: socket.socket, code: str, patience_s: float) -> Reply:
+    """Send code, and return what came of it, for which the supervisor has `patience_s` from its hello on."""
+    send_block(sock, code.encode())
+    receive_exactly(sock, len(HELLO))
+    sock.settimeout(patience_s)
+    return receive_reply(sock)
+
+
 def send_reply(sock: socket.socket, header: dict[str, object], stdout: bytes, stderr: bytes) -> None:
     for block in (json.dumps(header).encode(), stdout, stderr):
         send_block(sock, block)

@@ -22,10 +22,12 @@ from . import syscalls as kernel
 from .folder import FolderJail
 from .limits import NICE
 from .namespaces import NamespaceJail
-from .session_worker import CHANNEL_FD, serve_cells
 
 HANDED_OVER = b"p"
 """First byte of the worker on the channel."""
+CHANNEL_FD = 3
+"""Descriptor from which the code comes, and to which a worker writes why it could not be confined. For a single call it
+is closed before the code runs, which could else write there too."""
 SEED = 0
 
 
@@ -51,9 +53,9 @@ def run_worker(
         os.write(CHANNEL_FD, repr(error).encode())
         os._exit(1)
     _prepare_interpreter()
-    if jail.limits.session_cpu_s:
+    if jail.sessions:
         try:
-            serve_cells(scratch, run_code, new_main())
+            jail.sessions.worker.serve_cells(scratch, run_code, new_main())
         finally:  # the supervisor is gone, or the code has broken what we need
             os._exit(1)
     with open(CHANNEL_FD, "rb", buffering=0) as channel:

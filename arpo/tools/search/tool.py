@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from arpo.config.facts import out_of_range
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
@@ -99,15 +99,11 @@ class SearchTool:
 
     def __init__(self, cfg: SearchConfig):
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
-        if cfg.backend != "replay" and cfg.backend not in BACKENDS:
-            [close, *_] = [*difflib.get_close_matches(cfg.backend, ["replay", *BACKENDS], n=1), ""]
-            hint = f"did you mean {close}?" if close else f"use replay, {', '.join(BACKENDS)}"
-            raise UserError(f"tools.search.backend: no backend {cfg.backend!r}; {hint}")
-        if cfg.top_k < 0:
-            raise UserError(f"tools.search.top_k={cfg.top_k} must be at least 1, or 0 for the backend's usual number")
+        if wrong := out_of_range(cfg):
+            raise UserError(f"tools.search.{wrong}")
         self.cfg = cfg
         self.cache = _open_cache(cfg)
-        self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend in BACKENDS else None
+        self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend != "replay" else None
         if cfg.read_pages and self.backend:
             self.backend = ReadingBackend(self.backend, cfg, self.cache)
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}

@@ -224,8 +224,6 @@ def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
 
 def check_settings(cfg: SearchConfig) -> None:
     """Raises UserError for a value that cannot work."""
-    if cfg.requests_per_second < 0 or cfg.deadline_s <= 0:
-        raise UserError("tools.search.requests_per_second must not be negative, and deadline_s must be positive")
     if cfg.market != "auto" and not re.fullmatch(r"[a-z]{2}-[A-Z]{2}", cfg.market):
         raise UserError(f"tools.search.market must be auto or like en-US, not {cfg.market!r}")
     if cfg.location and not re.fullmatch(r"[a-z]{2}", cfg.location):

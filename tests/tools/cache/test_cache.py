@@ -418,8 +418,8 @@ def test_an_import_that_another_rank_finished_first_adds_nothing(path, released)
     one, two = CacheFile(path), CacheFile(path)
     entries, stat = read_released(released), released.stat()
     assert not one.has_imported(stat) and not two.has_imported(stat)
-    assert one.import_entries(entries, stat) == 1000
-    assert two.import_entries(entries, stat) == 0
+    assert one.replace_imported(entries, stat) == 1000
+    assert two.replace_imported(entries, stat) == 0
 
 
 def test_ranks_that_start_together_import_once(released):

@@ -17,7 +17,8 @@ from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.cache.__main__ import main
-from arpo.tools.python import NOT_RECORDED, PythonTool
+from arpo.tools.cache.recorder import NOT_RECORDED
+from arpo.tools.python import PythonTool
 from arpo.trajectory import Group, Prompt
 
 RANDOM = "import os\nos.urandom(8).hex()"
@@ -64,7 +65,7 @@ def test_a_replay_runs_nothing_and_a_miss_is_an_error_or_the_end(cfg):
     replay = PythonTool(dataclasses.replace(cfg, mode="replay"))
     assert replay.sandbox is None
     assert seen(run(replay, "1", "2")) == [("1", True, None), (NOT_RECORDED, False, "not_recorded")]
-    with pytest.raises(UserError, match=r"python\.sqlite: no recorded result of '2'"):
+    with pytest.raises(UserError, match=r"python\.sqlite: no recorded result of '<python>2</python>'"):
         ask(dataclasses.replace(cfg, mode="replay_strict"), "2")
 
 
@@ -95,7 +96,7 @@ def test_a_failure_of_the_sandbox_is_not_kept(cfg):
     tool = PythonTool(cfg)
     tool.sandbox.close()
     [result] = run(tool, "1")
-    assert result.infra_error and not list(tool.cache.rows())
+    assert result.infra_error and not list(tool.recorder.cache.rows())
     asyncio.run(tool.aclose())
 
 

@@ -451,8 +451,8 @@ def test_the_released_format_holds_no_pages(the_web, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"read_pages": -1}, r"tools\.search\.read_pages must not be negative"),
-        ({"page_chars": 0}, r"tools\.search\.page_chars must be at least 1"),
+        ({"read_pages": -1}, r"tools\.search\.read_pages=-1 must be at least 0"),
+        ({"page_chars": 0}, r"tools\.search\.page_chars=0 must be at least 1"),
         ({"summarizer_url": "host:8000"}, r"tools\.search\.summarizer_url: 'host:8000' is not an address"),
         ({"summarizer_url": "http://u:pw@h/v1"}, r"tools\.search\.summarizer_url must not hold a user or password"),
         ({"summarizer_url": "http://host/v1"}, r"tools\.search\.summarizer_model is empty"),

@@ -1,6 +1,6 @@
 """S, the supervisor of sessions that were forked from one another: it serves their cells, one at a time.
 
-A session is a worker (session_worker.py) that waits for its next cell. What it may leave behind is in its memory:
+A session is a worker (worker.py) that waits for its next cell. What it may leave behind is in its memory:
 between two cells it is stopped, the processes that it has started are killed, and the files it has written are removed,
 so no session can read or change another (it can kill it, which costs a replay), and a fork of the worker is all of it.
 A session that a fork would not copy whole (it has threads, children, open or mapped files) is not forked, and its
@@ -22,14 +22,15 @@ import struct
 import time
 from dataclasses import dataclass
 
-from . import syscalls as kernel
-from . import wire
-from .limits import MAX_FAMILY, step_back
-from .meter import Meter
-from .session_client import COPY, RUN
-from .session_worker import CELL, FORK, READY
-from .supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_streams
-from .trees import remove_tree
+from sandbox import syscalls as kernel
+from sandbox import wire
+from sandbox.limits import MAX_FAMILY, step_back
+from sandbox.meter import Meter
+from sandbox.supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_streams
+from sandbox.trees import remove_tree
+
+from . import COPY, GREET
+from .worker import CELL, FORK, READY
 
 KILL_PATIENCE_S = 2.0
 OWN_FDS = {"0", "1", "2", "3"}
@@ -124,6 +125,11 @@ class Member(Spare):
             return False
 
 
+def serve(spare: Spare, conn: socket.socket, host_bytes: int) -> None:
+    """Serve a session that begins with the spare, and the copies of it (called by the host in a supervisor)."""
+    Family(spare, conn, host_bytes).serve()
+
+
 class Family:
     """The sessions that one supervisor serves."""
 
@@ -140,7 +146,6 @@ class Family:
         stop(first.worker)
         self.jail, self.members = first.jail, {conn.fileno(): first}
         conn.settimeout(IO_TIMEOUT_S)
-        conn.sendall(wire.HELLO)
 
     def serve(self) -> None:
         """Answer the clients until all of them have closed their sessions."""
@@ -164,24 +169,24 @@ class Family:
 
     def _answer(self, member: Member) -> tuple[bool, Member | None]:
         """Answer a request. Return whether the session goes on, and a copy of it where that was asked for."""
-        request, fds, _, _ = socket.recv_fds(member.conn, 1, 1)
-        if request == RUN:
-            code = wire.receive_block(member.conn, wire.MAX_CODE_BYTES)
-            member.conn.sendall(wire.HELLO)
-            member.others = tuple(m.worker for m in self.members.values() if m is not member)
-            header, stdout, stderr = member.run(code, self.host_bytes)
-            self._clean(member)
-            wire.send_reply(member.conn, header, stdout, stderr)
-            return bool(header.get("is_open")), None
-        if request == COPY and fds:
-            conn = socket.socket(fileno=fds[0])
+        request = wire.receive_block(member.conn, wire.MAX_CODE_BYTES)
+        if request == COPY:
+            _, [fd], _, _ = socket.recv_fds(member.conn, 1, 1)
+            conn = socket.socket(fileno=fd)
             conn.settimeout(IO_TIMEOUT_S)
             copy = self._copy(member, conn) if len(self.members) < MAX_FAMILY else None
             if copy is None:
                 conn.close()
             wire.send_reply(member.conn, {"status": "ok" if copy else "cannot_fork"}, b"", b"")
             return True, copy
-        return False, None
+        member.conn.sendall(wire.HELLO)
+        if request == GREET:
+            return True, None
+        member.others = tuple(m.worker for m in self.members.values() if m is not member)
+        header, stdout, stderr = member.run(request, self.host_bytes)
+        self._clean(member)
+        wire.send_reply(member.conn, header, stdout, stderr)
+        return bool(header.get("is_open")), None
 
     def _copy(self, member: Member, conn: socket.socket) -> Member | None:
         """Have the worker fork. Return its copy; None where it does not, or must not."""

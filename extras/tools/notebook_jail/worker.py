@@ -1,4 +1,4 @@
-"""The worker of a session: like worker.py, but its code comes cell by cell, and the names that a cell makes stay.
+"""The worker of a session: as the jail's worker, but code comes cell by cell, and the names that a cell makes stay.
 
 A fork of it is a copy of the session: the supervisor asks for one between two cells. Nothing that this process says is
 believed: a false answer ends its own cell early, or leaves its own session without a copy.
@@ -16,12 +16,10 @@ import types
 from collections.abc import Callable
 from typing import NoReturn
 
-from . import syscalls as kernel
-from . import wire
+from sandbox import syscalls as kernel
+from sandbox import wire
+from sandbox.worker import CHANNEL_FD
 
-CHANNEL_FD = 3
-"""Descriptor from which the code comes, and to which a worker writes why it could not be confined. For a single call it
-is closed before the code runs, which could else write there too."""
 READY, CELL, FORK = b"R", b"c", b"f"
 """The worker's first message; the supervisor's before a cell's code; and what announces a copy. The worker sends FORK
 back and can be looked at; the supervisor sends it again, with the copy's stdout, stderr and channel if there may be

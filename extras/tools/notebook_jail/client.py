@@ -5,11 +5,26 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from . import wire
-from .limits import MAX_FAMILY
+from arpo.tools.sandbox import wire
+from arpo.tools.sandbox.client import Sandbox
+from arpo.tools.sandbox.host_process import HostProcess
+from arpo.tools.sandbox.limits import MAX_FAMILY
+from extras.tools.notebook_jail import COPY, GREET
 
-RUN, COPY = b"r", b"k"
-"""Requests: run a cell, whose code follows; make a copy that serves the socket that comes along."""
+
+def open_session(sandbox: Sandbox) -> SessionClient | wire.Reply:
+    """Return a new session, or a sandbox_error. Never raises."""
+
+    def opened(host: HostProcess) -> SessionClient:
+        session = SessionClient(host.connect(sandbox.grace_s), sandbox.limits.wall_s, sandbox.grace_s)
+        try:
+            session.greet()
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    return sandbox.attempt(opened)
 
 
 class SessionClient:
@@ -23,17 +38,13 @@ class SessionClient:
 
     def greet(self) -> None:
         """Wait until the session is there."""
-        self._conn.settimeout(self._grace_s)
+        wire.send_block(self._conn, GREET)
         wire.receive_exactly(self._conn, len(wire.HELLO))
 
     def run(self, code: str) -> wire.Reply:
         """Run code, and wait for its end; the clock starts when the calls of sessions forked from it let it."""
         self._conn.settimeout(MAX_FAMILY * (self._wall_s + self._grace_s))
-        self._conn.sendall(RUN)
-        wire.send_block(self._conn, code.encode())
-        wire.receive_exactly(self._conn, len(wire.HELLO))
-        self._conn.settimeout(self._wall_s + self._grace_s)
-        return wire.receive_reply(self._conn)
+        return wire.call(self._conn, code, self._wall_s + self._grace_s)
 
     def fork(self) -> SessionClient | None:
         """Return an exact copy; None for a session of which there can be none."""
@@ -41,7 +52,8 @@ class SessionClient:
         try:
             with theirs:
                 self._conn.settimeout(MAX_FAMILY * (self._wall_s + self._grace_s))
-                socket.send_fds(self._conn, [COPY], [theirs.fileno()])
+                wire.send_block(self._conn, COPY)
+                socket.send_fds(self._conn, [b"1"], [theirs.fileno()])
             made = wire.receive_reply(self._conn).status == "ok"
         except BaseException:
             ours.close()
