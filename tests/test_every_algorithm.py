@@ -14,6 +14,8 @@ from helpers.toy_run import build_toy_world
 
 from arpo.log import read_metrics
 
+pytestmark = pytest.mark.slow  # each run takes about eight seconds of computing
+
 SHORT = ["--run.num_steps", "2", "--run.validate_every", "0", "--run.save_every", "0", "--run.save_hf", "False"]
 SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
             "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"]  # fmt: skip
@@ -63,12 +65,7 @@ def metrics_of(world):
     return functools.cache(lambda algorithm: metrics_of_run(world, algorithm, algorithm))
 
 
-IN_THE_FAST_TIER = "ppo"  # each run takes about eight seconds of computing
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == IN_THE_FAST_TIER else pytest.mark.slow) for name in ALGORITHMS]
-)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     rows = metrics_of(name)
     assert [row["step"] for row in rows] == [1, 2]
@@ -76,14 +73,12 @@ def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     assert rows[1]["optim/grad_norm"] > 0 and rows[1]["mismatch/abs"] < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["at2po", "tree grpo", "parents"])
 def test_there_are_trees_whose_credits_are_shared(metrics_of, name):
     for row in metrics_of(name):
         assert row["branching/branches_per_prompt"] > 0 and row["group/mixed_share"] > 0 and row["optim/grad_norm"] > 0
 
 
-@pytest.mark.slow
 def test_the_reference_is_the_policy_before_training(metrics_of):
     """So a KL measured before the first update is 0, and later it is not."""
     assert [row["loss/kl"] > 0 for row in metrics_of("gspo")] == [True, True]
@@ -99,7 +94,6 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
     )
 
 
-@pytest.mark.slow
 def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_of, world):
     first, second = metrics_of("standardized")
     assert first["branching/signal"] == 0 and first["branching/probability"] == 0.5  # nothing to compare with
@@ -110,7 +104,6 @@ def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_
     assert {name: resumed[name] for name in names} == {name: second[name] for name in names}
 
 
-@pytest.mark.slow
 def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_of, world):
     whole = metrics_of("ppo")[1]
     metrics_of_run(world, "cut", "ppo", "--run.num_steps", "1")
@@ -127,7 +120,6 @@ def groups_of(world, run: str, step: int) -> dict[str, list[dict]]:
     return groups
 
 
-@pytest.mark.slow
 def test_further_prompts_are_sampled_for_dead_groups_and_mixed_groups_alone_are_trained_on(metrics_of, world):
     rows = metrics_of("resampled")
     assert any(row["group/resampled_prompts"] > 0 for row in rows), rows
@@ -139,7 +131,6 @@ def test_further_prompts_are_sampled_for_dead_groups_and_mixed_groups_alone_are_
         assert trained == mixed[:4] and all(len(group) == 8 for group in groups.values())
 
 
-@pytest.mark.slow
 def test_forks_chosen_afterwards_are_recorded_with_their_score(metrics_of, world):
     metrics_of("resampled")
     trajectories = [t for group in groups_of(world, "resampled", 1).values() for t in group]
@@ -148,7 +139,6 @@ def test_forks_chosen_afterwards_are_recorded_with_their_score(metrics_of, world
     assert all(isinstance(d["score"], float) and d["probability"] is None for d in decisions)
 
 
-@pytest.mark.slow
 def test_resampling_goes_on_as_it_would_have_after_a_cut_and_on_one_rank(metrics_of, world):
     whole, one_rank = metrics_of("resampled"), metrics_of_run(world, "alone", "resampled", ranks=1)
     metrics_of_run(world, "cut_resampled", "resampled", "--run.num_steps", "1")

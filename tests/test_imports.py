@@ -9,6 +9,7 @@ only `tools/mcp` imports the MCP client, inside functions.
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path): path for path in MODULES}
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Full dotted names of all that a file imports, at the top or inside functions."""
     names = set()

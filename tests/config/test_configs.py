@@ -73,10 +73,12 @@ def real(model: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
+@cache  # reading a config takes a tenth of a second
 def rl(algorithm: str, model: str) -> RLConfig:
     return load_config(RLConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, algorithm)])
 
 
+@cache
 def sft(model: str) -> SFTConfig:
     return load_config(SFTConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "sft")])
 

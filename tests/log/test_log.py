@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import statistics
-import subprocess
 import sys
 import termios
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.files import read_jsonl
+from helpers.forked import fork
 from helpers.sample_groups import group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -108,10 +108,15 @@ def test_other_ranks_show_no_progress(tmp_path, capsys):
 def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    here = os.path.dirname(__file__)
-    code = f"import sys; sys.path[:0] = [{here!r}, {os.path.dirname(here)!r}]; from test_log import steps; "
-    code += f"from pathlib import Path; steps(Path({str(tmp_path)!r}), 100, validates=(50,))"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs)
+
+    def on_the_terminal() -> None:
+        for descriptor in (1, 2):
+            os.dup2(theirs, descriptor)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        steps(tmp_path, 100, validates=(50,))
+
+    child = fork.Process(target=on_the_terminal)
+    child.start()
     os.close(theirs)
     shown = b""
     try:
@@ -120,7 +125,8 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     except OSError:  # the other end is closed
         pass
     text = shown.decode()
-    assert child.wait() == 0, text
+    child.join()
+    assert child.exitcode == 0, text
     assert text.count(" left") == 1 and "step 50/100  loss 0.50" in text
     last_look = text.rsplit("\r", 2)[1]  # of the bar: what comes after it is the end of its line
     assert "100/100" in last_look and "loss 1.00" in last_look, text

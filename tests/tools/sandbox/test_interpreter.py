@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import sys
 import sysconfig
@@ -95,8 +96,17 @@ print(np.allclose(linalg.inv(big) @ big, np.eye(300)))
 ANALYSED = "{'a': 1.5, 'b': 6.5} 2024-02-03\n2.6 0.975\n[0.8 1.4] 1.570796\nTrue"
 
 
-@pytest.mark.parametrize("whose", ["own", "named"])
-@pytest.mark.parametrize("tier", [*TIERS, "none"])
+IN_THE_FAST_TIER = ("namespaces", "own"), ("landlock", "named")
+"""Each imports SciPy and pandas, which takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "tier, whose",
+    [
+        pytest.param(*case, marks=() if case in IN_THE_FAST_TIER else pytest.mark.slow)
+        for case in itertools.product([*TIERS, "none"], ["own", "named"])
+    ],
+)
 def test_scipy_and_pandas_work_in_every_tier(borrowing, tier, whose):
     roomy = dataclasses.replace(
         PATIENT, memory_mib=512
