@@ -4,8 +4,8 @@ import os
 import pty
 import re
 import statistics
-import sys
 import termios
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
 import pytest
@@ -112,8 +112,8 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     def on_the_terminal() -> None:
         for descriptor in (1, 2):
             os.dup2(theirs, descriptor)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        steps(tmp_path, 100, validates=(50,))
+        with open(1, "w", closefd=False) as screen, redirect_stdout(screen), redirect_stderr(screen):
+            steps(tmp_path, 100, validates=(50,))
 
     child = fork.Process(target=on_the_terminal)
     child.start()
