@@ -49,9 +49,9 @@ def test_upstream_entropy_of_twenty_tokens_is_their_mean_in_nats_under_the_paper
 
 @pytest.mark.parametrize("vocab_size", [32_000, 128_256, 151_669])
 def test_the_released_decisions_come_out_of_the_weight_per_nat(vocab_size):
-    """10,000 random turns: ours with the default weight, against the released 0.2 on sums / ln V."""
+    """2,000 random turns: ours with the default weight, against the released 0.2 on sums / ln V."""
     cfg, rng, both = BranchingConfig(compat="upstream"), random.Random(vocab_size), [0, 0]
-    for _ in range(10_000):
+    for _ in range(2_000):
         turns = [[[-rng.expovariate(0.5) for _ in range(10)] for _ in range(rng.randint(1, 25))] for _ in range(2)]
         root, after = (turn_entropy((), turn, cfg, vocab_size) for turn in turns)
         sums = [sum(-math.exp(lp) * lp for row in turn[:20] for lp in row) / math.log(vocab_size) for turn in turns]
@@ -61,7 +61,7 @@ def test_the_released_decisions_come_out_of_the_weight_per_nat(vocab_size):
         assert probability == pytest.approx(released, abs=1e-12)
         assert wants == (random.Random(seed).random() < released)
         both[wants] += 1
-    assert min(both) > 1000
+    assert min(both) > 200
 
 
 @pytest.mark.parametrize(

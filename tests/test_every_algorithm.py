@@ -5,6 +5,7 @@ What the algorithms compute is tested in test_losses.py and test_update.py.
 
 import functools
 import math
+import shutil
 
 import pytest
 from helpers.files import read_jsonl
@@ -59,6 +60,14 @@ def metrics_of_run(world, run: str, algorithm: str, *flags: str, ranks: int = 2)
     return read_metrics(world / "runs" / run)
 
 
+def cut_and_resumed(world, algorithm: str) -> dict[str, float]:
+    """Step 2 of a run that died after the save of step 1: a copy of the whole one, cut back."""
+    folder = shutil.copytree(world / "runs" / algorithm, world / "runs" / f"cut {algorithm}", symlinks=True)
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    [_, resumed] = metrics_of_run(world, folder.name, algorithm)
+    return resumed
+
+
 @pytest.fixture(scope="module")
 def metrics_of(world):
     """algorithm -> the metrics of its steps; each is run once."""
@@ -98,16 +107,14 @@ def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_
     first, second = metrics_of("standardized")
     assert first["branching/signal"] == 0 and first["branching/probability"] == 0.5  # nothing to compare with
     assert second["branching/signal"] > 0.05
-    metrics_of_run(world, "cut standardized", "standardized", "--run.num_steps", "1")
-    resumed = metrics_of_run(world, "cut standardized", "standardized")[1]
+    resumed = cut_and_resumed(world, "standardized")
     names = [name for name in second if name.startswith(("branching/", "reward/", "loss/"))]
     assert {name: resumed[name] for name in names} == {name: second[name] for name in names}
 
 
 def test_a_run_with_a_critic_that_was_cut_off_in_its_warmup_ends_alike(metrics_of, world):
     whole = metrics_of("ppo")[1]
-    metrics_of_run(world, "cut", "ppo", "--run.num_steps", "1")
-    resumed = metrics_of_run(world, "cut", "ppo")[1]
+    resumed = cut_and_resumed(world, "ppo")
     for name in ("reward/mean", "critic/loss", "critic/grad_norm", "optim/grad_norm", "loss/policy", "loss/entropy"):
         assert resumed[name] == whole[name], name
 
@@ -141,10 +148,9 @@ def test_forks_chosen_afterwards_are_recorded_with_their_score(metrics_of, world
 
 def test_resampling_goes_on_as_it_would_have_after_a_cut_and_on_one_rank(metrics_of, world):
     whole, one_rank = metrics_of("resampled"), metrics_of_run(world, "alone", "resampled", ranks=1)
-    metrics_of_run(world, "cut_resampled", "resampled", "--run.num_steps", "1")
-    resumed = metrics_of_run(world, "cut_resampled", "resampled")
+    resumed = cut_and_resumed(world, "resampled")
     for name in ("reward/mean", "group/resampled_prompts", "tokens/sampled", "branching/branched", "loss/policy"):
-        assert resumed[1][name] == whole[1][name], name
+        assert resumed[name] == whole[1][name], name
         assert one_rank[0][name] == pytest.approx(whole[0][name], rel=1e-4), name
     for name, group in groups_of(world, "alone", 1).items():
         theirs = groups_of(world, "resampled", 1)[name]

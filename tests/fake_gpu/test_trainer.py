@@ -28,11 +28,15 @@ CPU = torch.device("cpu")
 LAYOUTS = ("packed", "tree")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 FAST = [("everything in the loss", "tree", "varlen"), ("ppo, token_mean", "packed", "flash_attention_2")]
+KERNELS = list(itertools.product(LAYOUTS, BY_ROW))
+ONE_KERNEL_EACH = [(case, *kernel) for case, kernel in zip(CASES, itertools.cycle(KERNELS), strict=False)]
+"""A loss does not see which kernel its logprobs are from: it is computed with one, and the fast ones with all."""
+WITH_EVERY_KERNEL = [(case, *kernel) for case, *_ in FAST for kernel in KERNELS]
 
 
-def product(*choices, fast=()):
-    """All combinations; those not in `fast` are slow."""
-    return [pytest.param(*c, marks=() if c in fast else pytest.mark.slow) for c in itertools.product(*choices)]
+def some_slow(cases, fast=()):
+    """Parameters, each once; those not in `fast` are slow."""
+    return [pytest.param(*c, marks=() if c in fast else pytest.mark.slow) for c in dict.fromkeys(cases)]
 
 
 @pytest.fixture(scope="module")
@@ -88,17 +92,17 @@ def compare(ranks: Ranks, folders, case: str, layout: str, attention: str, dtype
         assert ours[name] == pytest.approx(value, rel=TOLERANCE[dtype], abs=TOLERANCE[dtype] / 10), name
 
 
-@pytest.mark.parametrize("case, layout, attention", product(CASES, LAYOUTS, BY_ROW, fast=FAST))
+@pytest.mark.parametrize("case, layout, attention", some_slow([*ONE_KERNEL_EACH, *WITH_EVERY_KERNEL], FAST))
 def test_losses_and_gradients_are_the_cpus(ranks, folders, case, layout, attention):
     compare(ranks, folders, case, layout, attention, torch.float32)
 
 
-@pytest.mark.parametrize("layout, attention", product(LAYOUTS, BY_ROW, fast=[("tree", "varlen")]))
+@pytest.mark.parametrize("layout, attention", some_slow(KERNELS, [("tree", "varlen")]))
 def test_in_bfloat16_each_kernel_gets_what_it_takes(ranks, folders, layout, attention):
     compare(ranks, folders, "ppo, token_mean", layout, attention, torch.bfloat16)
 
 
-@pytest.mark.parametrize("layout, attention", product(LAYOUTS, BY_ROW))
+@pytest.mark.parametrize("layout, attention", some_slow(KERNELS))
 def test_the_critic_learns_there_what_it_does_on_the_cpu(ranks, folders, layout, attention):
     def learn(ranks: Ranks, attention: str) -> dict[str, float]:
         policy = Policy(load(folders[0], ranks.device, attention, torch.float32))

@@ -151,17 +151,19 @@ def test_a_run_that_dies_beside_a_validation_ends_as_the_one_that_does_not(world
 def test_the_scores_beside_a_rollout_are_those_of_the_weights_that_it_samples_from(world):
     """A learning rate of 0 keeps the weights, so each validation repeats the first; with another, the scores are those
     of a run that validates alone."""
-    for lr in ("0", "1e-3"):
-        flags = (*VALIDATES, "--optim.lr", lr)
-        alone, beside = (
-            train_toy(world, f"{overlaps}{lr}", *flags, "--run.overlap_validation", overlaps, ranks=1)
-            for overlaps in ("False", "True")
-        )
-        scores = [
-            {row["step"]: row["valid/reward"] for row in rows if "valid/reward" in row} for rows in (alone, beside)
-        ]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-6) and len(scores[0]) == 6
-        assert (len({round(score, 6) for score in scores[1].values()}) == 1) == (lr == "0")
+
+    def scores(name: str, lr: str, overlaps: str) -> dict[float, float]:
+        flags = (*VALIDATES, "--run.num_steps", "5", "--optim.lr", lr, "--run.overlap_validation", overlaps)
+        rows = train_toy(world, name, *flags, ranks=1)
+        return {row["step"]: row["valid/reward"] for row in rows if "valid/reward" in row}
+
+    kept, alone, beside = (
+        scores("kept", "0", "True"),
+        scores("alone", "1e-3", "False"),
+        scores("beside", "1e-3", "True"),
+    )
+    assert len({round(score, 6) for score in kept.values()}) == 1 < len({round(score, 6) for score in beside.values()})
+    assert alone == pytest.approx(beside, abs=1e-6) and len(kept) == len(alone) == 4
 
 
 def test_a_second_line_of_the_step_that_a_run_goes_on_from_is_written_again(tmp_path):
