@@ -1,4 +1,4 @@
-"""Trackio as a tracker: `--run.trackers tensorboard extras/trackio_tracker.py:Trackio` (`pip install '.[trackio]'`).
+"""Trackio as a tracker: `--run.trackers tensorboard extras/trackio_tracker.py:Trackio` (`pip install -e '.[trackio]'`).
 
 It is local, in its own folder (TRACKIO_DIR), or on the Space or server that its environment names. The project is
 TRACKIO_PROJECT, else arpo-torch. Texts are left to TensorBoard and the viewer.
