@@ -61,6 +61,15 @@ class Session:
         return self.calls[-1].history if self.calls else ""
 
 
+class Own(dict[str, Session]):
+    """The sessions of a trajectory, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taking = asyncio.Lock()
+        """Held by the session that takes a place."""
+
+
 async def close_handle(tool: SessionTool, handle: Any) -> None:
     """Close a session of the tool; one that cannot be closed is no reason to fail."""
     try:

@@ -12,7 +12,7 @@ without `fork`, where a copy found no free place, and for retrospective selector
 No limit can make trajectories wait for each other for ever. A copy never waits: without a free place there is none.
 So at most max_sessions - 1 copies exist, the remaining session belongs to a trajectory that grows and ends, and its
 place is the next one's. Who holds a session of another tool does not wait either, but goes over the limit, and is not
-copied.
+copied. The sessions of a trajectory take their places one after the other: none waits while another gets one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from arpo.tools.interface import (
     is_stateful,
     session_name,
 )
-from arpo.tools.session_records import Copy, RecordedCall, Session, close_handle, recorded, replay, try_to_fork
+from arpo.tools.session_records import Copy, Own, RecordedCall, Session, close_handle, recorded, replay, try_to_fork
 
 CLOSE_TIMEOUT_S = 30.0
 NUM_TRIES = 2
@@ -58,7 +58,7 @@ class Sessions:
         self._loop = loop
         limits = {name: getattr(tool, "max_sessions", 0) for name, tool in self._by_name.items()}
         self._places = {name: asyncio.Semaphore(limit) for name, limit in limits.items() if limit}
-        self._sessions: dict[Owner, dict[str, Session]] = {}
+        self._sessions: dict[Owner, Own] = {}
         self._copies: dict[str, dict[tuple[int, str], dict[str, Copy]]] = {}
         """prompt_id -> (turn, trajectory_id) -> session's name -> the state before that turn, for branches there."""
         self._calls: set[asyncio.Task] = set()
@@ -138,25 +138,26 @@ class Sessions:
         assert context is not None, f"the {tag} tool has sessions, and this call belongs to no trajectory"
         tool = self.tools[tag]
         name = session_name(tool)
-        session = self._sessions.setdefault(context.owner, {}).setdefault(name, Session())
+        own = self._sessions.setdefault(context.owner, Own())
+        session = own.setdefault(name, Session())
         task = asyncio.current_task()
         self._calls.add(task)
         try:
             async with session.lock:
                 try:
-                    return await self._answer(tool, session, argument, context)
+                    return await self._answer(tool, own, argument, context)
                 finally:
-                    if self._is_wanted(name) and any(own.get(name) is session for own in self._parked[0].values()):
+                    if self._is_wanted(name) and any(own is one for one in self._parked[0].values()):
                         await self._close(tool, session)
         finally:
             self._calls.discard(task)
 
-    async def _answer(self, tool: SessionTool, session: Session, argument: str, context: ToolContext) -> ToolResult:
-        before = ToolResult("", ok=True)
+    async def _answer(self, tool: SessionTool, own: Own, argument: str, context: ToolContext) -> ToolResult:
+        session, before = own[session_name(tool)], ToolResult("", ok=True)
         for tries_left in reversed(range(NUM_TRIES)):
             try:
                 if not session.is_open:
-                    before = await self._begin(tool, session, context)
+                    before = await self._begin(tool, own, context)
                     if before.infra_error:
                         return before
                 session.context = replace(context, history=session.history)
@@ -172,8 +173,9 @@ class Sessions:
             result, replayed=before.replayed, replay_mismatches=before.replay_mismatches, cost=result.cost + before.cost
         )
 
-    async def _begin(self, tool: SessionTool, session: Session, context: ToolContext) -> ToolResult:
+    async def _begin(self, tool: SessionTool, own: Own, context: ToolContext) -> ToolResult:
         """Give a session its state: from its copy, else by opening one and replaying its calls."""
+        session = own[session_name(tool)]
         source = session.source
         handle = await asyncio.shield(source.task) if source else None
         session.source = None
@@ -182,7 +184,7 @@ class Sessions:
             session.is_open = True
             return ToolResult("", ok=True)
         try:
-            session.has_place = await self._take_place(session_name(tool), context.owner)
+            session.has_place = await self._take_place(session_name(tool), own)
             if handle is not None:
                 session.handle = await self._finished(tool, try_to_fork(tool, handle, context, self._told))
                 session.is_open = session.handle is not None
@@ -210,35 +212,38 @@ class Sessions:
 
     # ---- on the loop: places, copies, ends
 
-    async def _take_place(self, name: str, owner: Owner) -> bool:
+    async def _take_place(self, name: str, own: Own) -> bool:
         """Wait for a place under the tool's limit. Return whether one was taken, which must be given back."""
         places = self._places.get(name)
-        if places is None or (places.locked() and self._holds_another(name, owner)):
+        if places is None:
             return False
-        if self._is_wanted(name):
-            for session in [s[name] for s in self._parked[0].values() if name in s and s[name].has_place]:
-                self._spawn(self._finish(self._by_name[name], session))  # its next call replays
-        await places.acquire()
-        return True
+        async with own.taking:
+            holds_another = any(s.has_place or s.source for other, s in own.items() if other != name)
+            if places.locked() and holds_another:
+                return False
+            if self._is_wanted(name):
+                for session in [s[name] for s in self._parked[0].values() if name in s and s[name].has_place]:
+                    self._spawn(self._finish(self._by_name[name], session))  # its next call replays
+            await places.acquire()
+            return True
 
     def _is_wanted(self, name: str) -> bool:
         """Return whether a parked session must not keep its place: its trajectory stands still while others wait."""
         return self._parked is not None and name in self._places and self._places[name].locked()
-
-    def _holds_another(self, name: str, owner: Owner) -> bool:
-        return any(s.has_place or s.source for other, s in self._sessions.get(owner, {}).items() if other != name)
 
     def _give_place_back(self, name: str, holder: Session | Copy) -> None:
         if holder.has_place:
             holder.has_place = False
             self._places[name].release()
 
-    async def _make_copy(self, copy: Copy, session: Session, owner: Owner) -> Any | None:
+    async def _make_copy(self, copy: Copy, session: Session) -> Any | None:
         name = session_name(copy.tool)
+        places = self._places.get(name)
         async with session.lock:
-            if not session.is_open or (name in self._places and (self._places[name].locked() or not session.has_place)):
+            if not session.is_open or (places and (places.locked() or not session.has_place)):
                 return None
-            copy.has_place = await self._take_place(name, owner)
+            if places:
+                copy.has_place = await places.acquire()  # at once: one is free
             handle = await try_to_fork(copy.tool, session.handle, session.context, self._told)
             if handle is None:
                 self._give_place_back(name, copy)
@@ -253,7 +258,7 @@ class Sessions:
             copy = session.source or session.newest_copy
             if copy is None or not copy.claims or copy.num_calls != len(session.calls):
                 copy = session.newest_copy = Copy(tool, len(session.calls))
-                copy.task = self._spawn(self._make_copy(copy, session, owner))
+                copy.task = self._spawn(self._make_copy(copy, session))
             copy.claims += 1
             copies[name] = copy
         self._copies.setdefault(owner[0], {})[turn, owner[1]] = copies
@@ -265,7 +270,7 @@ class Sessions:
                 source = copies.get(name)
                 if source:
                     source.claims += 1
-                self._sessions.setdefault(child, {})[name] = Session(calls, source)
+                self._sessions.setdefault(child, Own())[name] = Session(calls, source)
 
     def _retain(self, prompt_id: str, places: set[tuple[int, str]]) -> None:
         copies = self._copies.get(prompt_id, {})
@@ -327,7 +332,7 @@ class Sessions:
 
     def _restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
         if name in self._by_name:
-            self._sessions.setdefault(owner, {})[name] = Session(calls)
+            self._sessions.setdefault(owner, Own())[name] = Session(calls)
 
     def _spawn(self, work: Coroutine) -> asyncio.Task:
         task = self._loop.create_task(work)

@@ -51,6 +51,21 @@ class Notes:
 
 
 @dataclass
+class Losing(Notes):
+    """Loses a session now and then, at most once for each call."""
+
+    rng: random.Random = field(default_factory=random.Random)
+    num_lost: int = 0
+
+    async def run(self, argument: str, context: ToolContext, session: list[str]) -> ToolResult:
+        if argument not in self.ran and self.rng.random() < 0.3:
+            self.ran.append(argument)
+            self.num_lost += 1
+            raise SessionLost
+        return await super().run(argument, context, session)
+
+
+@dataclass
 class ForkedNotes(Notes):
     """The same with exact copies."""
 

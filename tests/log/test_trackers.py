@@ -65,7 +65,9 @@ def test_the_default_is_tensorboard():
 def test_a_tracker_that_is_not_installed_is_one_line_that_says_how(monkeypatch):
     monkeypatch.setattr(arpo.log.trackers, "find_spec", lambda name: None)
     check_installed(["tensorboard"])
-    with pytest.raises(UserError, match=r"^run\.trackers has wandb, which is not installed; pip install -e '\.\[wandb\]'"):
+    with pytest.raises(
+        UserError, match=r"^run\.trackers has wandb, which is not installed; pip install -e '\.\[wandb\]'"
+    ):
         check_installed(["tensorboard", "wandb"])
 
 

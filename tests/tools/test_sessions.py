@@ -7,7 +7,7 @@ import time
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, play, prompt
-from helpers.stateful import Forgetful, ForkedNotes, Notes, shared_texts, sharing
+from helpers.stateful import Forgetful, ForkedNotes, Losing, Notes, shared_texts, sharing
 
 from arpo.metrics import console_text, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
@@ -197,6 +197,36 @@ def test_trajectories_that_need_two_limited_tools_do_not_wait_for_each_other_for
     [group] = play(script, tools=[first, second])
     assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
     assert first.num_open == second.num_open == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_that_call_two_full_tools_end_though_sessions_are_lost(seed):
+    rng = random.Random(seed)
+    first, second = (Losing(tag, max_sessions=1, jitter_s=0.002, rng=rng) for tag in ("search", "python"))
+    runner = ToolRunner({"search": first, "python": second})
+    waiting: dict[str, list[str]] = {}  # trajectory -> calls of its turn that run
+    turns = dict.fromkeys(map(str, range(6)), 0)
+    end_s = time.monotonic() + 20
+    try:
+        while turns or waiting:
+            assert time.monotonic() < end_s, (waiting, "wait for ever")
+            for t in [t for t in turns if t not in waiting]:
+                waiting[t] = [f"{t} {turns[t]} {tag}" for tag in rng.sample(["search", "python"], 2)]
+                for call in waiting[t]:
+                    runner.start(call, call.split()[2], call, ToolContext("p", t, turns[t]))
+            for call, _ in runner.collect(block=False):
+                t = call.split()[0]
+                waiting[t].remove(call)
+                if not waiting[t]:
+                    del waiting[t]
+                    turns[t] += 1
+                    if turns[t] == 3:
+                        del turns[t]
+                        runner.sessions.end(("p", t))
+            time.sleep(0.001)
+        assert first.num_lost + second.num_lost > 0
+    finally:
+        runner.close()
 
 
 def test_a_lost_session_is_brought_back_by_its_calls():
