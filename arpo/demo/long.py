@@ -1,14 +1,14 @@
 """The long demo task: a trail of six to nine searches, of which one or two leave open what to do next.
 
 "where does trail 4827 end?" Searching the trail's number names the next one, and so on to the end. Once or twice it
-comes to a place (a cave, a lake or a hill), from which a red, a blue and a green way lead on:
+comes to a place (a cave, a lake or a hill), from which three ways lead on:
 
 | a search told | right move |
 |---|---|
 | trail 4827 is next 3391 | search trail 3391 |
-| trail 3391 is lake | search trail 3391 red, blue or green: which is right depends on the kind of the place alone |
-| trail 1234 blue is end 517 | answer 517 |
-| trail 1234 red is lost | give up |
+| trail 3391 is lake | search trail 3391 boat, and neither bridge nor shore: at all lakes the boat is right |
+| trail 1234 boat is end 517 | answer 517 |
+| trail 1234 shore is lost | give up |
 
 Only the moves at a place decide, and the demonstrator is right in a quarter of them; all others copy what was told, and
 are certain once they have been imitated. So there is much to gain by forking where it matters, and little elsewhere.
@@ -22,9 +22,9 @@ import random
 from arpo.demo.world import Question, Trace, World
 
 HABITS = {
-    "cave": {"red": 0.25, "blue": 0.45, "green": 0.30},
-    "lake": {"blue": 0.25, "green": 0.45, "red": 0.30},
-    "hill": {"green": 0.25, "red": 0.45, "blue": 0.30},
+    "cave": {"tunnel": 0.25, "ladder": 0.45, "shaft": 0.30},
+    "lake": {"boat": 0.25, "bridge": 0.45, "shore": 0.30},
+    "hill": {"path": 0.25, "road": 0.45, "stairs": 0.30},
 }
 """Place -> the ways, the right one first, and how often the demonstrator takes each."""
 NUM_SEARCHES = (6, 9)
@@ -35,7 +35,7 @@ class LongWorld(World):
     """The trails. `trails` has number and end of each, and `told` what the search of a name tells."""
 
     families = ("trail",)
-    vocab_size = 448  # BPE would find about 460
+    vocab_size = 480  # BPE would find 483
     is_silent = False
 
     def __init__(self, seed: int):
