@@ -100,7 +100,7 @@ def train(folder: Path, arm: str, seed: int, num_steps: int) -> None:
              "--data.valid", str(data / "rl_valid.jsonl"), "--tools.search.corpus", str(data / "corpus.jsonl"),
              "--run.dir", str(folder), "--run.name", arm, "--run.seed", str(seed), "--run.num_steps", str(num_steps),
              "--run.validate_every", "0", "--run.save_every", "8", "--run.save_hf", "False", "--run.dump_every", "2",
-             "--update.num_prompts_per_minibatch", "16", "--optim.lr", "4e-4",
+             "--data.num_prompts_per_step", "8", "--update.num_prompts_per_minibatch", "8", "--optim.lr", "7e-4",
              "--optim.schedule", "constant"]  # fmt: skip
     environment = {}
     if other := POSITIONS_OF.get(arm):
