@@ -117,8 +117,7 @@ class Rollout:
         statistics: SignalStatistics | None = None,
         score: Callable[[list[Group]], None] | None = None,
     ):
-        """`statistics` are those of earlier steps' decisions, for the rules that compare with them. `score` fills the
-        rewards that are not there yet, for the selectors that look at them."""
+        """`statistics`: of earlier steps' decisions, for rules; `score` fills missing rewards, for NEED_REWARDS."""
         self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching, self.statistics, self.score = cfg, branching, statistics, score
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
@@ -256,13 +255,12 @@ class Rollout:
         group, turn = live.group, live.turn_index
         if group.budget.open.get(live.path) != turn:
             return
+        rng = random.Random(f"{group.seed}|{live.key}")
         evidence = replace(live.evidence, statistics=self.statistics)
         if refused_by := self.tools.sessions.refusal([c.tag for c in live.trajectory.tool_calls if c.executed]):
             decision = Decision(evidence, False, None, None, refused_by)
         else:
-            decision = Decision(
-                evidence, *br.decide(evidence, self.branching, random.Random(f"{group.seed}|{live.key}"))
-            )
+            decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)

@@ -10,7 +10,6 @@ from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, UpdateConfig
 from arpo.config.tools import SearchConfig
 from arpo.errors import require
-from arpo.named import names_of
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
 
 NEED_REWARDS = names_of("retrospective", "NEED_REWARDS")
