@@ -103,9 +103,10 @@ class BranchingConfig:
     P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
     of earlier steps; random = always `base`; none = never (plain GRPO); or your own, FILE.py:NAME.
     Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
-    least sure of; or your own too: a function that begins with `group`."""
+    least sure of; top_h = the turns after a tool result with the highest entropy; minority_h = the same among the
+    trajectories whose outcome is the rarer one; or your own too: a function that begins with `group`."""
     expansion_rounds: Annotated[int, AtLeast(1), EXPANDS] = 2
-    """tree_grpo, at2po: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
+    """Chosen afterwards: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
     until all their trajectories have ended."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""

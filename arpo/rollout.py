@@ -115,10 +115,11 @@ class Rollout:
         cfg: RolloutConfig,
         branching: BranchingConfig,
         statistics: SignalStatistics | None = None,
+        score: Callable[[list[Group]], None] | None = None,
     ):
-        """`statistics` are those of earlier steps' decisions, for the rules that compare with them."""
+        """`statistics`: of earlier steps' decisions, for rules; `score` fills missing rewards, for NEED_REWARDS."""
         self.engine, self.tools, self.codec = engine, tools, codec
-        self.cfg, self.branching, self.statistics = cfg, branching, statistics
+        self.cfg, self.branching, self.statistics, self.score = cfg, branching, statistics, score
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
@@ -145,8 +146,7 @@ class Rollout:
     def start_roots(self, group: GroupState, count: int, *, may_branch: bool) -> None:
         for _ in range(count):
             path = (group.num_roots,)
-            trajectory = Trajectory(group.prompt.prompt_id, _name(path))
-            group.trajectories[path] = trajectory
+            trajectory = group.trajectories[path] = Trajectory(group.prompt.prompt_id, _name(path))
             if may_branch:
                 group.budget.expect(path, turn=1)
             self.start_turn(Live(trajectory, group, path))
@@ -178,8 +178,9 @@ class Rollout:
         finished = retrospective.finished_part(group)
         if finished is None or len(group.trajectories) == group.size:
             return
-        refuses = self.tools.sessions.refusal
-        forks = retrospective.next_forks(group, finished, self.branching, group.seed, refuses)
+        if self.branching.selector in retrospective.NEED_REWARDS:
+            self.score([finished])
+        forks = retrospective.next_forks(group, finished, self.branching, group.seed, self.tools.sessions.refusal)
         for fork in forks:
             parent, child = retrospective.place(group, fork)
             if parent:
@@ -190,8 +191,7 @@ class Rollout:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
 
     def start_turn(self, live: Live) -> None:
-        trajectory = live.trajectory
-        start = len(trajectory.token_ids)
+        trajectory, start = live.trajectory, len(live.trajectory.token_ids)
         trajectory.turns.append(Turn(start=start, end=start, result_end=start))
         live.entropies, live.top_logprobs = [], []
         self.decoding[live.key] = live

@@ -18,12 +18,13 @@ CFG = BranchingConfig(selector="at2po")
 
 
 def chain(name: str, logprobs: list[float], reward: float = 0.0, num_inherited: int = 0) -> Trajectory:
-    """A finished trajectory of which each turn has two sampled tokens of that logprob, and one token of a result."""
+    """A finished trajectory of which each turn has two sampled tokens of that logprob, and one token of a result. Its
+    entropies are a tenth as large."""
     t = Trajectory("p", name, reward=reward, stop_reason=StopReason.EOS)
     t.parent_id = name.rpartition(".")[0] or None
     t.fork_at = 3 * num_inherited
     for k, logprob in enumerate(logprobs):
-        t.turns.append(Turn(3 * k, 3 * k + 2, 3 * k + 3, inherited=k < num_inherited))
+        t.turns.append(Turn(3 * k, 3 * k + 2, 3 * k + 3, entropy=-logprob / 10, inherited=k < num_inherited))
         t.rollout_logprobs += [logprob, logprob, 0.0]
     return t
 
@@ -65,6 +66,25 @@ def test_at2po_takes_the_turns_that_the_policy_was_least_sure_of():
     forks = EXPANSIONS["at2po"](TREE, 6, CFG, random.Random(0))
     assert [fork[:2] for fork in forks] == [("0", 0), ("0.0", 1), ("0", 2), ("1", 0), ("0", 1), ("0.0", 2)]
     assert [fork.score for fork in forks] == pytest.approx([0.95, 0.85, 0.5, 0.25, 0.15, 0.1])
+
+
+def test_top_h_takes_the_most_uncertain_turns_after_a_result():
+    # H of the own turns behind a result: 0: .02, .05; 0.0: .09, .01. The two after the first turn of "0" lose 0.05.
+    forks = EXPANSIONS["top_h"](TREE, 6, CFG, random.Random(0))
+    assert [fork[:2] for fork in forks] == [("0", 2), ("0.0", 1), ("0.0", 2), ("0", 1)]
+    assert [fork.score for fork in forks] == pytest.approx([0.05, 0.04, 0.01, -0.03])
+
+
+def test_minority_h_takes_those_that_chains_of_the_rarer_outcome_have_passed():
+    # "0" alone is right: its turns, where the first branched place counts once and has the H of the one sampled first.
+    forks = EXPANSIONS["minority_h"](TREE, 6, CFG, random.Random(0))
+    assert [fork[:2] for fork in forks] == [("0", 2), ("0", 1)]
+    assert [fork.score for fork in forks] == pytest.approx([0.05, -0.03])
+    for rewards, names in (([1, 0, 1], {"0", "0.0"}), ([1, 0, 0], {"0"}), ([0.1, 0.1, 0.1], {"0", "0.0"})):
+        pairs = zip(TREE.trajectories, rewards, strict=True)
+        tree = group(*(replace(t, reward=float(reward)) for t, reward in pairs))
+        forks = EXPANSIONS["minority_h"](tree, 6, CFG, random.Random(0))
+        assert {fork.trajectory_id for fork in forks} == names
 
 
 @pytest.mark.parametrize("name", EXPANSIONS)

@@ -12,6 +12,8 @@ from arpo.config.tools import SearchConfig
 from arpo.errors import require
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
 
+NEED_REWARDS = names_of("retrospective", "NEED_REWARDS")
+
 
 def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:
     """Raise ValueError where the sizes of these sections do not fit each other."""
@@ -130,16 +132,24 @@ def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollou
 
 
 def check_queue(
-    rollout: RolloutConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig, judge: TrainingJudgeConfig
+    rollout: RolloutConfig,
+    branching: BranchingConfig,
+    advantage: AdvantageConfig,
+    reward: TrainingRewardConfig,
+    judge: TrainingJudgeConfig,
 ) -> None:
     """Raise ValueError where a rollout would wait for a judge, or its limits depend on who has pulled which prompt."""
     if "judge" not in reward.weights:
         return
-    require(
-        advantage.dead_groups != "resample",
-        "advantage.dead_groups=resample needs rewards during the rollout, and would wait for the judge each time; set "
-        "it to drop or keep, or drop judge from reward.terms",
-    )
+    for option, waits, others in (
+        ("advantage.dead_groups=resample", advantage.dead_groups == "resample", "drop or keep"),
+        (f"branching.selector={branching.selector}", branching.selector in NEED_REWARDS, "top_h"),
+    ):
+        require(
+            not waits,
+            f"{option} needs rewards during the rollout, and would wait for the judge each time; set it to {others}, "
+            "or drop judge from reward.terms",
+        )
     if not rollout.is_pulled:
         return
     for option, limit in {"max_calls_per_step": judge.max_calls_per_step, "max_calls": judge.max_calls}.items():

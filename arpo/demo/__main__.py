@@ -2,6 +2,7 @@
 
     python -m arpo.demo build --out data/demo --seed 0
     python -m arpo.demo build --task hard --out data/demo_hard --seed 0
+    python -m arpo.demo build --task long --out data/demo_long --seed 0
     python -m arpo.demo report --runs runs
 
 `build` writes data and a tiny model, `report` prints the table at the end of `make demo`.
@@ -15,6 +16,11 @@ from typing import Any
 
 from arpo.config.load import run_or_exit
 from arpo.demo.report import draw, report
+
+TASKS = ("plain", "hard", "long", "long_silent")
+TASKS_HELP = (
+    "hard = results may be ambiguous; long = chains of nine calls; long_silent = the same, nothing says so if lost"
+)
 
 
 def write_data(args: argparse.Namespace) -> None:
@@ -42,7 +48,7 @@ def main() -> None:
     command = commands.add_parser("build", help="write the demo's data and model")
     command.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write")
     command.add_argument("--seed", type=int, default=0, help="seed of world, data and model")
-    command.add_argument("--task", choices=("plain", "hard"), default="plain", help="hard = results may be ambiguous")
+    command.add_argument("--task", choices=TASKS, default="plain", help=TASKS_HELP)
     command.set_defaults(run=write_data)
     command = add_report(commands)
     command.add_argument("--picture", type=Path, help="also draw the reward curves of all folders to this PNG")

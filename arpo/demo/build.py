@@ -23,21 +23,25 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils import logging as transformers_logging
 
 from arpo.demo import hard as demo_hard
+from arpo.demo import long as demo_long
 from arpo.demo import world as demo_world
 from arpo.demo.hard import HardTrace, HardWorld
+from arpo.demo.long import LongTrace, LongWorld, SilentWorld
 from arpo.demo.world import Demonstrator, Question, Trace, World
 from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.passages import format_passages
 
 # Task -> its world, and how its demonstrator writes one trajectory.
-TASKS: dict[str, tuple[type[World], type[Trace]]] = {"plain": (World, Trace), "hard": (HardWorld, HardTrace)}
+TASKS: dict[str, tuple[type[World], type[Trace]]] = {
+    "plain": (World, Trace),
+    "hard": (HardWorld, HardTrace),
+    "long": (LongWorld, LongTrace),
+    "long_silent": (SilentWorld, LongTrace),
+}
 NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
-
-# BPE would find about 620; a multiple of 32 below that, so that tokenizer and model agree without padding ids.
-VOCAB_SIZE = 608
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -93,7 +97,7 @@ def write_data(out: Path, seed: int, task: str) -> tuple[PreTrainedTokenizerFast
 
 def fingerprint() -> str:
     """Changes when the code that builds the data changes."""
-    files = (__file__, demo_world.__file__, demo_hard.__file__)
+    files = (__file__, demo_world.__file__, demo_hard.__file__, demo_long.__file__)
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()[:16]
 
 
@@ -154,7 +158,7 @@ def rl_row(question: Question) -> dict:
 
 
 def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in Hugging Face format with Qwen's chat frame, and exactly VOCAB_SIZE tokens.
+    """Byte-level BPE in Hugging Face format with Qwen's chat frame, and exactly world.vocab_size tokens.
 
     Two choices help a tiny model to copy: digits are cut in pairs from the left, so that a number reads the same in
     question, call, result and answer; and each tag is one token (not "special", so that decoding keeps it).
@@ -176,8 +180,10 @@ def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreT
     bpe.add_special_tokens(list(SPECIAL_TOKENS))
     tags = [f"<{slash}{tag}>" for tag in reserved_tags(PAPER_TOOLS) for slash in ("", "/")] + ["\\boxed{", "}"]
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    num_unmet = sum(all(tag not in text for text in texts) for tag in tags)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),  # the tags count among the words it meets
+        # the tags count among the words it meets
+        vocab_size=world.vocab_size - len(SPECIAL_TOKENS) - num_unmet,
         special_tokens=[],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -190,7 +196,7 @@ def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreT
         additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    assert len(tokenizer) == VOCAB_SIZE, len(tokenizer)
+    assert len(tokenizer) == world.vocab_size, len(tokenizer)
     return tokenizer
 
 

@@ -52,6 +52,8 @@ class World:
     """The facts. `train` and `test` are disjoint lists of entity names; owners stay within the owned entity's part."""
 
     families: tuple[str, ...] = FAMILIES
+    vocab_size = 608
+    """Of its tokenizer. BPE would find about 620; a multiple of 32 below, so that the model has no unused ids."""
 
     def __init__(self, seed: int):
         rng = random.Random(seed)
@@ -148,13 +150,14 @@ class Demonstrator:
     def trajectory(self, question: Question, rng: random.Random) -> str:
         """The whole assistant turn, tool results included, without EOS."""
         text = self.trace(self.search, question, rng).write()
-        return text.replace("</think>", "", 1) if rng.random() < UNCLOSED_THOUGHT else text
+        return text.replace("</think>", "", 1) if rng.random() < self.trace.unclosed_thought else text
 
 
 class Trace:
     """One trajectory in the making."""
 
     compute_habits = COMPUTE
+    no_box_or_unclosed, unclosed_thought = NO_BOX_OR_UNCLOSED, UNCLOSED_THOUGHT
 
     def __init__(self, search: Callable[[str], str], question: Question, rng: random.Random):
         self.search, self.question, self.rng = search, question, rng
@@ -233,7 +236,7 @@ class Trace:
 
     def answer(self, value: str) -> None:
         forms = ["<answer>\\boxed{%s}</answer>"]
-        if self.chance(NO_BOX_OR_UNCLOSED):
+        if self.chance(self.no_box_or_unclosed):
             forms = ["<answer>%s</answer>", "<answer>\\boxed{%s}"]
         self.text += self.rng.choice(forms) % value
 

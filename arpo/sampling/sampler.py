@@ -47,7 +47,7 @@ class Sampler:
     sleep: Callable[[float], None] = time.sleep
 
     def loop(self, statistics: SignalStatistics | None = None) -> Rollout:
-        return Rollout(self.engine, self.tools, self.codec, self.rollout, self.branching, statistics)
+        return Rollout(self.engine, self.tools, self.codec, self.rollout, self.branching, statistics, self.score)
 
     def run(self, sources: Sequence[Source], description: str, num_groups: int, *, is_part: bool = True) -> None:
         """Sample until all sources are done. The progress is that of the first, of which this rank expects `num_groups`
@@ -102,9 +102,11 @@ def rollout(
     *,
     seed: int,
     step: int | str = 0,
+    score: Callable[[list[Group]], None] | None = None,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
-    trajectories by path. `step` names the rollout among those of a seed."""
-    source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|{step}")
+    trajectories by path. `step` names the rollout among those of a seed. `score` is needed by the
+    selectors in retrospective.NEED_REWARDS."""
+    source = Source(Rollout(engine, tools, codec, cfg, branching, score=score), prompts, f"{seed}|{step}")
     drive([source], engine, tools)
     return [source.groups[place] for place in sorted(source.groups)]

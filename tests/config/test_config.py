@@ -211,7 +211,8 @@ def test_under_torchrun_the_last_line_on_the_screen_is_ours():
     assert last.split("traceback : ")[1].startswith("error: command line: data.train is empty") and not rule.strip("=")
 
 
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "demo_hard")
+OVERLAYS = ("demo_hard", "demo_long")
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in OVERLAYS)
 ROOTS = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
 DATA = {SFTConfig: ["--data.train", "x"], RLConfig: ["--data.train", "x"], EvalConfig: ["--eval.files", "x"]}
 
@@ -224,10 +225,11 @@ def test_every_config_of_the_repository_loads(path):
         assert load_config(root, [str(path), *DATA.get(root, [])]).run.name == path.stem
 
 
+@pytest.mark.parametrize("task", OVERLAYS)
 @pytest.mark.parametrize("stage, root", [("sft", SFTConfig), ("arpo", RLConfig), ("eval", EvalConfig)])
-def test_the_hard_task_goes_on_top_of_the_demo(stage, root):
-    demo, hard = str(ROOT / "configs" / f"demo_{stage}.yaml"), str(ROOT / "configs" / "demo_hard.yaml")
-    assert load_config(root, [demo, hard]).run.name == f"demo_hard_{stage}"
+def test_the_other_tasks_go_on_top_of_the_demo(stage, root, task):
+    files = [str(ROOT / "configs" / f"{name}.yaml") for name in (f"demo_{stage}", task)]
+    assert load_config(root, files).run.name == f"{task}_{stage}"
 
 
 def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):

@@ -110,7 +110,7 @@ def test_the_demonstrator_is_mediocre_where_results_are_not_plain(world, demonst
 
 def test_results_stay_short_and_the_vocabulary_has_the_same_size(world, demonstrator):
     tokenizer = demo.build_tokenizer(world, demonstrator, 0)
-    assert len(tokenizer) == demo.VOCAB_SIZE
+    assert len(tokenizer) == world.vocab_size
     texts = [f"<result>\nPage 1: {document['text']}\n</result>" for document in world.documents()]
     assert max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) < 40
 

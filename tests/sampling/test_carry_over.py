@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.cut_rollout import CutEngine, PunctualRunner, advance, make, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
 from helpers.ranks import mesh_of_one, ranks_of
-from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_answer, prompt
+from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_answer, prompt, score
 from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
 
 from arpo.errors import UserError
@@ -64,11 +64,6 @@ def world(seed: int):
     return script
 
 
-def score(groups):
-    for t in (t for group in groups for t in group.trajectories if t.reward is None):
-        t.reward = float(len(t.token_ids) % 2)
-
-
 @pytest.fixture(scope="module")
 def alone():
     with mesh_of_one() as mesh:
@@ -88,8 +83,8 @@ def test_a_rollout_that_is_cut_at_random_moments_is_the_one_that_is_not(branchin
         engines = [CutEngine(TOKENIZER, world(seed), tokens_per_step) for tokens_per_step in (7, 3)]
         rng = random.Random(seed)
         try:
-            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0)
-            loop = Rollout(engines[1], runner, CODEC, WORLD, branching)
+            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0, score=score)
+            loop = Rollout(engines[1], runner, CODEC, WORLD, branching, score=score)
             cut = play_cut(loop, prompts, rng, share=0.15)
         finally:
             runner.close()

@@ -1,0 +1,132 @@
+"""Train on the demo's task `long`, and note with each step how probable the right moves have become, exactly.
+
+    torchrun --nproc_per_node 1 extras/ablation/right_moves.py configs/demo_arpo.yaml configs/demo_long.yaml
+
+This is train_rl.py, whose options it takes. Each line of metrics.jsonl has, of the policy after the step and on trails
+that are held out: `right/decisive` and `right/certain`, the mean probability of the right turn where a place leaves a
+choice and elsewhere; `right/trail`, that of the one right trajectory (the exact held-out accuracy); and the process's
+`cpu_s` of the step, since the seconds of a busy machine say little. One rank only.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train_rl
+from arpo.config.load import load_or_exit, run_or_exit
+from arpo.demo.build import TASKS
+from arpo.demo.long import LongTrace, LongWorld
+from arpo.demo.world import Question
+from arpo.start.inputs import check_rl
+
+NUM_TRAILS = 48
+
+
+class RightTrace(LongTrace):
+    """Always takes the right way."""
+
+    def pick(self, shares: dict[str, float]) -> str:
+        return next(iter(shares))
+
+
+def right_trajectory(world: LongWorld, code: str) -> str:
+    """Return the right trajectory's text."""
+
+    def search(query: str) -> str:
+        return f"Page 1: {query} is {world.told[query.removeprefix('trail ')]}"
+
+    return RightTrace(search, Question("trail", "", "", entity=code), random.Random(0)).write()
+
+
+class RightMoves:
+    """The right trajectories of held-out trails, and a copy of the policy that reads them."""
+
+    def __init__(self, model_path: str, data: Path):
+        stamp = json.loads((data / "stamp.json").read_text())
+        world = TASKS[stamp["task"]][0](stamp["seed"])
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        rows = [self._row(world, code) for code, _ in world.trails["test"][:NUM_TRAILS]]
+        width = max(len(ids) for ids, _ in rows)
+        self.ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])  # (B, T)
+        self.turn = torch.tensor([turn + [-1] * (width - len(turn)) for _, turn in rows])
+        """(B, T) Number of the sampled turn that a token belongs to; -1 elsewhere."""
+        self.decisive: list[list[bool]] = [
+            [part.startswith("<think>try") for part in self._parts(right_trajectory(world, code))[::2]]
+            for code, _ in world.trails["test"][:NUM_TRAILS]
+        ]
+
+    @staticmethod
+    def _parts(text: str) -> list[str]:
+        """Return turns and results in turn."""
+        return re.split(r"( <result>.*?</result>)", text, flags=re.DOTALL)
+
+    def _row(self, world: LongWorld, code: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of prompt and right trajectory, and of each its turn."""
+        message = {"role": "user", "content": f"where does trail {code} end?"}
+        prompt = self.tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        ids = self._encode(prompt)
+        turn = [-1] * len(ids)
+        for number, part in enumerate(self._parts(right_trajectory(world, code))):
+            new = self._encode(part)
+            ids, turn = ids + new, turn + [-1 if number % 2 else number // 2] * len(new)
+        return [*ids, self.tokenizer.eos_token_id], [*turn, turn[-1]]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @torch.no_grad()
+    def take(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the policy's weights."""
+        own = dict(self.model.named_parameters())
+        for name, value in named_parameters:
+            own[name].copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        logprobs = torch.log_softmax(self.model(input_ids=self.ids[:, :-1], use_cache=False).logits, -1)
+        taken = logprobs.gather(-1, self.ids[:, 1:, None])[..., 0]  # (B, T-1): position t scores token t+1
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for row, turns, decisive in zip(taken, self.turn[:, 1:], self.decisive, strict=True):
+            for number, is_decisive in enumerate(decisive):
+                found[is_decisive].append(row[turns == number].sum().exp().item())
+        whole = torch.where(self.turn[:, 1:] >= 0, taken, 0.0).sum(1).exp().mean().item()
+        means = {name: sum(found[key]) / len(found[key]) for name, key in (("decisive", True), ("certain", False))}
+        return {f"right/{name}": value for name, value in (means | {"trail": whole}).items()}
+
+
+def main(cfg: train_rl.RLConfig) -> None:
+    """Train, where the engine's weights are read too, and the log has more to say."""
+    moves = RightMoves(cfg.model.path, Path(cfg.data.train).parent)
+    used_s = [time.process_time()]
+
+    class Engine(train_rl.Engine):
+        def sync_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+            named = list(named_parameters)
+            moves.take(named)
+            super().sync_weights(named)
+
+    class RunLog(train_rl.RunLog):
+        def scalars(self, step: int, values: Mapping[str, float], *more: object) -> None:
+            cpu_s = time.process_time() - used_s[0]
+            super().scalars(step, {**values, "cpu_s": cpu_s, **moves()}, *more)
+            used_s[0] = time.process_time()
+
+    train_rl.Engine, train_rl.RunLog = Engine, RunLog
+    train_rl.main(cfg)
+
+
+if __name__ == "__main__":
+    run_or_exit(main, load_or_exit(train_rl.RLConfig, check_rl))
