@@ -389,7 +389,7 @@ TIMED = re.compile(r"^(time|memory)/|per_s|seconds|mfu|utilization")
 OURS_IN_A_FILE = """
 from arpo.advantages import grpo, hard
 from arpo.branching import arpo as entropy_rise
-from arpo.log.trackers import tensorboard
+from arpo.log.trackers import TensorBoard
 from arpo.losses import AGGREGATIONS, ppo
 from arpo.rollout_correction import ROLLOUT_CORRECTIONS
 from arpo.tools.python import PythonTool
@@ -411,7 +411,7 @@ def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
     options = ("loss.kind", "loss.aggregation", "loss.rollout_correction", "advantage.kind", "advantage.tree",
                "branching.selector", "run.trackers")  # fmt: skip
     ours = ("ppo", "sequence_mean_token_mean", "mis", "grpo", "hard", "arpo", "tensorboard")
-    mine = [f"{file}:{name}" for name in ("ppo", "mean", "masked", "grpo", "hard", "rule", "tensorboard")]
+    mine = [f"{file}:{name}" for name in ("ppo", "mean", "masked", "grpo", "hard", "rule", "TensorBoard")]
     tool = f"{file}:PythonTool"
     tools = ["--tools.names", tool, "search", "--tools.options", json.dumps({tool: {"wall_s": 20}})]
     runs = {}

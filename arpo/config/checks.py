@@ -72,6 +72,15 @@ def check_loss(loss: LossConfig) -> None:
     )
 
 
+def check_rewards_agree(branching: BranchingConfig, engine: EngineConfig) -> None:
+    """Raise ValueError where ranks that share an engine would each score a group, and fork by what they find."""
+    require(
+        engine.tensor_parallel == 1 or branching.selector not in NEED_REWARDS,
+        f"branching.selector={branching.selector} cannot go with engine.tensor_parallel={engine.tensor_parallel}; set "
+        "it to 1, or the selector to top_h",
+    )
+
+
 def check_sampling_policy(
     engine: EngineConfig, loss: LossConfig, rollout: RolloutConfig, advantage: AdvantageConfig
 ) -> None:

@@ -100,13 +100,11 @@ def rollout(
     cfg: RolloutConfig,
     branching: BranchingConfig,
     *,
-    seed: int,
-    step: int | str = 0,
+    seed: int | str,
     score: Callable[[list[Group]], None] | None = None,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
-    trajectories by path. `step` names the rollout among those of a seed. `score` is needed by the
-    selectors in retrospective.NEED_REWARDS."""
-    source = Source(Rollout(engine, tools, codec, cfg, branching, score=score), prompts, f"{seed}|{step}")
+    trajectories by path. `score` is needed by the selectors in retrospective.NEED_REWARDS."""
+    source = Source(Rollout(engine, tools, codec, cfg, branching, score=score), prompts, f"{seed}|0")
     drive([source], engine, tools)
     return [source.groups[place] for place in sorted(source.groups)]

@@ -218,8 +218,7 @@ class Sessions:
         if places is None:
             return False
         async with own.taking:
-            holds_another = any(s.has_place or s.source for other, s in own.items() if other != name)
-            if places.locked() and holds_another:
+            if places.locked() and any(s.has_place or s.source for other, s in own.items() if other != name):
                 return False
             if self._is_wanted(name):
                 for session in [s[name] for s in self._parked[0].values() if name in s and s[name].has_place]:

@@ -307,6 +307,10 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*JUDGE, *PULL, "--judge.max_calls", "9"], ["judge.max_calls=9 is shared out evenly", "dispatch=fixed"]),
         ([*JUDGE, "--branching.selector", "minority_h"], ["selector=minority_h needs rewards", "set it to top_h"]),
         ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
+        (
+            ["--branching.selector", "minority_h", "--engine.tensor_parallel", "2"],
+            ["selector=minority_h cannot go with engine.tensor_parallel=2", "top_h"],
+        ),
         # groups that go on under a newer policy
         ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
         ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),

@@ -47,7 +47,7 @@ def sampled(
     messages = [{"role": "user", "content": "who wrote the book?"}]
     token_ids = tuple(codec.render_prompt(messages))
     prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=token_ids) for i in range(NUM_PROMPTS)]
-    return rollout(prompts, engine, runner, codec, CFG, branching, seed=1, step=step)
+    return rollout(prompts, engine, runner, codec, CFG, branching, seed=f"1|{step}")
 
 
 def micros_of(groups: list[Group], ranks: Ranks):

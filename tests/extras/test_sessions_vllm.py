@@ -72,7 +72,7 @@ def test_siblings_read_what_fresh_sessions_that_are_asked_the_same_read(tiny_mod
     try:
         engine.llm.collective_rpc(Calls(codec, 0, 0).install)
         for name, branching in SELECTORS.items():
-            groups = rollout(prompts, engine, runner, codec, CFG, branching, seed=1, step=name)
+            groups = rollout(prompts, engine, runner, codec, CFG, branching, seed=f"1|{name}")
             branches = [t for g in groups for t in g.trajectories if t.parent_id and t.own_tool_calls]
             assert branches, name
             replayed = sum(c.replayed for t in branches for c in t.tool_calls)
