@@ -52,14 +52,14 @@ SEEDED := --run.seed $(SEED) --run.dir $(RUNS)
 EVAL   := evaluate.py configs/demo_eval.yaml $(SEEDED) --eval.files $(DATA)/test.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
 
 demo: setup
-	$(TORCHRUN) -m arpo.demo build --out $(DATA) --seed $(SEED)
+	$(TORCHRUN) -m extras.demo build --out $(DATA) --seed $(SEED)
 	$(TORCHRUN) train_sft.py configs/demo_sft.yaml $(SEEDED) --model.path $(DATA)/model \
 	  --data.train $(DATA)/sft_train.jsonl --data.valid $(DATA)/sft_valid.jsonl
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_sft --model.path $(RUNS)/demo_sft/hf
 	$(TORCHRUN) train_rl.py configs/demo_arpo.yaml $(SEEDED) --model.path $(RUNS)/demo_sft/hf \
 	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf --eval.num_muted 100
-	@$(PY) -m arpo.demo report --runs $(RUNS)
+	@$(PY) -m extras.demo report --runs $(RUNS)
 
 # A real language model on GSM8K, two hours on two cores. GSM8K=FOLDER where the Hub cannot be reached.
 LLM      := $(if $(filter 0,$(SEED)),data/llm,data/llm_seed$(SEED))

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.demo.__main__ import TASKS
 from arpo.errors import UserError
 from arpo.evals.tables import markdown_table
 from arpo.log import read_metrics
 from extras.ablation.positions import counted
 from extras.ablation.results import estimate
+from extras.demo.__main__ import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +84,7 @@ def prepare(folder: Path, task: str, seed: int) -> None:
     data, done = folder / "data", folder / "sft" / "done"
     if done.exists():
         return
-    build = [sys.executable, "-m", "arpo.demo", "build", "--task", task, "--out", str(data), "--seed", str(seed)]
+    build = [sys.executable, "-m", "extras.demo", "build", "--task", task, "--out", str(data), "--seed", str(seed)]
     subprocess.run(build, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     flags = ["--model.path", str(data / "model"), "--data.train", str(data / "sft_train.jsonl"),
              "--data.valid", str(data / "sft_valid.jsonl"), "--run.dir", str(folder), "--run.name", "sft",

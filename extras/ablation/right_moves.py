@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_rl
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.demo.build import TASKS
-from arpo.demo.long import LongTrace, LongWorld
-from arpo.demo.world import Question
 from arpo.start.inputs import check_rl
+from extras.demo.build import TASKS
+from extras.demo.long import LongTrace, LongWorld
+from extras.demo.world import Question
 
 NUM_TRAILS = 48
 

@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 
 from arpo.config.load import run_or_exit
-from arpo.demo.__main__ import add_report
-from arpo.demo.report import Demo, report
+from extras.demo.__main__ import add_report
+from extras.demo.report import Demo, report
 
 LLM_DEMO = Demo(
     "llm",

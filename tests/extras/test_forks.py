@@ -10,14 +10,14 @@ import torch
 from helpers.scripted_rollout import call_then_answer, play
 from transformers import AutoTokenizer
 
-from arpo.demo import build as demo
-from arpo.demo.long import LongWorld
 from arpo.log.dumps import DumpWriter
 from arpo.options import BranchingConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
 from extras.ablation.forks import ARMS, POSITIONS_OF, ratio, reach, report
 from extras.ablation.right_moves import RightMoves, right_trajectory
+from extras.demo import build as demo
+from extras.demo.long import LongWorld
 
 
 def test_the_cost_until_a_target_lies_between_the_steps_around_it():

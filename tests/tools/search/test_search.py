@@ -17,13 +17,13 @@ import pytest
 from helpers.forked import in_processes
 
 from arpo.config.tools import SearchConfig
-from arpo.demo.world import World
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
 from arpo.tools.cache.rows import NO_RESULTS, cache_key
 from arpo.tools.search import SearchTool, bm25
 from arpo.tools.search.bm25 import MAX_TERMS, Bm25Index, ranking_terms
 from arpo.tools.search.tool import BACKENDS
+from extras.demo.world import World
 
 ROOT = Path(__file__).resolve().parents[3]
 OTTERS = [

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from arpo.demo import build as demo
-from arpo.demo.long import HABITS, NUM_SEARCHES, LongTrace, LongWorld, SilentWorld
 from arpo.rewards import score
 from arpo.tools.search.bm25 import Bm25Index
+from extras.demo import build as demo
+from extras.demo.long import HABITS, NUM_SEARCHES, LongTrace, LongWorld, SilentWorld
 
 WORLDS = {"long": LongWorld, "long_silent": SilentWorld}
 

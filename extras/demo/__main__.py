@@ -1,9 +1,9 @@
 """Build the offline demo, and show what came of it.
 
-    python -m arpo.demo build --out data/demo --seed 0
-    python -m arpo.demo build --task hard --out data/demo_hard --seed 0
-    python -m arpo.demo build --task long --out data/demo_long --seed 0
-    python -m arpo.demo report --runs runs
+    python -m extras.demo build --out data/demo --seed 0
+    python -m extras.demo build --task hard --out data/demo_hard --seed 0
+    python -m extras.demo build --task long --out data/demo_long --seed 0
+    python -m extras.demo report --runs runs
 
 `build` writes data and a tiny model, `report` prints the table at the end of `make demo`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.load import run_or_exit
-from arpo.demo.report import draw, report
+from extras.demo.report import draw, report
 
 TASKS = ("plain", "hard", "long", "long_silent")
 TASKS_HELP = (
@@ -24,7 +24,7 @@ TASKS_HELP = (
 
 
 def write_data(args: argparse.Namespace) -> None:
-    from arpo.demo.build import build  # and with it torch, which the report does not wait for
+    from extras.demo.build import build  # and with it torch, which the report does not wait for
 
     build(args.out, args.seed, args.task)
 
@@ -43,7 +43,7 @@ def add_report(commands: Any) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m arpo.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m extras.demo", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("build", help="write the demo's data and model")
     command.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write")

@@ -22,15 +22,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from arpo.demo import hard as demo_hard
-from arpo.demo import long as demo_long
-from arpo.demo import world as demo_world
-from arpo.demo.hard import HardTrace, HardWorld
-from arpo.demo.long import LongTrace, LongWorld, SilentWorld
-from arpo.demo.world import Demonstrator, Question, Trace, World
 from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.passages import format_passages
+from extras.demo import hard as demo_hard
+from extras.demo import long as demo_long
+from extras.demo import world as demo_world
+from extras.demo.hard import HardTrace, HardWorld
+from extras.demo.long import LongTrace, LongWorld, SilentWorld
+from extras.demo.world import Demonstrator, Question, Trace, World
 
 # Task -> its world, and how its demonstrator writes one trajectory.
 TASKS: dict[str, tuple[type[World], type[Trace]]] = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from arpo.demo import build as demo
-from arpo.demo.hard import AFTER_RESULT, KINDS, HardTrace, HardWorld, kind_of
-from arpo.demo.world import ATTRIBUTES, Demonstrator, World
 from arpo.rewards import score
 from arpo.tools.search.bm25 import Bm25Index
+from extras.demo import build as demo
+from extras.demo.hard import AFTER_RESULT, KINDS, HardTrace, HardWorld, kind_of
+from extras.demo.world import ATTRIBUTES, Demonstrator, World
 
 
 @pytest.fixture(scope="module")

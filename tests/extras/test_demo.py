@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from arpo.config.tools import PythonConfig, SearchConfig
-from arpo.demo import build as demo
-from arpo.demo import report as demo_report
-from arpo.demo.world import Demonstrator, World, evaluate, python_result
 from arpo.errors import UserError
 from arpo.rewards import score
 from arpo.tools.python import PythonTool
 from arpo.tools.search import SearchTool
+from extras.demo import build as demo
+from extras.demo import report as demo_report
+from extras.demo.world import Demonstrator, World, evaluate, python_result
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 
-from arpo.demo.world import Question, Trace, World
+from extras.demo.world import Question, Trace, World
 
 HABITS = {
     "cave": {"tunnel": 0.25, "ladder": 0.45, "shaft": 0.30},

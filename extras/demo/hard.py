@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 
-from arpo.demo.world import ATTRIBUTES, Trace, World
+from extras.demo.world import ATTRIBUTES, Trace, World
 
 KINDS = {"plain": 0.40, "disputed": 0.25, "dated": 0.15, "pointer": 0.20}
 
