@@ -99,9 +99,11 @@ def policy_loss(
     if uses_entropy_statistics(cfg) and entropy_statistics is None:
         entropy_statistics = statistics_of(token_moments(entropy[keep]))
     advantages = inputs.advantages.expand_as(inputs.logprobs)
-    if cfg.entropy_balanced_advantage:  # AEPO: A max(1 + weight (H - mean) / std, 0); the floor keeps A's sign
+    if cfg.entropy_balanced_advantage:  # AEPO: A max(1 + weight z, 0), z = (H - mean) / std; the floor keeps A's sign
         mean, std = entropy_statistics
         z = (entropy.detach() - mean) / (std + 1e-8)
+        if cfg.entropy_advantage_max_z is not None:
+            z = z.clamp(max=cfg.entropy_advantage_max_z)
         advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
     inputs = replace(inputs, advantages=advantages, mask=keep)
 

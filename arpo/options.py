@@ -250,6 +250,11 @@ class LossConfig:
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use="True")] = 0.2
     """AEPO: the weight in entropy_balanced_advantage."""
+    entropy_advantage_max_z: Annotated[
+        float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use="True")
+    ] = 2.0
+    """AEPO: largest z that counts, which bounds a token's factor; None = the paper's form, without a bound. It does
+    nothing where a fifth of the tokens or more are uncertain; a surer policy has a few tokens of z = 10 and more."""
     entropy_coefficient: float = 0.0
     """Factor of the mean token entropy (nats), which is subtracted from the loss."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0

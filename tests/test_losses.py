@@ -245,6 +245,28 @@ def test_entropy_balanced_advantage_scales_by_the_z_score_and_never_flips_the_si
     torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.0, 0.2, 1.0]]))  # z = -8, -4, 0
 
 
+@pytest.mark.parametrize("most, factors", [(2.0, [0.8, 1.0, 1.4]), (0.5, [0.8, 1.0, 1.1]), (None, [0.8, 1.0, 2.2])])
+def test_the_factor_of_the_entropy_balanced_advantage_is_bounded_from_above_and_in_the_paper_not(most, factors):
+    entropy, logprobs = torch.tensor([[0.0, 1.0, 7.0]]), torch.zeros(1, 3, requires_grad=True)  # z = -1, 0, 6
+    options = {"entropy_balanced_advantage": True, "aggregation": "sequence_mean_token_sum"}
+    options |= {"entropy_statistics": (1.0, 1.0), "entropy_advantage_max_z": most}
+    loss_of(logprobs, torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1, 3), entropy=entropy, **options)[0].backward()
+    torch.testing.assert_close(logprobs.grad, -torch.tensor([factors]))
+
+
+def test_the_bound_does_nothing_where_a_fifth_of_the_tokens_are_uncertain():
+    entropy, ones = (
+        torch.tensor([[1.0] + [0.0] * 4]),
+        torch.ones(1, 5),
+    )  # z = sqrt(0.8 / 0.2), by the sample's deviation less
+    losses = [
+        loss_of(torch.zeros(1, 5), torch.zeros(1, 5), ones, ones, entropy=entropy, entropy_balanced_advantage=True,
+                entropy_advantage_max_z=most)[0]
+        for most in (2.0, None)
+    ]  # fmt: skip
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("option", [{"entropy_balanced_advantage": True}, {"entropy_coefficient": 0.1}])
 def test_options_about_the_entropy_without_entropies_are_an_error(option):
     with pytest.raises(ValueError, match="entropies"):
