@@ -6,7 +6,7 @@
 
 Per seed the task is built and imitated once; then each arm trains from there (right_moves.py). A run that is finished
 is skipped and an interrupted one continued, so the same command goes on where it was stopped. Each run adds a line to
-DIR/TASK/results.jsonl, and DIR/TASK/TABLE.md compares the arms seed by seed.
+DIR/TASK/results.jsonl; DIR/TASK/TABLE.md compares the arms seed by seed, and DIR/TASK/calls.png draws them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def selector(name: str, num_roots: int, *more: str) -> list[str]:
 
 
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
-THRESHOLD = ("--branching.rule", "threshold", "--branching.weight", "1.0", "--branching.threshold", "0.55")
+THRESHOLD = ("--branching.weight", "1.0", "--branching.threshold", "0.55")
 AEPO_LOSS = ("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True")
 ARMS: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
@@ -143,17 +144,63 @@ def result_of(run: Path, arm: str, seed: int) -> dict:
 
 
 def read_results(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the lines, each with the tool calls until the held-out accuracy was 80 %, from its curve."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for line in lines:
+        calls, _, accuracy = np.array(line["curve"]).T
+        line["calls_to_accuracy"] = reach(np.cumsum(calls), accuracy, 0.8)
+    return lines
 
 
-def ratio(lines: list[dict], arm: str, reference: str, cost: str) -> str:
-    """Return the geometric mean of the arm's cost relative to the reference's, by seed, with its 95 % interval."""
+def fork_shares(folder: Path, arm: str) -> dict[int, float]:
+    """Return turn -> share of an arm's forks there, over all seeds."""
+    found: Counter[int] = Counter()
+    for path in folder.glob(f"seed*/{arm}/positions.json"):
+        found.update({int(turn): number for turn, number in json.loads(path.read_text()).items()})
+    return {turn: number / found.total() for turn, number in sorted(found.items()) if number}
+
+
+def draw(folder: Path, lines: list[dict]) -> None:
+    """Draw each arm's calls to 80 % relative to GRPO's, and the turns at which it forks: FOLDER/calls.png."""
+    import matplotlib.pyplot as plt
+
+    arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for place, arm in enumerate(reversed(arms)):
+        found = ratios(lines, arm, "grpo", "calls_80") or {"mean": 1.0}
+        left.barh(place, found["mean"], color="tab:blue" if arm.startswith(("top", "minority")) else "tab:gray")
+        left.plot([found.get("low", found["mean"]), found.get("high", found["mean"])], [place, place], color="black")
+    left.set_yticks(range(len(arms)), list(reversed(arms)))
+    left.axvline(0.5, color="tab:red", linestyle=":")
+    left.set_xlabel("tool calls until 80 % of the decisive moves are right, relative to GRPO (95 %)")
+    for arm in arms:
+        if shares := fork_shares(folder, arm):
+            right.plot(list(shares), list(shares.values()), marker="o", label=arm)
+    right.set_xlabel("turn at which it forks (1 = after the first tool result)")
+    right.set_ylabel("share of the forks")
+    right.legend()
+    figure.savefig(folder / "calls.png", dpi=110)
+    plt.close(figure)
+
+
+def ratios(lines: list[dict], arm: str, reference: str, cost: str) -> dict[str, float]:
+    """Return the geometric mean of the arm's cost relative to the reference's, paired by seed, and its 95 % interval.
+
+    {} where there is no pair; keys mean, and low and high from two seeds on.
+    """
     of = {(line["arm"], line["seed"]): line[cost] for line in lines}
     pairs = [(value, of.get((reference, seed))) for (name, seed), value in of.items() if name == arm]
     logs = [math.log(own / other) for own, other in pairs if own and other]
     if not logs or arm == reference:
+        return {}
+    return {name: math.exp(value) for name, value in estimate(logs).items() if name != "seeds"}
+
+
+def ratio(lines: list[dict], arm: str, reference: str, cost: str) -> str:
+    """Return what `ratios` found as text."""
+    found = ratios(lines, arm, reference, cost)
+    if not found:
         return ""
-    found = {name: math.exp(value) for name, value in estimate(logs).items() if name != "seeds"}
     interval = f" [{found['low']:.2f}, {found['high']:.2f}]" if "low" in found else ""
     return f"{found['mean']:.2f}{interval}"
 
@@ -168,12 +215,14 @@ def report(lines: list[dict]) -> str:
         missing = f" ({len(own[arm]) - len(known)} never)" if len(known) < len(own[arm]) else ""
         return (f"{sum(known) / len(known):,.{digits}f}" if known else "") + missing
 
-    columns = {"calls": 0, "calls_50": 0, "calls_80": 0, "tokens_80": 0, "seconds_80": 0, "cpu_s_80": 0, "steps_80": 1,
-               "decisive": 3, "accuracy": 3}  # fmt: skip
+    columns = {
+        "calls": 0, "calls_50": 0, "calls_80": 0, "calls_to_accuracy": 0, "tokens_80": 0, "seconds_80": 0,
+        "cpu_s_80": 0, "steps_80": 1, "decisive": 3, "accuracy": 3,
+    }  # fmt: skip
     head = ["arm", "seeds", *columns]
     tables = [markdown_table(head, [[a, str(len(own[a])), *(mean(a, c, d) for c, d in columns.items())] for a in arms])]
     for reference in [name for name in REFERENCES if name in arms]:
-        keys = ["calls_50", "calls_80", "tokens_80", "seconds_80", "cpu_s_80"]
+        keys = ["calls_50", "calls_80", "calls_to_accuracy", "tokens_80", "seconds_80", "cpu_s_80"]
         rows = [[arm, *(ratio(lines, arm, reference, key) for key in keys)] for arm in arms]
         tables.append(markdown_table([f"relative to {reference} [95 % t]", *keys], rows))
     return "\n\n".join("\n".join(table) for table in tables) + "\n"
@@ -207,7 +256,11 @@ def main() -> None:
             file.write(json.dumps(line) + "\n")
         (folder / "TABLE.md").write_text(report(read_results(path)))
         print(f"seed {seed} {arm}: {line['calls_80']} calls to 80 %, accuracy {line['accuracy']:.3f}", flush=True)
-    print(report(read_results(path)))
+    lines = read_results(path)
+    print(report(lines))
+    if lines:
+        (folder / "TABLE.md").write_text(report(lines))
+        draw(folder, lines)
     if failed:
         sys.exit("\n".join(["these runs failed; start the same command again:", *failed]))
 

@@ -10,14 +10,16 @@ import torch
 from helpers.scripted_rollout import call_then_answer, play
 from transformers import AutoTokenizer
 
+from arpo.config.load import load_config
 from arpo.log.dumps import DumpWriter
 from arpo.options import BranchingConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
-from extras.ablation.forks import ARMS, POSITIONS_OF, ratio, reach, report
+from extras.ablation.forks import ARMS, POSITIONS_OF, draw, fork_shares, ratio, reach, read_results, report
 from extras.ablation.right_moves import RightMoves, right_trajectory
 from extras.demo import build as demo
 from extras.demo.long import LongWorld
+from train_rl import RLConfig
 
 
 def test_the_cost_until_a_target_lies_between_the_steps_around_it():
@@ -35,15 +37,34 @@ def test_ratios_are_paired_by_seed_and_leave_out_runs_that_never_got_there():
 
 
 def test_the_report_has_a_row_per_arm_and_says_how_many_never_got_there():
-    keys = ["calls", "calls_50", "calls_80", "tokens_80", "seconds_80", "cpu_s_80", "steps_80", "decisive", "accuracy"]
+    keys = ["calls", "calls_50", "calls_80", "calls_to_accuracy", "tokens_80", "seconds_80", "cpu_s_80", "steps_80",
+            "decisive", "accuracy"]  # fmt: skip
     lines = [{"arm": arm, "seed": 0, **dict.fromkeys(keys, 2.0)} for arm in ("grpo", "random_2")]
     lines[1]["calls_80"] = None
     text = report(lines)
     assert "| grpo | 1 | 2 | 2 | 2 |" in text and "(1 never)" in text and "relative to random_2" in text
 
 
+def test_the_calls_until_the_accuracy_are_read_off_the_curve_and_the_pictures_are_drawn(tmp_path):
+    curve = [[10, 0.5, 0.0], [10, 0.9, 0.6], [20, 0.9, 1.0]]
+    lines = [
+        {"arm": arm, "seed": seed, "curve": curve, "calls_80": 15.0 + seed}
+        for arm in ("grpo", "top_h_2")
+        for seed in (0, 1)
+    ]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "seed0" / "top_h_2").mkdir(parents=True)
+    (tmp_path / "seed0" / "top_h_2" / "positions.json").write_text('{"2": 5, "4": 15}')
+    found = read_results(tmp_path / "results.jsonl")
+    assert [line["calls_to_accuracy"] for line in found] == pytest.approx([30.0] * 4)
+    assert fork_shares(tmp_path, "top_h_2") == {2: 0.25, 4: 0.75}
+    draw(tmp_path, found)
+    assert (tmp_path / "calls.png").stat().st_size > 9000
+
+
 def test_every_arm_has_a_config_of_its_own_and_a_control_comes_behind_what_it_controls():
-    assert len({tuple(flags) for flags in ARMS.values()}) == len(ARMS)
+    configs = [load_config(RLConfig, ["--data.train", "x", *flags]) for flags in ARMS.values()]
+    assert all(config not in configs[:number] for number, config in enumerate(configs))
     assert all(list(ARMS).index(arm) > list(ARMS).index(other) for arm, other in POSITIONS_OF.items())
 
 
