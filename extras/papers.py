@@ -6,7 +6,8 @@ AEPO's (arXiv 2510.14545) are those of its abstract. ARPO's (arXiv 2507.19849, t
 secondary sources: check with the paper before citing. Numbers known from memory or one unsure source are left out.
 The line "questions" has the number in the released test files, splits ("gaia: level 1") included (of MATH, whose file
 is empty there: in MATH's test set). The released script asks at most 500 of a set unless told otherwise, so the papers'
-may be over fewer of GSM8K and MATH. The last column has ARPO's headline numbers, means over TEN.
+may be over fewer of GSM8K and MATH. The last column has ARPO's headline numbers, means over TEN. A line with an issue
+of the released code has what a user measured there; it stands beside the number it was compared with, in words.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from arpo.evals.tables import Table, markdown_report
 
 SOURCES = (
     "Claims of ARPO (arXiv 2507.19849; from secondary sources) and AEPO (arXiv 2510.14545; its abstract); users could "
-    "not reproduce several of them. They compare with ours only where model, grader and questions are the same."
+    "not reproduce several of them: the last column has what they measured, with the issue of the released code where "
+    "they say so (not checked by us). They compare with ours only where model, grader and questions are the same."
 )
 MARK = "\N{DAGGER}"
 """Stands behind a number of ours that the papers' cannot be compared with."""
@@ -49,11 +51,15 @@ class Published:
     metric: str
 
 
-def _read() -> tuple[dict[str, int], list[Published], list[tuple[str, str, float]]]:
-    """Return the questions by benchmark, all numbers, and (model, method, percent) of the means of ten."""
+def _read() -> tuple[dict[str, int], list[Published], list[tuple[str, str, float]], list[tuple[str, ...]]]:
+    """Return the questions by benchmark, the papers' numbers, and (model, method, percent) of their means of ten.
+
+    The last are what others measured, as (benchmark, score, grader, text).
+    """
     text = Path(__file__).with_name("papers.csv").read_text(encoding="utf-8")
-    questions, *rows = csv.DictReader(text.splitlines())
-    names = list(questions)[4:-1]
+    questions, *lines = csv.DictReader(text.splitlines())
+    names = list(questions)[5:-1]
+    rows = [line for line in lines if not line["issue"]]
     numbers = [
         Published(name, row["score"], float(row[name]), row["model"], row["method"], row["grader"])
         for row in rows
@@ -61,14 +67,20 @@ def _read() -> tuple[dict[str, int], list[Published], list[tuple[str, str, float
         if row[name]
     ]
     means = [(row["model"], row["method"], float(row[MEAN_OF_TEN])) for row in rows if row[MEAN_OF_TEN]]
-    return {name: int(questions[name]) for name in names}, numbers, means
+    others = [
+        (name, line["score"], line["grader"], f"{line['model']} {line['method']} {line[name]} (issue {line['issue']})")
+        for line in lines
+        for name in names
+        if line["issue"] and line[name]
+    ]
+    return {name: int(questions[name]) for name in names}, numbers, means, others
 
 
-NUM_QUESTIONS, PUBLISHED, TEN_AVERAGES = _read()
+NUM_QUESTIONS, PUBLISHED, TEN_AVERAGES, OTHERS = _read()
 
 
 def papers_table(scores: Mapping[str, Scores]) -> Table:
-    """A row per benchmark, split, score and grader: our number, those of the papers' models, and in what they differ.
+    """A row per benchmark, split, score and grader: our number, the papers', in what they differ, what others measured.
 
     `scores` are by benchmark; the name of a judge stands in them as "judge".
     """
@@ -92,10 +104,14 @@ def papers_table(scores: Mapping[str, Scores]) -> Table:
         ours = _percent(sum(scores[name]["accuracy"] for name in TEN) / len(TEN), reasons)
         cells = (MEAN_OF_TEN, "pass@1", ours, "".join(reasons), "as above", "as above")
         rows[cells] = [f"{model} {method} {percent:.1f}" for model, method, percent in TEN_AVERAGES]
-    head = ["benchmark", "score", "ours", "not alike", "our grader", "their grader", "their models"]
-    models = [[*cells, "; ".join(found)] for cells, found in rows.items()]
+    head = ["benchmark", "score", "ours", "not alike", "our grader", "their grader", "their models", "others measured"]
+    models = [[*cells, "; ".join(found), _others(cells[0], cells[1], cells[-1])] for cells, found in rows.items()]
     note = f"In percent. {MARK} = cannot be compared with theirs, for the reason beside it. {SOURCES}"
     return Table("The papers' numbers", head, models, note)
+
+
+def _others(benchmark: str, score: str, grader: str) -> str:
+    return "; ".join(text for *beside, text in OTHERS if beside == [benchmark, score, grader])
 
 
 def _percent(value: float | None, reasons: list[str]) -> str:

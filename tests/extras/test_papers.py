@@ -10,7 +10,7 @@ from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade
 from arpo.evals.report import RunMeta, write_report
-from extras.papers import NUM_QUESTIONS, PUBLISHED, TEN, report
+from extras.papers import NUM_QUESTIONS, OTHERS, PUBLISHED, TEN, report
 
 
 def beside(folder: Path, grades: dict[str, list[Grade]], judge: str = "", metas: dict[str, dict] | None = None) -> str:
@@ -56,6 +56,17 @@ def test_their_f1_stands_beside_our_f1_even_where_a_judge_graded_ours(tmp_path):
     judges = "judge (J) | 72B judge"
     assert f"| webwalker | pass@1 | 100.0 † | {one}; another judge | {judges} | Qwen3-8B GRPO 29.0;" in text
     assert f"| webwalker | pass@5 |  | ours has no pass@5 | {judges} | Qwen3-14B AEPO 70.0 |" in text
+
+
+def test_what_others_measured_stands_beside_the_number_it_was_compared_with(tmp_path):
+    grades = [Grade("q", 0, {"f1": 0.5}, 1.0, "f1", "")]
+    text = beside(tmp_path, {name: grades for name in ("aime24", "aime25", "webwalker", "gaia")})
+    assert "Qwen2.5-7B ARPO 30.0 | Qwen2.5-7B ARPO about 18 (issue 60) |" in text
+    assert "Qwen2.5-7B ARPO 26.0 | Qwen2.5-7B ARPO 19.2 by a judge (issue 60) |" in text
+    assert "; released ARPO 34.6 (issue 26); a user's SFT 38.2 (issue 26); " in text
+    assert text.count("(issue 60)") == 2
+    # each is somewhere to be seen
+    assert {row[:3] for row in OTHERS} <= {(row.benchmark, row.score, row.metric) for row in PUBLISHED}
 
 
 def test_only_the_papers_own_questions_and_grader_stand_without_a_mark(tmp_path):
