@@ -23,15 +23,17 @@ NUM_FIRST_STEPS, MIN_MOVED = 3, 0.02
 class BranchingSignal:
     """The signal (branching.signal, nats) of the decisions of the last steps.
 
-    A plain window, so that mean, deviation and quantile are of the same decisions, and `state` is all that a resumed
-    run needs to decide as it would have.
+    A plain window, so that mean, deviation and quantile are of the same decisions; `state` and `budgets` are all that a
+    resumed run needs to decide as it would have.
     """
 
-    def __init__(self, cfg: BranchingConfig, state: Sequence[Sequence[float]] = ()):
-        """`state` is that of the window to continue, as a checkpoint kept it."""
+    def __init__(self, cfg: BranchingConfig, state: Sequence[Sequence[float]] = (), budgets: Sequence[int] = ()):
+        """`state` and `budgets` are those of the window to continue, as a checkpoint kept them."""
         self.cfg = cfg
         self.state = [list(values) for values in state]
         """The signal of each decision, step by step; at most WINDOW_STEPS."""
+        self.budgets = list(budgets)
+        """Forks that the groups with decisions could have, step by step."""
         self.warning = ""
         """What the user must know of the step that was added last; "" where there is nothing."""
         self._is_resumed = bool(state)
@@ -43,7 +45,10 @@ class BranchingSignal:
         values = sorted(value for step in self.state for value in step)
         if len(values) < MIN_DECISIONS:
             return None
-        num_above = round(self.cfg.branch_rate * len(values))
+        rate = self.cfg.branch_rate
+        if rate is None:
+            rate = min(sum(self.budgets) / (len(values) * self.cfg.max_branches_per_turn), 1.0)
+        num_above = round(rate * len(values))
         bound = values[max(len(values) - num_above - 1, 0)]
         return SignalStatistics(len(values), statistics.fmean(values), statistics.stdev(values), bound)
 
@@ -56,6 +61,9 @@ class BranchingSignal:
         self.warning = self._warning() if has_decisions else ""
         decided = [signal_of(d.entropy, d.root_entropy, self.cfg) for _, d in decisions(groups)]
         self.state = [*self.state, decided][-WINDOW_STEPS:]
+        # a group's first decision has all of its budget before it
+        budget = sum(max((d.budget_left for _, d in decisions([group])), default=0) for group in groups)
+        self.budgets = [*self.budgets, budget][-WINDOW_STEPS:]
         return metrics
 
     def _warning(self) -> str:

@@ -119,8 +119,9 @@ class BranchingConfig:
     20 tokens / ln V, per nat of the mean (x 20 / ln 151,669)."""
     weight_z: Annotated[float, AtLeast(0), Needs("branching.selector", "standardized")] = 0.25
     """standardized: change of P per standard deviation of the signal."""
-    branch_rate: Annotated[float, Between(0, 1), Needs("branching.selector", "quantile")] = 0.5
-    """quantile: share of the decisions that are to branch."""
+    branch_rate: Annotated[float | None, Between(0, 1), Needs("branching.selector", "quantile")] = 0.5
+    """quantile: share of the decisions that are to branch; None = as many as use up the budget: the forks that groups
+    of earlier steps could have, over their decisions."""
     signal: Annotated[Literal["entropy", "delta"], Needs("branching.selector", *SCALE_FREE)] = "entropy"
     """standardized, quantile: entropy = H after the tool result; delta = H less that of the first turn."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1

@@ -58,6 +58,24 @@ def test_the_bound_is_exceeded_by_the_wanted_share(rate, share):
     assert sum(value > signal.statistics.bound for value in values) / 100 == pytest.approx(share)
 
 
+@pytest.mark.parametrize(
+    "num_decisions, children, share",
+    [(8, 1, 0.5), (16, 1, 0.25), (16, 2, 0.125), (4, 1, 1.0), (2, 1, 1.0)],
+)
+def test_the_automatic_rate_is_the_budget_over_the_decisions(num_decisions, children, share):
+    cfg = BranchingConfig(selector="quantile", branch_rate=None, max_branches_per_turn=children)
+    signal = BranchingSignal(cfg)
+    many = Trajectory("p", "0", turns=[decided(i / 100) for i in range(num_decisions)])  # 4 may fork, by their records
+    none = Trajectory("q", "0", turns=[Turn(0, entropy=0.5)])  # answered at once: no decision could use its budget
+    for _ in range(4):
+        signal.add(groups(*[many] * 8, none))
+    values = [value for step in signal.state for value in step]
+    above = sum(value > signal.statistics.bound for value in values) / len(values)
+    assert above == pytest.approx(min(share, 1 - 1 / num_decisions))  # the smallest value is above none
+    again = BranchingSignal(cfg, *json.loads(json.dumps([signal.state, signal.budgets])))
+    assert again.statistics == signal.statistics and signal.budgets == [32] * 4
+
+
 def test_the_window_forgets_and_a_resumed_run_remembers_the_same():
     cfg = BranchingConfig(selector="standardized")
     signal = BranchingSignal(cfg)

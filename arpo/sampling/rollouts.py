@@ -89,7 +89,7 @@ class Rollouts:
 
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
-        self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()))
+        self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()), state.get("branch_budgets", ()))
         is_ordered = self.sampler.rollout.dispatch == "pull_longest_first"
         self.lengths = ExpectedLengths(state.get("lengths", {})) if is_ordered else None
         self.sampler.score.go_on_from(state.get("judge_calls", 0))
@@ -104,6 +104,7 @@ class Rollouts:
         """Return what the next step depends on, the same on all ranks, as JSON can hold it."""
         state = {"num_drawn": self.health.go_on_from(self.num_drawn), "signal": self.signal.state}
         return state | {
+            "branch_budgets": self.signal.budgets,
             "judge_calls": self.sampler.score.num_judge_calls,
             "lengths": self.lengths.state if self.lengths else {},
         }

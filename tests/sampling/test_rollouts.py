@@ -135,3 +135,6 @@ def test_a_rule_hears_of_the_decisions_of_earlier_steps(alone):
     counts = [len(values) for values in rollouts.signal.state]
     before = [sum(counts[:step]) for step in range(4)]
     assert known == [{count if count >= MIN_DECISIONS else None} for count in before] and before[-1] >= MIN_DECISIONS
+    heard = rollouts.signal
+    rollouts.go_on_from(rollouts.state(), (), done_steps=4)
+    assert (rollouts.signal.state, rollouts.signal.budgets) == (heard.state, heard.budgets) and sum(heard.budgets) > 0
