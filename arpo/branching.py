@@ -225,8 +225,8 @@ class BranchBudget:
 
     @property
     def is_settled(self) -> bool:
-        """True when no trajectory of the group can branch any more."""
-        return not self.open and not self.waiting
+        """True when the budget is known and no trajectory of the group can branch any more."""
+        return self.budget is not None and not self.open and not self.waiting
 
     def expect(self, path: Path, turn: int) -> None:
         """`path` may decide at `turn` next."""

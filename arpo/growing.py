@@ -155,6 +155,7 @@ class GroupState:
         """Write the decision records, check the invariants."""
         for (turn, path), d in self.decisions.items():
             children = self.budget.granted.get((turn, path), 0)
+            later = self.trajectories[path].turns[turn].decision  # set where left budget came to this turn
             self.trajectories[path].turns[turn].decision = BranchDecision(
                 d.evidence.entropy,
                 d.evidence.root_entropy,
@@ -163,8 +164,9 @@ class GroupState:
                 d.evidence.consecutive,
                 statistics=d.evidence.statistics,
                 budget_left=self.budget.budget_before(turn, path),
-                num_children=children,
-                outcome=d.outcome(children),
+                num_children=children + (later.num_children if later else 0),
+                outcome=later.outcome if later else d.outcome(children),
+                score=later.score if later else None,
                 refused_by=d.refused_by,
             )
         trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]

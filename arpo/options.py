@@ -126,6 +126,9 @@ class BranchingConfig:
     """standardized, quantile: entropy = H after the tool result; delta = H less that of the first turn."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
     """Children per decision (upstream: beam_size - 1)."""
+    spill: bool = False
+    """Budget that no decision has used: False = fresh roots at once, as in the papers; True = once all trajectories
+    have ended, forks as top_h chooses them, in two rounds."""
     entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.compat", "paper")] = 20
     """k: tokens after a tool result over which the entropy is averaged."""
     compat: Annotated[Literal["paper", "upstream"], NOTHING] = "paper"
@@ -137,6 +140,13 @@ class BranchingConfig:
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
     consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
+
+    @property
+    def selects_afterwards(self) -> str:
+        """The selector that forks a group once all its trajectories have ended; "" where fresh roots fill it."""
+        if is_retrospective(self.selector):
+            return self.selector
+        return "top_h" if self.spill and self.selector != "none" else ""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))

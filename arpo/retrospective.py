@@ -158,7 +158,7 @@ def next_forks(
     budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
     group.num_rounds += 1
     rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
-    forks = find("branching.selector", cfg.selector, EXPANSIONS)(finished, budget, cfg, rng)[:budget]
+    forks = find("branching.selector", cfg.selects_afterwards, EXPANSIONS)(finished, budget, cfg, rng)[:budget]
     by_id = {t.trajectory_id: t for t in finished.trajectories}
     allowed = []
     for fork in forks:
@@ -170,11 +170,13 @@ def next_forks(
 
 
 def finished_part(group: GroupState) -> Group | None:
-    """Return the trajectories started so far without those that an error of ours ended; None while one is growing."""
-    ordered = [group.trajectories[path] for path in sorted(group.trajectories)]
-    if any(t.stop_reason is None for t in ordered):
+    """Return the trajectories started so far; None while one is growing. Those that an error of ours ended are not
+    among them, nor are their branches."""
+    ordered = sorted(group.trajectories.items())
+    if any(t.stop_reason is None for _, t in ordered):
         return None
-    return Group(group.prompt, [t for t in ordered if t.stop_reason != StopReason.ERROR])
+    failed = [path for path, t in ordered if t.stop_reason == StopReason.ERROR]
+    return Group(group.prompt, [t for path, t in ordered if not any(path[: len(f)] == f for f in failed)])
 
 
 def place(group: GroupState, fork: Fork) -> tuple[Path, Path]:

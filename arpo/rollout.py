@@ -7,7 +7,7 @@ nothing the model sampled is re-tokenised, nothing it did not sample gets loss_m
 
 Every random number is drawn from (seed, step, prompt, path in the tree, turn), and budget is granted in canonical
 order (`BranchBudget`), so the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)
-forks only after all trajectories of the group have ended, once per round.
+forks only after all trajectories of the group have ended, once per round; so does `spill` with what budget is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arpo import retrospective
 from arpo.branching import tokens_to_measure, turn_entropy
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.growing import Decision, GroupState, Live, StopWatch, number_of, refused
-from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
+from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
@@ -166,9 +166,9 @@ class Rollout:
             evidence = group.decisions[turn, parent].evidence
             for child in children:
                 self.fork(group, parent, turn, child, replace(evidence, consecutive=evidence.consecutive + 1))
-        if is_retrospective(self.branching.selector):
+        if group.budget.is_settled and self.branching.selects_afterwards:
             self.expand(group)
-        elif group.budget.budget is not None and group.budget.is_settled:
+        elif group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
         undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
         self.tools.sessions.retain(group.name, undecided)

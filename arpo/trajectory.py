@@ -110,7 +110,7 @@ class BranchDecision:
     statistics: SignalStatistics | None = None
     """What the signal was compared with; None in the first step."""
     score: float | None = None
-    """What a retrospective selector chose the turn by (its newest choice, where it chose the turn again)."""
+    """What a retrospective selector, or branching.spill, chose the turn by (the newest, where it was chosen again)."""
     refused_by: str = ""
     """refused: the tool that has a session open here, of which there can be no second one."""
 

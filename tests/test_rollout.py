@@ -151,8 +151,10 @@ def test_group_size_is_exact_even_when_nothing_branches():
 )
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("selector", ["arpo", "aepo", "random", "none"])
-def test_groups_hold_exactly_n_distinct_trajectories_whatever_happens(script, size, selector):
-    branching = BranchingConfig(selector=selector, num_initial_rollouts=1, dynamic_budget=selector == "aepo")
+@pytest.mark.parametrize("spill", [False, True])
+def test_groups_hold_exactly_n_distinct_trajectories_whatever_happens(script, size, selector, spill):
+    dynamic = selector == "aepo"
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=1, dynamic_budget=dynamic, spill=spill)
     [group] = play(script, cfg=RolloutConfig(group_size=size, max_response_tokens=800), branching=branching)
     assert len({t.trajectory_id for t in group.trajectories}) == size
 

@@ -31,7 +31,7 @@ function callStatus(call) {  // [words, colour]
   if (!call.executed) return [`${call.error_kind}, not run`, "bad"];
   return [(call.ok ? "ok" : call.error_kind ?? "failed") + (call.cached ? ", cached" : ""), call.ok ? "good" : "bad"];
 }
-const isForward = d => d.probability !== null;  // else a retrospective selector chose, which has a score at most
+const isForward = d => d.probability !== null && !isNumber(d.score);  // else it was chosen after all had ended
 
 function decisionRecord(d) {
   return `${mark(d)} ${d.outcome}, children: ${d.num_children}\n`

@@ -32,6 +32,7 @@ FAST = [
     BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6),
     BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
     BranchingConfig(selector="at2po", num_initial_rollouts=3),
+    BranchingConfig(selector="random", base=0.2, num_initial_rollouts=2, spill=True, entropy_tokens=6),
 ]
 SLOW = [
     NONE,

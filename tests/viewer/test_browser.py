@@ -51,11 +51,12 @@ def test_a_branch_shows_its_decisions_calls_and_rewards_and_dims_what_it_inherit
                 assert f"{d.probability:.2f} {d.outcome}" in drawn and f"baseline {d.root_entropy:.4f}" in drawn
 
 
-def test_a_turn_that_was_chosen_afterwards_shows_its_score(browser, tmp_path, groups):
+@pytest.mark.parametrize("probability", [None, 0.125])  # a rule had judged it before, and left budget
+def test_a_turn_that_was_chosen_afterwards_shows_its_score(browser, tmp_path, groups, probability):
     group = deepcopy(groups[0])
     turns = [turn for t in group.trajectories for turn in t.turns if turn.decision]
     for turn in turns:
-        turn.decision = replace(turn.decision, probability=None, draw=None, score=0.2375)
+        turn.decision = replace(turn.decision, probability=probability, draw=probability, score=0.2375)
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     log.trajectories(30, [group])
     log.close()
@@ -63,7 +64,7 @@ def test_a_turn_that_was_chosen_afterwards_shows_its_score(browser, tmp_path, gr
     browser.open(tmp_path / "viewer.html", ready=READY)
     drawn = browser.js("document.querySelector('main').textContent")
     assert drawn.count("score 0.2375, chosen after all had ended") >= len(turns) > 0 and "0.24 branched" in drawn
-    assert not browser.js("document.querySelector('#signal')")  # there is no P to plot
+    assert bool(browser.js("document.querySelector('#signal')")) == (probability is not None)  # a P to plot
     assert browser.js("document.getElementById('trend').hidden")  # and no metrics.jsonl with numbers
 
 
