@@ -102,6 +102,7 @@ from arpo.checkpoint import Saver
 from arpo.data import PromptOrder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
+from arpo.growing import forecast
 from arpo.log import RunLog
 from arpo.log.charts import RL_CHARTS
 from arpo.log.nonfinite import reported_if_not_finite
@@ -156,6 +157,7 @@ def main(cfg: RLConfig) -> None:
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
+    log.line(forecast(cfg.rollout, cfg.branching))
     if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
         log.line(warning)
     sampler = Sampler(

@@ -176,6 +176,24 @@ class GroupState:
         return Group(self.prompt, trajectories)
 
 
+def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
+    """Return a line that says how many roots, forks and decisions a prompt has under these settings."""
+    size, calls = rollout.group_size, rollout.max_tool_calls
+    if cfg.selector == "none":
+        return f"branching: none, {size} roots a prompt"
+    roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
+    afterwards = f"{cfg.selects_afterwards} in {cfg.expansion_rounds} rounds"
+    if is_retrospective(cfg.selector):
+        return f"branching: {roots} roots, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
+    most_roots = size if cfg.dynamic_budget else roots
+    most_decisions = most_roots * calls + (size - most_roots) * max(calls - 1, 0)
+    return (
+        f"branching: at least {roots} roots, at most {size - roots} forks a prompt in at most "
+        f"{most_decisions} decisions by {cfg.selector}, after up to {calls} calls; the rest "
+        + (f"by {afterwards}" if cfg.spill else "are fresh roots")
+    )
+
+
 def refused(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
     """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
     calls, limit = [call.tag for call in trajectory.tool_calls], cfg.call_limits.get(tag)

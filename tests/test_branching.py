@@ -17,7 +17,8 @@ from arpo.branching import (
     upstream_branch_probability,
     upstream_turn_entropy,
 )
-from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
+from arpo.growing import forecast
+from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig, RolloutConfig
 from arpo.trajectory import BranchDecision, SignalStatistics
 
 
@@ -178,6 +179,30 @@ def test_only_aepo_penalises_consecutive_branches():
 def test_aepo_takes_the_released_gate_where_it_is_told_to():
     released = RULES["aepo"](seen(0.3, 0.3, 5), BranchingConfig(compat="upstream"))
     assert released == pytest.approx(0.3333, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "branching, line",
+    [
+        (BranchingConfig(selector="none"), "none, 16 roots a prompt"),
+        (
+            BranchingConfig(selector="top_h", num_initial_rollouts=2),
+            "2 roots, 14 forks a prompt by top_h in 2 rounds, after up to 3 calls",
+        ),
+        (  # 8 roots decide three times, and their 8 children, of the first calls, twice
+            BranchingConfig(),
+            "at least 8 roots, at most 8 forks a prompt in at most 40 decisions by arpo, after up to 3 calls; the rest "
+            "are fresh roots",
+        ),
+        (
+            BranchingConfig(selector="aepo", dynamic_budget=True, spill=True),
+            "at least 1 roots, at most 15 forks a prompt in at most 48 decisions by aepo, after up to 3 calls; the "
+            "rest by top_h in 2 rounds",
+        ),
+    ],
+)
+def test_the_forecast_says_how_many_roots_forks_and_decisions_a_prompt_has(branching, line):
+    assert forecast(RolloutConfig(), branching) == f"branching: {line}"
 
 
 def play(arrival: list[tuple[int, int]], wants: dict, budget: int) -> dict:
