@@ -157,9 +157,8 @@ def main(cfg: RLConfig) -> None:
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    log.line(forecast(cfg.rollout, cfg.branching))
-    if warning := checks.half_chosen_aepo(cfg.branching, cfg.loss):
-        log.line(warning)
+    for line in filter(None, (forecast(cfg.rollout, cfg.branching), checks.half_chosen_aepo(cfg.branching, cfg.loss))):
+        log.line(line)
     sampler = Sampler(
         engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,
         score=score, on_group=score.on_group,
