@@ -182,13 +182,14 @@ def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
     if cfg.selector == "none":
         return f"branching: none, {size} roots a prompt"
     roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
+    begins = f"{roots} root" + "s" * (roots > 1)
     afterwards = f"{cfg.selects_afterwards} in {cfg.expansion_rounds} rounds"
     if is_retrospective(cfg.selector):
-        return f"branching: {roots} roots, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
+        return f"branching: {begins}, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
     most_roots = size if cfg.dynamic_budget else roots
     most_decisions = most_roots * calls + (size - most_roots) * max(calls - 1, 0)
     return (
-        f"branching: at least {roots} roots, at most {size - roots} forks a prompt in at most "
+        f"branching: at least {begins}, at most {size - roots} forks a prompt in at most "
         f"{most_decisions} decisions by {cfg.selector}, after up to {calls} calls; the rest "
         + (f"by {afterwards}" if cfg.spill else "are fresh roots")
     )

@@ -138,6 +138,11 @@ def test_the_entropy_acts_under_every_shipped_config(files):
     assert initial_rollouts(16, 0.0, 2.0, beta=beta) <= 3 and initial_rollouts(16, 2.0, 0.0, beta=beta) >= 14
 
 
+def test_the_bundle_that_forks_afterwards_begins_with_a_quarter_of_the_group():
+    cfg = rl("arpo_top", "qwen2.5_7b")
+    assert (cfg.branching.selector, cfg.branching.num_initial_rollouts) == ("top_h", cfg.rollout.group_size // 4)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_sft_settings_are_the_papers(model):
     cfg = sft(model)
