@@ -19,9 +19,12 @@ def world(tmp_path_factory):
     return build_toy_world(tmp_path_factory.mktemp("world"))
 
 
+def hits(world) -> tuple[str, str]:
+    return "--reward.file", f"{world}/reward.py:compute_hit"
+
+
 def run(world, name: str, *flags: str, ranks: int = 2) -> list[dict]:
-    hit = ("--reward.file", f"{world}/reward.py:compute_hit")
-    return train(world, name, *SIZES, *hit, *flags, ranks=ranks)
+    return train(world, name, *SIZES, *hits(world), *flags, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -70,5 +73,5 @@ def test_a_run_that_is_killed_at_its_queue_has_the_numbers_of_one_that_never_was
         ("verdict on a group", "arpo.sampling.sources:Refilled.look", 4, 0),
         ("end of a step's queue", "arpo.sampling.sources:Refilled.delete_keys", 2, 0),
     ]
-    assert len(train_and_kill(world, "killed", *SIZES, *PULL, *REFILL, places=places)) == len(refilled)
+    assert len(train_and_kill(world, "killed", *SIZES, *hits(world), *PULL, *REFILL, places=places)) == len(refilled)
     assert_alike(world, "refilled", "killed", "group/resampled_prompts")
