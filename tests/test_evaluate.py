@@ -154,7 +154,8 @@ def test_ranks_that_pull_their_questions_generate_the_same_also_after_a_kill_at_
     run_until_killed(("arpo.sampling.sources:Pulled.pull", 5, 1), "evaluate.py", *flags)
     run_script("evaluate.py", *flags, ranks=2)
     assert texts_of(world / "pulled") == texts_of(whole)
-    assert len(list((world / "pulled" / "trajectories").glob("xbench.*.jsonl"))) == 2
+    dumps = (world / "pulled" / "trajectories").glob("*.jsonl")
+    assert {path.name.split(".")[-2] for path in dumps} == {"0", "1"}  # who took what, the machine decides
 
 
 def test_a_finished_run_is_reported_again_without_loading_the_model(whole, world):

@@ -385,7 +385,7 @@ def test_a_tracker_is_one_file_and_one_flag(tmp_path):
 
 # ---- a whole run
 
-TIMED = re.compile(r"^(time|memory)/|per_s|seconds|mfu|utilization")
+TIMED = re.compile(r"^(time|memory)/|per_s|seconds|cached|mfu|utilization")
 OURS_IN_A_FILE = """
 from arpo.advantages import grpo, hard
 from arpo.branching import arpo as entropy_rise

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from arpo.log import read_metrics
 
-MEASURED = ("time/*", "memory/*", "tokens/*_per_second", "tools/*/seconds_*")
-"""Metrics in which two runs of the same steps may differ."""
+MEASURED = ("time/*", "memory/*", "tokens/*_per_second", "tools/*/seconds_*", "tools/*/cached")
+"""Metrics in which two runs of the same steps may differ. (Of two ranks that ask the same, either may be first.)"""
 
 
 def learnt(run: Path) -> list[dict[str, float]]:

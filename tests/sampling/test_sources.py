@@ -446,6 +446,7 @@ def on_real_engines(ranks: Ranks, folder: str) -> dict:
             ranks.store.set(f"rank {ranks.rank} is done", "")
         sampler.score(source.to_score)
         groups = source.exchange()
+        ranks.barrier()  # rank 0 has deleted the keys of this rollout, whose name the next one has too
         results[way] = [what_came_of(group) for group in groups]
         results[f"{way} by"] = [group.sampled_by for group in groups]
         results[f"{way} calls"] = sum(len(t.tool_calls) for group in groups for t in group.trajectories)
