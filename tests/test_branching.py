@@ -196,7 +196,7 @@ def test_aepo_takes_the_released_gate_where_it_is_told_to():
         ),
         (
             BranchingConfig(selector="aepo", dynamic_budget=True, spill=True),
-            "at least 1 roots, at most 15 forks a prompt in at most 48 decisions by aepo, after up to 3 calls; the "
+            "at least 1 root, at most 15 forks a prompt in at most 48 decisions by aepo, after up to 3 calls; the "
             "rest by top_h in 2 rounds",
         ),
     ],
