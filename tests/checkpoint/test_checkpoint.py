@@ -332,7 +332,7 @@ def test_a_kill_at_every_third_file_operation_of_a_save_loses_at_most_that_save(
         folder = tmp_path / f"{victim} {event}"
         shutil.copytree(saved, folder)
         context = start_ranks(2, save_and_die, str(tiny_model_dir), str(folder), victim, event, folder=str(tmp_path))
-        with pytest.raises(Exception, match="SIGKILL"):
+        with pytest.raises(Exception, match=r"SIGKILL|onnection"):  # or the other rank's error, if that is seen first
             while not context.join():
                 pass
         assert verify(folder / "step_000003") is None, "the one before must survive"

@@ -186,7 +186,7 @@ def test_a_kill_anywhere_in_the_last_export_is_made_good_by_the_next_start(tiny_
         folder = tmp_path / str(event)
         folder.mkdir()
         context = start_ranks(2, save_twice, model, str(folder), event, folder=str(folder))
-        with pytest.raises(Exception, match="SIGKILL"):
+        with pytest.raises(Exception, match=r"SIGKILL|onnection"):  # or the other rank's error, if that is seen first
             while not context.join():
                 pass
         link = folder / "run" / "hf"

@@ -82,6 +82,7 @@ def sampled(sampler: Sampler, cfg: RolloutConfig, *, num_wanted: int = 0) -> tup
     sampler.run([source], "test", NUM_PROMPTS)
     sampler.score(source.to_score if sampler.team.is_first else [])
     groups = source.exchange()
+    sampler.team.ranks.barrier()  # rank 0 has deleted the keys of this rollout, whose name the next one has too
     assert sampler.tools.num_pending == sampler.engine.num_running == 0
     return [what_came_of(group) for group in groups], source.num_cut_off if num_wanted else 0
 
