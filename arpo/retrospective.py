@@ -108,7 +108,7 @@ def top_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -
 
 
 def minority_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """As top_h, among the places that chains of the rarer outcome have passed, each at most once in a round.
+    """The most uncertain turns that chains of the rarer outcome have passed, each place at most once in a round.
 
     The outcome is whether the reward is above the mean. All chains count where there is one outcome only.
     """

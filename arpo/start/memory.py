@@ -29,7 +29,7 @@ CONTEXT_GIB = 1.0
 
 
 class Sizes(NamedTuple):
-    """What of a dense decoder with gated MLPs decides its memory."""
+    """The sizes of a dense decoder with gated MLPs that decide its memory."""
 
     parameters: int
     kv_numbers_per_token: int
@@ -87,7 +87,7 @@ def training_state(job: Job) -> float:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What vLLM does with its share of a GPU, in bytes."""
+    """The parts of vLLM's share of a GPU, in bytes."""
 
     budget: float
     weights: float
