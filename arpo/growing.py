@@ -204,5 +204,8 @@ def refused(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
 
 
 def number_of(text: str) -> int:
-    """Return 32 bits of a text."""
+    """Return 32 bits of a text.
+
+    By a chance of 1e-6 two of a hundred requests of a group share theirs, and so draw the same noise.
+    """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,9 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+TELL_AFTER_S = 600.0
+"""A rank that does nothing but wait for tools says so each time that this long has passed."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class ToolRunner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
         self._thread.start()
         self._told: set[tuple[str, type]] = set()
+        self._running: Counter[str] = Counter()  # calls by tool
         self.num_pending = 0
         self._generation = self._num_generations = 0  # the rollout that runs now takes no result of another one's calls
         self._parked: tuple[int, int, list] | None = None  # of `park`: generation, calls without a result, results
@@ -89,6 +94,7 @@ class ToolRunner:
 
     async def _run(self, generation: int, call_id: str, tool: Tool, argument: str, context: ToolContext | None) -> None:
         started = time.perf_counter()
+        self._running[tool.tag] += 1
         try:
             if tool.tag in self.sessions.tools:
                 result = await self.sessions.call(tool.tag, argument, context)
@@ -106,6 +112,8 @@ class ToolRunner:
             self._done.put((generation, call_id, failure))
         except BaseException as error:  # cancelled, or an interrupt: handed to the caller's thread
             self._done.put((generation, call_id, error))
+        finally:
+            self._running[tool.tag] -= 1
 
     def _tell_of(self, tag: str, error: Exception) -> None:
         """Show the traceback of the first exception of each kind; how many follow is a metric."""
@@ -116,12 +124,17 @@ class ToolRunner:
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
         """Return all finished calls; with `block`, wait for at least one (there must be one pending)."""
-        finished = []
+        finished, waits = [], 0
         while self.num_pending:
             try:
-                generation, call_id, result = self._done.get(block=block and not finished)
+                generation, call_id, result = self._done.get(block and not finished, timeout=TELL_AFTER_S)
             except queue.Empty:
-                break
+                if not block or finished:
+                    break
+                waits += 1
+                minutes, calls = waits * TELL_AFTER_S / 60, dict(+self._running)
+                logger.warning("no tool call has ended for %d min; under way: %s", minutes, calls)
+                continue
             if generation != self._generation:
                 self._keep(generation, call_id, result)
                 continue

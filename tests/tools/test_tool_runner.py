@@ -1,5 +1,7 @@
 """An exception of a tool costs one trajectory, except where the run cannot go on."""
 
+import asyncio
+
 import pytest
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
@@ -7,6 +9,7 @@ from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.sampling.health import ToolHealth
+from arpo.tools import base
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import StopReason
 
@@ -43,3 +46,19 @@ def test_a_tool_that_cannot_be_closed_keeps_nobody_from_closing_the_others(caplo
     last = Closing("python")
     ToolRunner({"search": Stubborn("search"), "python": last}).close()
     assert last.arguments == ["closed"] and "the search tool could not be closed" in caplog.text
+
+
+def test_who_waits_long_for_tools_says_for_which(caplog, monkeypatch):
+    monkeypatch.setattr(base, "TELL_AFTER_S", 0.01)
+
+    class Slow(EchoTool):
+        async def run(self, argument):
+            while "no tool call has ended" not in caplog.text:
+                await asyncio.sleep(0.01)
+            return await super().run(argument)
+
+    runner = ToolRunner({"search": Slow("search")})
+    runner.start("call", "search", "x")
+    [(_, result)] = runner.collect(block=True)
+    assert result.ok and "for 0 min; under way: {'search': 1}" in caplog.text
+    runner.close()
