@@ -54,10 +54,12 @@ ARMS: dict[str, list[str]] = {
     "standardized_4": selector("standardized", 4),
     "at2po_2": selector("at2po", 2),
     "tree_grpo_2": selector("tree_grpo", 2),
+    "top_h_2_hard": selector("top_h", 2, "--advantage.tree", "hard"),
+    "top_h_2_node": selector("top_h", 2, "--advantage.tree", "node"),
     "aepo": ["--branching.selector", "aepo", "--branching.dynamic_budget", "True", *AEPO_LOSS],
 }
 """Arm -> the flags of train_rl.py that distinguish it, in the order in which a seed's runs are made. A number at the
-end of a name is that of roots; all but AEPO have the same loss and credit."""
+end of a name is that of roots, a word after it the tree credit; the others' is soft, and all but AEPO's loss is one."""
 POSITIONS_OF = {"positions_2": "top_h_2"}
 """Arm -> the one whose positions it takes."""
 REFERENCES = ("grpo", "random_2", "random_4")
