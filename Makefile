@@ -93,14 +93,15 @@ demo-llm: setup .venv/ready-llm
 	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
 	@$(PY) -m extras.llm_demo report --runs $(LLM_RUNS)
 
-# Tests that need a real redis-server skip, with the reason, where there is none and it cannot be installed.
+# Tests that need one of these skip, with the reason, where it is not there and cannot be installed.
+PROGRAMS := redis-server chromium
 APT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
+INSTALL := DEBIAN_FRONTEND=noninteractive $(APT) install -y --no-install-recommends
 
-.PHONY: redis-server
-redis-server:
-	@command -v redis-server >/dev/null || [ -z "$(APT)" ] || \
-	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } >/dev/null 2>&1 || \
-	  echo "redis-server could not be installed; its tests will be skipped"
+.PHONY: $(PROGRAMS)
+$(PROGRAMS):
+	@command -v $@ >/dev/null || { [ -n "$(APT)" ] && { $(APT) update; $(INSTALL) $@; } >/dev/null 2>&1; } || \
+	  echo "$@ could not be installed; its tests will be skipped"
 
 # Each worker holds torch and vLLM twice, in itself and in the server that it forks ranks from: four are enough.
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
@@ -108,13 +109,13 @@ WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 # A file's tests stay together, for they share real engines and runs; conftest.py puts the longest files first.
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup redis-server  # the fast tier, minutes: before every commit
+test: setup $(PROGRAMS)  # the fast tier, minutes: before every commit
 	$(PYTEST) -m "not slow"
 
-test-slow: setup redis-server .venv/ready-llm .venv/ready-trackers  # what the fast tier leaves out
+test-slow: setup $(PROGRAMS) .venv/ready-llm .venv/ready-trackers  # what the fast tier leaves out
 	$(PYTEST) -m slow
 
-check: setup redis-server .venv/ready-llm .venv/ready-trackers  # both
+check: setup $(PROGRAMS) .venv/ready-llm .venv/ready-trackers  # both
 	$(PYTEST)
 
 .PHONY: test-downloads

@@ -64,7 +64,7 @@ def test_a_turn_that_was_chosen_afterwards_shows_its_score(browser, tmp_path, gr
     browser.open(tmp_path / "viewer.html", ready=READY)
     drawn = browser.js("document.querySelector('main').textContent")
     assert drawn.count("score 0.2375, chosen after all had ended") >= len(turns) > 0 and "0.24 branched" in drawn
-    assert bool(browser.js("document.querySelector('#signal')")) == (probability is not None)  # a P to plot
+    assert browser.js("document.querySelector('#signal') !== null") == (probability is not None)  # a P to plot
     assert browser.js("document.getElementById('trend').hidden")  # and no metrics.jsonl with numbers
 
 
