@@ -16,9 +16,9 @@ import pytest
 import torch
 from helpers.models import build_tiny_model
 
-LONGEST_FIRST = ["test_end_to_end.py", "test_every_algorithm.py", "test_multi_node.py", "test_checkpoint.py",
-                 "test_evaluate.py", "test_sandbox_attacks.py", "test_sandbox_host.py", "test_gpu_report.py",
-                 "test_model.py", "test_engine.py"]  # fmt: skip
+LONGEST_FIRST = ["test_end_to_end.py", "test_scripts.py", "test_every_algorithm.py", "test_multi_node.py",
+                 "test_checkpoint.py", "test_evaluate.py", "test_sandbox_attacks.py", "test_sandbox_host.py",
+                 "test_gpu_report.py", "test_model.py", "test_engine.py"]  # fmt: skip
 """A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
 SLOW_S = 1500.0

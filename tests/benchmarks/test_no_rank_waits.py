@@ -237,7 +237,8 @@ def test_a_validation_beside_the_rollout_takes_less_than_one_alone(monkeypatch):
 
 def test_the_last_line_is_of_the_long_contexts():
     measured = no_rank_waits.Measured(*[1.0] * 8)._replace
-    found = {("long", size, name): measured(over_ideal=size / 10 + i)
-             for size in (8, 64, 1024) for i, name in enumerate(no_rank_waits.MODES)}  # fmt: skip
-    line = no_rank_waits.summary(found, 64)
+    sizes = ("long", 8), ("uneven", 16), ("long", 64), ("long", 1024), ("short", 2048)
+    found = {(*size, name): measured(over_ideal=size[1] / 10 + i)
+             for size in sizes for i, name in enumerate(no_rank_waits.MODES)}  # fmt: skip
+    line = no_rank_waits.summary(found)
     assert line["baseline"] == 6.4 and line["ratio"] == 6.4 / line["ours"] and line["baseline_1024"] == 102.4
