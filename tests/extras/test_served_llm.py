@@ -31,7 +31,7 @@ DIALOGUES = {  # question -> answer, and the assistant's text
 CONFIG = """
 run: {dir: @DIR@/runs}
 train_sft:
-  run: {name: sft, num_steps: 60, validate_every: 0, save_every: 0}
+  run: {name: sft, num_steps: 30, validate_every: 0, save_every: 0}
   model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
   data: {train: @DIR@/sft.jsonl, num_conversations_per_step: 2, max_tokens: 256, tools: [python]}
   optim: {lr: 1.0e-3, weight_decay: 0.0}
