@@ -1,6 +1,7 @@
 """Real processes for tests: several at once, optionally without root's right to write everywhere."""
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,6 +20,7 @@ def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bo
     start, pipes = fork.Barrier(count), [fork.Pipe(duplex=False) for _ in range(count)]
 
     def body(number: int) -> None:
+        gc.freeze()  # what the parent left to collect is not ours: a process group joins threads that are not here
         faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
         try:
             if as_nobody and os.getuid() == 0:
