@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.run_folder import pin_config
-from arpo.errors import UserError, exit_with
+from arpo.errors import PrintableRecord, UserError, exit_with
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
@@ -134,6 +135,7 @@ def until_closed() -> Iterator[None]:
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
     """Return the command line's config after `check`; scripts call it before they import torch, so that mistakes show
     at once. Data sets of the Hub are fetched here, and the config has their names with the commit."""
+    logging.setLogRecordFactory(PrintableRecord)
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
     return cfg

@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from arpo.config.run_folder import record_settings
+from arpo.errors import printable
 from arpo.log.charts import Charts
 from arpo.log.dumps import DumpWriter
 from arpo.log.metrics_file import MetricsFile
@@ -168,7 +169,7 @@ class Progress(contextlib.AbstractContextManager):
 def print_line(text: str) -> None:
     """Print to stdout, above the progress bars that a terminal shows. A full disk below it ends no run."""
     try:
-        tqdm.write(text, file=sys.stdout)
+        tqdm.write(printable(text), file=sys.stdout)
         sys.stdout.flush()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -4,9 +4,12 @@ import os
 import pty
 import re
 import statistics
+import subprocess
+import sys
 import termios
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.log.charts import RL_CHARTS
 from arpo.metrics import MAX_SOURCES, memory_metrics, rollout_metrics, source_names, speeds
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,30 @@ def test_other_ranks_write_nothing(tmp_path):
     log.trajectories(1, [])
     log.finish()
     assert not (tmp_path / "run").exists()
+
+
+SAYS = """
+import logging, sys
+from arpo.config.load import load_or_exit, run_or_exit
+from arpo.errors import UserError
+from arpo.log.run_log import Console
+from train_sft import SFTConfig
+
+said = "a service said \\x1b]52;c;ZXZpbA==\\x07\\x9b2J\\r\tfine"
+sys.argv[1:] = ["--model.path", "model", "--data.train", "data.jsonl"]
+load_or_exit(SFTConfig)
+logging.getLogger("anybody").warning("%s", said)
+Console(is_main=True).line(said)
+def fail(_):
+    raise UserError(said)
+run_or_exit(fail, None)
+"""
+
+
+def test_no_line_holds_what_a_terminal_obeys():
+    done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, cwd=REPO)
+    said = r"a service said \x1b]52;c;ZXZpbA==\x07\x9b2J\x0d" + "\tfine\n"
+    assert (done.stdout, done.stderr, done.returncode) == (said, f"{said}error: {said}", 2)
 
 
 def steps(folder, num_steps: int, *, done: int = 0, validates: tuple[int, ...] = (), is_main: bool = True) -> None:

@@ -189,7 +189,7 @@ class HttpClient(OwnsSession):
         pause_s = self._policy.retry_after_s(retry_after, time.time())
         if status == 429 or pause_s is not None:
             self._throttle.slow_down(pause_s or 0.0)
-        reason = self._clean(f"HTTP {status} {body[:MAX_REASON_CHARS].decode(errors='replace')}")
+        reason = self._clean(f"HTTP {status} {body.decode(errors='replace')}")
         return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
 
     def _send(self, call: _Call):
