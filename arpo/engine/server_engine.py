@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 KEY_VARIABLE = "POLICY_API_KEY"
 PROBE_S = 30.0
 TURN_DEADLINE_S = 1800.0
+MAX_TOKEN_ID = 2**31 - 1
+"""No vocabulary is as large, and a tokenizer takes no larger number."""
 MAX_WAIT_S = 0.05
 """`step` returns after this many seconds without news, so that the rollout can look after its tools."""
 
@@ -234,8 +236,8 @@ def _choice(answer: Any) -> dict:
         raise ValueError(f"choices[0] ended with {finish!r}")
     if token_ids is None:
         choice.pop("token_ids", None)
-    elif not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
-        raise ValueError("choices[0].token_ids must be a list of numbers")
+    elif not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < MAX_TOKEN_ID for t in token_ids):
+        raise ValueError(f"choices[0].token_ids must be a list of numbers from 0 to {MAX_TOKEN_ID}")
     return choice
 
 

@@ -147,6 +147,13 @@ ONE = {"data": [{"id": "a"}]}
         ([says(ONE), says({"choices": []})], "no choices"),
         ([says(ONE), says({"choices": [{"text": "x", "finish_reason": "error"}]})], "ended with 'error'"),
         ([says(ONE), says({"choices": [{"text": "x", "finish_reason": "stop", "token_ids": "1"}]})], "list of numbers"),
+        *(
+            (
+                [says(ONE), says({"choices": [{"text": "x", "finish_reason": "stop", "token_ids": [3, token]}]})],
+                "from 0",
+            )
+            for token in (-1, 2**31, 2**63, True, 1.0, None)
+        ),
         ([says(ONE), says({}, 403)], "refuses the key in POLICY_API_KEY"),
     ],
 )

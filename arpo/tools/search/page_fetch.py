@@ -41,7 +41,8 @@ class PageRefused(OSError):
 
 
 def is_public(address: str) -> bool:
-    """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, wrapped ones too.
+    """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, wrapped ones too, and
+    for those of this machine's interfaces, behind which no firewall stands.
 
     >>> is_public("93.184.215.14"), is_public("169.254.169.254"), is_public("::ffff:127.0.0.1")
     (True, False, False)
@@ -57,7 +58,19 @@ def is_public(address: str) -> bool:
             return True
     if any(ip in block for block in _RESERVED) or str(ip) in _CLOUD_SERVICES:
         return False
+    if _is_own(ip):
+        return False
     return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved)
+
+
+def _is_own(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an interface of this machine has the address."""
+    try:
+        with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.bind((str(ip), 0))
+            return True
+    except OSError:  # it is another machine's, or of a protocol that this one lacks
+        return False
 
 
 class _CheckedResolver(ThreadedResolver):

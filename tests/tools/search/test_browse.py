@@ -4,6 +4,8 @@ import asyncio
 import ipaddress
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 from aiohttp import web
@@ -257,6 +259,35 @@ def test_every_kind_of_address_that_is_not_public_is_known():
     )
     assert [address for address in private.split() if is_public(address)] == []
     assert all(is_public(address) for address in ("93.184.215.14", "2606:4700::1111", "::ffff:93.184.215.14"))
+
+
+AT_HOME = """
+import asyncio, fcntl, http.server, socket, struct, threading
+from arpo.tools.search.page_fetch import PageFetcher, is_public
+
+ADDRESS, UP, SIOCSIFFLAGS, SIOCSIFADDR = "203.0.112.7", 1, 0x8914, 0x8916
+sock = socket.socket()
+fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", UP))
+print(is_public(ADDRESS), is_public("::ffff:" + ADDRESS))
+fcntl.ioctl(sock, SIOCSIFADDR, struct.pack("16sHH4s8x", b"lo", socket.AF_INET, 0, socket.inet_aton(ADDRESS)))
+server = http.server.HTTPServer((ADDRESS, 0), http.server.SimpleHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(is_public(ADDRESS), is_public("::ffff:" + ADDRESS))
+try:
+    print(asyncio.run(PageFetcher(max_concurrent=1).fetch(f"http://{ADDRESS}:{server.server_port}/", deadline_s=60)))
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_public_address_of_this_machine_is_refused():
+    """In a network of its own, whose one interface has such an address."""
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    done = subprocess.run([*alone, sys.executable, "-c", AT_HOME], capture_output=True, text=True)
+    before, then, refused = done.stdout.splitlines()
+    assert (before, then) == ("True True", "False False") and "203.0.112.7 is not a public address" in refused
 
 
 # IANA's special-purpose address registries for IPv4 and IPv6, whole (2025-10), and what older RFCs took back: no web
