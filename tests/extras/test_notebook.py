@@ -79,6 +79,11 @@ def test_code_that_writes_to_the_supervisors_channel_harms_nobody_else(tool):
     assert texts(tool, "1 + 1") == ["2"]
 
 
+def test_a_process_whose_name_is_no_text_is_counted_as_any_other(tool):
+    named = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff')\ntime.sleep(0.3)\nx = 1"
+    assert texts(tool, named, "x + 1") == ["(no output)", "2"]
+
+
 def test_a_process_that_dies_ends_the_notebook_and_the_next_cell_begins_a_new_one(tool):
     died, after, more = cells(tool, "import os\nx = 1\nos._exit(4)", "'x' in globals()", "'os' in globals()")
     assert died.text == f"The process exited with code 4\n{ENDED}" and not died.ok and not died.infra_error

@@ -1,6 +1,7 @@
 r"""The format reward of calls in Llama's JSON: what is well-formed, what is the answer, and what earns the bonus."""
 
 import json
+import time
 
 import pytest
 from helpers.format_checks import check_defect, check_well_formed
@@ -60,6 +61,13 @@ def test_a_defect_costs_the_reward_and_has_a_name(segments, reason):
 @pytest.mark.parametrize("segments", [s for s in GOOD if not s[-2:][0][0].endswith("<think>\n")])
 def test_a_response_that_is_known_as_text_has_the_same_segments(segments):
     assert RULES.derive_segments("".join(text for text, _ in segments)) == segments
+
+
+def test_much_space_takes_no_time():
+    """Of a length whose square would take a minute."""
+    started = time.process_time()
+    assert RULES.format_error([(" " * 300_000, True)]) == "missing_answer"
+    assert time.process_time() - started < 5
 
 
 def test_without_calls_the_bonus_is_for_tools_whose_results_are_no_errors():

@@ -35,6 +35,13 @@ for fd in range(2, 256):
         pass
 os._exit(1)
 """
+NAME_THAT_IS_NO_TEXT = """
+import ctypes, time
+PR_SET_NAME = 15
+ctypes.CDLL(None).prctl(PR_SET_NAME, b"\\xff) \\n0")
+time.sleep(0.3)  # until somebody looks
+print("fine")
+"""
 TEMPORARY_FILE = """
 import tempfile
 with tempfile.TemporaryFile() as file:
@@ -59,6 +66,7 @@ HONEST = [
     Attack("segmentation_fault", "import ctypes; ctypes.string_at(0)", ended("signal")),
     Attack("abort", "import os; os.abort()", ended("signal")),
     Attack("kill_itself", "import os; os.kill(os.getpid(), 9)", ended("killed")),
+    Attack("name_that_is_no_text", NAME_THAT_IS_NO_TEXT, printed("fine")),
     Attack("temporary_file_works", TEMPORARY_FILE, printed("fine")),
     Attack("asyncio_works", "import asyncio; asyncio.run(asyncio.sleep(0, 'fine'))", printed("'fine'")),
 ]

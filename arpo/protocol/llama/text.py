@@ -19,7 +19,8 @@ RESERVED = ("think",)
 KEYS = ("arguments", "parameters")
 """Keys of a call under which its arguments may stand, in the order in which vLLM's parser looks for them."""
 A_CALL = '{"name": the name of a tool, "parameters": {...}} and nothing else'
-THOUGHTS = re.compile(r"\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
+THOUGHTS = re.compile(r"(?<!\s)\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
+"""With the space before them, looked at once: from each of its characters on it would take the square of its length."""
 _AN_OBJECT = re.compile(r"\{\s*[\"']")
 
 

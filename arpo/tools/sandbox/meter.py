@@ -110,7 +110,7 @@ def _anonymous(path: str) -> int:
 
 def _kib_fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
     """Return those fields of a file in /proc. Raises OSError."""
-    with open(path) as file:
+    with open(path, errors="replace") as file:  # a process names itself
         return {line.split()[0]: int(line.split()[1]) for line in file if line.startswith(names)}
 
 
@@ -123,7 +123,7 @@ def _tasks(pid: int | str) -> list[str]:
 
 def _look_at(pid: int) -> Process | None:
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
             fields = [int(field) for field in file.read().rsplit(")", 1)[1].split()[1:20]]
     except OSError:  # it ended since it was listed
         return None

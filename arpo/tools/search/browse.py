@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -41,7 +40,6 @@ PROMPT = (
 )
 PAGE_DEADLINE_S = 20.0  # of fetching one page, once its turn has come
 MAX_SUMMARY_TOKENS = 4096  # a reasoning model thinks first
-_THOUGHTS = re.compile(r".*</think>", re.DOTALL)
 
 
 class ReadingBackend:
@@ -163,7 +161,7 @@ def check_reading(cfg: SearchConfig) -> None:
 
 def _summary_text(tree: Any) -> str:
     """Return the answer of a chat endpoint without its thoughts. Raises ValueError where there is none."""
-    text = clean_text(_THOUGHTS.sub("", chat_content(tree)))
+    text = clean_text(chat_content(tree).rpartition("</think>")[2])
     if not text:
         raise ValueError("an empty summary")
     return text

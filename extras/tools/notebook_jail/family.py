@@ -279,7 +279,7 @@ def is_stopped(worker: int) -> bool:
 def _is_alive(pid: int) -> bool:
     """Return whether the process runs; a zombie, which its parent has not waited for, does not."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
