@@ -66,6 +66,28 @@ for option in (socket.SO_SNDBUF, socket.SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORC
     attempt(option, lambda: a.setsockopt(socket.SOL_SOCKET, option, 1 << 20))
 report()
 """
+FULL_SOCKETS = """
+import os, socket, time
+for _ in range(16):
+    if os.fork() == 0:
+        pairs = [socket.socketpair() for _ in range(60)]
+        for end in (end for pair in pairs for end in pair):
+            end.setblocking(False)
+            try:
+                while True:
+                    end.send(bytes(4096))
+            except BlockingIOError:
+                pass
+        time.sleep(30)
+time.sleep(30)
+"""
+PROMISED_BLOCKS = """
+import ctypes
+FALLOC_FL_KEEP_SIZE = 1
+with open("file", "wb") as file:
+    size = ctypes.c_long(200 << 20)
+    print(ctypes.CDLL(None).fallocate(file.fileno(), FALLOC_FL_KEEP_SIZE, ctypes.c_long(0), size))
+"""
 NAMELESS_FILES = """
 import os
 attempt("open", lambda: os.open(".", os.O_TMPFILE | os.O_RDWR))
@@ -113,6 +135,21 @@ for i in range(20):
     files[-1].write(bytes(20 << 20))
 time.sleep(30)
 """
+REMOVED_FILES_OF_A_THREAD = """
+import ctypes, os, threading, time
+libc = ctypes.CDLL(None)
+CLOSE_RANGE, CLOSE_RANGE_UNSHARE = 436, 2
+def hold():
+    libc.syscall(CLOSE_RANGE, 9999, 9999, CLOSE_RANGE_UNSHARE)
+    files = []
+    for i in range(20):
+        files.append(open("file", "wb"))
+        os.remove("file")
+        files[-1].write(bytes(20 << 20))
+    time.sleep(30)
+threading.Thread(target=hold).start()
+"""
+REMOVED_FILES_WITHOUT_THE_FIRST_THREAD = f"{REMOVED_FILES_OF_A_THREAD}\nlibc.syscall(WORLD['exit'], 0)"
 REMOVED_MAPPED_FILES = """
 import ctypes, mmap, os, time
 libc = ctypes.CDLL(None)
@@ -174,6 +211,11 @@ import os
 while True:
     os.write(1, b"x" * 65536)
 """
+NEW_SESSION = """
+import subprocess
+attempt("session", lambda: subprocess.run(["true"], start_new_session=True))
+report()
+"""
 BUSY_PROCESSES = """
 import os
 for _ in range(3):
@@ -188,7 +230,7 @@ for _ in range(2000):
 """
 DAEMON = f"""
 import subprocess
-subprocess.Popen(["sleep", "{MARKER}"], start_new_session=True)
+subprocess.Popen(["sleep", "{MARKER}"], process_group=0)
 print("bye")
 """
 
@@ -219,6 +261,8 @@ EXCESS = [
     Attack("memfd", "import os; os.memfd_create('x')", raised("Function not implemented")),
     Attack("stack_mapping", STACK_MAPPING, raised("Operation not permitted")),
     Attack("socket_buffers", ATTEMPT + SOCKET_BUFFERS, BLOCKED),
+    Attack("full_sockets", FULL_SOCKETS, ended("memory_limit"), ("namespaces",)),
+    Attack("promised_blocks", PROMISED_BLOCKS, printed("-1")),
     Attack("nameless_files", ATTEMPT + NAMELESS_FILES, BLOCKED),
     Attack("less_likely_to_be_killed", ATTEMPT + LESS_LIKELY_TO_BE_KILLED, BLOCKED),
     Attack("full_disk", FULL_DISK, disk_was_limited),
@@ -227,6 +271,8 @@ EXCESS = [
     Attack("deep_folder", DEEP_FOLDER, ended("disk_limit"), ("landlock",)),
     Attack("deep_folder_in_memory", DEEP_FOLDER, ended("timeout"), ("namespaces",)),
     Attack("removed_open_files", REMOVED_OPEN_FILES, disk_was_full),
+    Attack("removed_files_of_a_thread", REMOVED_FILES_OF_A_THREAD, disk_was_full),
+    Attack("removed_files_without_the_first_thread", REMOVED_FILES_WITHOUT_THE_FIRST_THREAD, disk_was_full),
     Attack("removed_mapped_files", REMOVED_MAPPED_FILES, disk_was_full),
     Attack("files_in_messages", FILES_IN_MESSAGES, disk_was_full, ("namespaces",)),
     Attack("files_in_messages_of_one_process", FILES_IN_MESSAGES, raised("Operation not permitted"), ("landlock",)),
@@ -241,6 +287,7 @@ EXCESS = [
     Attack("endless_thread", ENDLESS_THREAD, ended("timeout")),
     Attack("much_output", MUCH_OUTPUT, lambda r: r.status == "output_limit" and is_short(r.stdout)),
     Attack("long_message", "raise ValueError('x' * 5_000_000)", lambda r: r.status == "error" and is_short(r.stderr)),
+    Attack("new_session", ATTEMPT + NEW_SESSION, BLOCKED),
     Attack("busy_processes", BUSY_PROCESSES, STOPPED, ("namespaces",)),
     Attack("many_threads", MANY_THREADS, ended("error", "process_limit")),
     Attack("many_open_files", "files = [open('/dev/null') for _ in range(5000)]", raised("Too many open files")),

@@ -106,6 +106,28 @@ PR_SET_DUMPABLE = 4
 ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 os.abort()
 """
+CORE_FOR_THE_MACHINE = """
+import ctypes, resource
+attempt("setrlimit", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
+attempt("prlimit", lambda: resource.prlimit(0, resource.RLIMIT_CORE, (0, 0)))
+if ctypes.CDLL(None).syscall(WORLD["setrlimit"], resource.RLIMIT_CORE, bytes(16)) == 0:
+    reached.append("system call")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+report()
+"""
+LEASE = """
+import fcntl
+F_SETLEASE = 1024
+with open("file", "w") as file:
+    attempt("lease", lambda: fcntl.fcntl(file, F_SETLEASE, fcntl.F_WRLCK))
+report()
+"""
+NAME_FOR_OTHER_CALLS = """
+import socket
+for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    attempt(kind, lambda: socket.socketpair(socket.AF_UNIX, kind)[0].bind("\\0name"))
+report()
+"""
 CONNECT = """
 import socket
 internet = [("127.0.0.1", WORLD["port"]), ("8.8.8.8", 53)]
@@ -176,6 +198,9 @@ OUTSIDE = [
     Attack("move_and_remove", ATTEMPT + MOVE_AND_REMOVE, BLOCKED),
     Attack("stubborn_files", STUBBORN_FILES, ended("ok")),
     Attack("core_dump", CORE_DUMP, ended("signal")),
+    Attack("core_for_the_machine", ATTEMPT + CORE_FOR_THE_MACHINE, BLOCKED),
+    Attack("lease", ATTEMPT + LEASE, BLOCKED),
+    Attack("name_for_other_calls", ATTEMPT + NAME_FOR_OTHER_CALLS, BLOCKED),
     Attack("connect", ATTEMPT + CONNECT, BLOCKED),
     Attack("send_from_a_socketpair", ATTEMPT + SEND_FROM_A_SOCKETPAIR, printed("done")),
     Attack("look_up_a_name", "import socket; socket.getaddrinfo('example.org', 80)", ended("error")),

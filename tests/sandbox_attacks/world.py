@@ -56,7 +56,7 @@ class World:
             "abstract": self.abstract,
             "syscalls": calls,
             "exit": {"x86_64": 60, "aarch64": 93}[machine],
-            "clone": syscall_table.numbers(syscall_table.SINGLE, machine)["clone"],
+            **{name: syscall_table.numbers(syscall_table.SINGLE, machine)[name] for name in ("clone", "setrlimit")},
         }
         return f"WORLD = {world!r}\n"
 

@@ -34,6 +34,11 @@ LIMITS_OF_CGROUPS = {
     "none": "exact limits: wall time, processes, memory of all (by cgroup); polled: files, CPU time (by cgroup)",
 }
 """The same where each call has a cgroup: no memory and no CPU time is overlooked there."""
+NOT_HELD = {
+    "namespaces": "not held: locks of the system's files, by which calls at the same time may signal to each other",
+    "landlock": "not held: which files exist, their sizes and times; locks, by which calls may signal to each other",
+}
+"""What a tier that isolates leaves open, for the same line."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -167,6 +172,7 @@ class Sandbox:
         }[self.tier]
         table = LIMITS if self.no_cgroup else LIMITS_OF_CGROUPS
         limits = table[self.tier if self._host.has_proc else "one process"]
+        limits = "; ".join(filter(None, (limits, NOT_HELD.get(self.tier))))
         limits += f"; no cgroup: {self.no_cgroup}" if self.no_cgroup else ""
         if self.tier != "namespaces" or not self._host.has_proc:
             logger.warning("python tool: %s%s; %s", lacks, f" ({'; '.join(refused)})" if refused else "", limits)

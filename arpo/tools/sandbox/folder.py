@@ -75,8 +75,7 @@ class FolderJail:
         """Return whether the call's files are too many, too large or too deep (called in the supervisor, between
         polls). They are counted, as no tmpfs limits them here, so a call may overshoot by what it writes between two
         polls."""
-        removed = 0
-        with contextlib.suppress(OSError), kernel.file_user(self.worker_uid):  # the worker is gone
+        with kernel.file_user(self.worker_uid):
             removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
         return exceeds(scratch, self.limits, removed)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
+import socket
 from dataclasses import dataclass
 
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ROLLUP = "/proc/self/smaps_rollup"
 """A file that is there where the kernel tells what processes share."""
+
+with socket.socket(socket.AF_UNIX) as _socket:
+    BYTES_PER_SOCKET = _socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,11 @@ class Meter:
         self._lost_ticks += lost_ticks(self._last, now)
         self._last = now
         ticks = self._lost_ticks + sum(process.ticks for process in now.values())
-        return self._memory(list(now)), ticks / CLOCK_TICKS_PER_S, sum(p.num_tasks for p in now.values())
+        return (
+            self._memory(list(now)) + _socket_bytes(pids),
+            ticks / CLOCK_TICKS_PER_S,
+            sum(p.num_tasks for p in now.values()),
+        )
 
     def _memory(self, pids: list[int]) -> int:
         """Forks share memory, and adding it up for each of them is quick but too much. Only where that is over the
@@ -106,6 +116,15 @@ def _anonymous(path: str) -> int:
         return sum(_kib_fields(path, ("RssAnon:", "VmSwap:")).values()) << 10
     except OSError:  # it ended
         return 0
+
+
+def _socket_bytes(pids: list[int]) -> int:
+    """Return the most that the sockets of these processes may hold, which is the kernel's memory and in nobody's."""
+    held = set()
+    for path in (path for pid in pids for path in glob.glob(f"/proc/{pid}/task/*/fd/*")):
+        with contextlib.suppress(OSError):  # closed since it was listed
+            held.add(os.readlink(path))
+    return BYTES_PER_SOCKET * sum(name.startswith("socket:") for name in held)
 
 
 def _kib_fields(path: str, names: tuple[str, ...]) -> dict[str, int]:

@@ -26,8 +26,10 @@ SOCKET_BUFFERS = (7, 8, 32, 33)
 PERSONALITY_QUERY = 0xFFFFFFFF
 IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902, 0x40086602, 0x401C5820)
 """TIOCSTI, TIOCLINUX (type into a terminal), FIOSETOWN, SIOCSPGRP (aim signals), FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR."""
-FCNTLS = (8, 10, 15)
-"""F_SETOWN, F_SETSIG, F_SETOWN_EX: with them "data is ready" becomes a SIGKILL for any process of the same user."""
+FCNTLS = (8, 10, 15, 1024)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX: with them "data is ready" becomes a SIGKILL for any process of the same user.
+F_SETLEASE: who opens the file elsewhere, the trainer say, waits until the call ends."""
+RLIMIT_CORE = 4
 
 Instruction = tuple[int, int, int, int]
 """(code, jump if true, jump if false, constant)"""
@@ -77,7 +79,15 @@ def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool
     own_state = {kernel.PR_SET_DUMPABLE: not may_hide, kernel.PR_SET_PDEATHSIG: only_pid is not None}
     forbidden = tuple(option for option, is_forbidden in own_state.items() if is_forbidden)
     code += _on_argument(single["prctl"], 0, _if_any(forbidden, RETURN_ERRNO | errno.EPERM))
-    code += _against_others(only_pid, single, machine)
+    # with a limit of 0, in place of ours, a core goes to the machine's handler
+    no_core = _if(JUMP_EQUAL, RLIMIT_CORE, RETURN_ERRNO | errno.EPERM)
+    code += _on_argument(single["setrlimit"], 0, no_core)
+    # the supervisor is in sight, and has our uid: its limits are not ours to change
+    own = _only(0) if only_pid is None else _only(0, only_pid)
+    code += _on_argument(single["prlimit64"], 1, [*no_core, (LOAD, 0, 0, AT_ARGUMENTS), *own])
+    code += _on_argument(single["fcntl"], 1, _if_any(FCNTLS, RETURN_ERRNO | errno.EPERM))
+    if only_pid is not None:
+        code += _against_others(only_pid, single, machine)
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
@@ -101,16 +111,12 @@ def _uncounted_memory() -> list[Instruction]:
     ]
 
 
-def _against_others(only_pid: int | None, single: dict[str, int], machine: str) -> list[Instruction]:
-    if only_pid is None:  # the supervisor is in sight, and has our uid: its limits are not ours to change
-        return _on_argument(single["prlimit64"], 0, _only(0))
+def _against_others(only_pid: int, single: dict[str, int], machine: str) -> list[Instruction]:
     code = _refuse(table.numbers(table.ON_OTHERS, machine), errno.EPERM)
-    code += _on_argument(single["fcntl"], 1, _if_any(FCNTLS, RETURN_ERRNO | errno.EPERM))
+    code += _refuse({"fallocate": single["fallocate"]}, errno.EOPNOTSUPP)  # fills a disk before its files are counted
     for name in ("kill", "tgkill"):
         code += _on_argument(single[name], 0, _only(only_pid))
-    for name in ("prlimit64", "sched_setaffinity"):
-        code += _on_argument(single[name], 0, _only(0, only_pid))
-    return code
+    return code + _on_argument(single["sched_setaffinity"], 0, _only(0, only_pid))
 
 
 def _if(test: int, value: int, verdict: int) -> list[Instruction]:

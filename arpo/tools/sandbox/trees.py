@@ -7,6 +7,7 @@ lead elsewhere as soon as the code puts a link there.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import stat
@@ -57,17 +58,18 @@ def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
 
 def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
     """Return the size of the files below a folder that a process has removed and still holds. Of a file that it has
-    only mapped no size is to be had, so it counts as the largest that there may be. Raises OSError if the process is
-    gone."""
+    only mapped no size is to be had, so it counts as the largest that there may be. 0 if the process is gone."""
     held: dict[int, int] = {}
     """Inode number -> bytes."""
-    for name in os.listdir(f"/proc/{pid}/fd"):
+    for path in glob.glob(f"/proc/{pid}/task/*/fd/*"):  # a thread may have descriptors of its own
         with contextlib.suppress(OSError):  # closed since it was listed
-            status = os.stat(f"/proc/{pid}/fd/{name}")
+            status = os.stat(path)
             if stat.S_ISREG(status.st_mode) and not status.st_nlink:
                 held[status.st_ino] = status.st_blocks * 512
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        maps = file.read()
+    maps = b""
+    for path in glob.glob(f"/proc/{pid}/task/*/maps"):  # of one that lives: the first thread may have ended
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            maps = maps or file.read()
     if b" (deleted)\n" in maps:  # a library may be, too, where somebody has installed another version
         below = os.path.realpath(folder).encode() + b"/"
         for line in maps.splitlines():

@@ -60,6 +60,7 @@ def test_where_namespaces_cannot_be_had_or_filled_landlock_takes_over_and_says_s
     said = start_in_container(FORBIDDEN[call])
     assert "RUNS landlock 42" in said and "Operation not permitted" in said.splitlines()[-1]
     assert said.count("WARNING") == 1 and "without namespaces (namespaces: " in said
+    assert "not held: which files exist, their sizes and times; locks" in said
 
 
 def test_without_any_isolation_the_tool_refuses_to_start_and_names_the_reasons():
@@ -103,4 +104,4 @@ def test_a_start_is_announced_in_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="arpo"):
         asyncio.run(start().aclose())
     assert len(caplog.records) == 1 and "sandboxed by" in caplog.text
-    assert "exact limits: " in caplog.text and "polled: " in caplog.text
+    assert "exact limits: " in caplog.text and "polled: " in caplog.text and "not held: " in caplog.text
