@@ -25,17 +25,20 @@ GIB = 2**30
 
 
 def rollout_metrics(
-    groups: list[Group], sources: Mapping[str, str] | None = None, num_mcp_restarts: int = 0, step: int = 0
+    groups: list[Group],
+    sources: Mapping[str, str] | None = None,
+    tool_counts: Mapping[str, int] | None = None,
+    step: int = 0,
 ) -> Metrics:
     """Rewards, lengths, entropies, branching and tool calls of all trajectories.
 
     sources: data source -> the name that its accuracy is logged under (`source_names`); none = no such metrics.
-    num_mcp_restarts: MCP servers that this rank started again. step: that which is trained on them.
+    tool_counts: what tools of this rank counted by themselves. step: that which is trained on them.
     """
     m = staleness(groups, step)
     m.sum("tools/all/calls", 0)  # a number also in a step without calls
-    if num_mcp_restarts:
-        m.sum("tools/mcp_restarts", num_mcp_restarts)
+    for name, number in (tool_counts or {}).items():
+        m.sum(f"tools/{name}", number)
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.is_judged]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))

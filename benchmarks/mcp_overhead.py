@@ -24,6 +24,7 @@ from arpo.tools import make_tools
 from arpo.tools.base import Tool, ToolRunner
 from arpo.tools.function import FunctionTool
 
+MCP = "extras/tools/mcp/servers.py:McpServers"
 ARGUMENT = "the quick brown fox " * 10
 CONCURRENCY = 32
 
@@ -112,7 +113,7 @@ def main() -> None:
                 {"url": f"http://127.0.0.1:{port}/mcp", "prefix": "http_"} | limit,
             )
             tools = {"direct": FunctionTool(count)}
-            tools |= make_tools(ToolsConfig(names=(), mcp=tuple(map(json.dumps, servers))))
+            tools |= make_tools(ToolsConfig(names=(MCP,), options=(json.dumps({MCP: {"servers": servers}}),)))
             alone, together = measure(tools, repeats=100 if args.quick else 1000)
         finally:
             http_server.kill()

@@ -38,6 +38,7 @@ RENAMED = {
     "model.compile_head": "model.compile=head",
     "model.compile_layers": "model.compile=layers",
     "reward.function": "part of reward.file, FILE.py:NAME",
+    "tools.mcp": "tools.options of mcp/servers.py:McpServers, a tool from a file (docs/tools.md)",
     "rollout.pull_order": "rollout.dispatch=pull_longest_first",
 }
 """Keys of earlier versions."""

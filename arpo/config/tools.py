@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from arpo.config.facts import MAY_CHANGE, AtLeast, Between, Needs, sampling_settings
-from arpo.config.mcp import McpServer, entry_of, parse_servers
 from arpo.config.named import check_name, is_own
 from arpo.errors import UserError
 
@@ -137,10 +136,6 @@ class ToolsConfig:
     options: tuple[str, ...] = ()
     """Settings of tools from a file. Each entry is a mapping, on the command line as JSON:
     {"my_tool.py:MyTool": {"max_rows": 20}}, with the tool as in tools.names."""
-    mcp: tuple[str, ...] = ()
-    """Servers of the Model Context Protocol (MCP), whose tools are offered beside those of tools.names. Each is a
-    mapping, on the command line as JSON, with command, args and env, or url and headers; docs/tools.md has the other
-    keys. Keys of services stand in the environment, and here as $NAME."""
     price_per_call: Annotated[tuple[str, ...], MAY_CHANGE] = ()
     """Prices of tools that cost money, as NAME=PRICE, like search=0.0015, in any currency. The ledger charges them for
     calls that the tool answered itself, not for those that its cache answered."""
@@ -151,7 +146,6 @@ class ToolsConfig:
         for name in self.names:
             check_name("tools.names", name, "tools/__init__", "TOOLS")
         _ = self.options_by_tool  # which raises
-        parse_servers(self.mcp)
 
     @property
     def options_by_tool(self) -> dict[str, dict[str, Any]]:
@@ -173,11 +167,6 @@ class ToolsConfig:
         return found
 
     @property
-    def servers(self) -> tuple[McpServer, ...]:
-        """The servers of `mcp`."""
-        return parse_servers(self.mcp)
-
-    @property
     def sections(self) -> dict[str, Any]:
         """Sections of the named tools, by tag; a tool without settings has none."""
         return {name: getattr(self, name) for name in self.names if name in vars(self)}
@@ -188,15 +177,21 @@ class ToolsConfig:
         for name, section in recorded.items():
             if not section.cache:
                 raise UserError(f"eval.replay needs a record: set tools.{name}.cache, or drop it from tools.names")
-        for server in self.servers:
-            if not server.cache:
-                raise UserError(f"eval.replay needs a record: give {server.label} in tools.mcp a cache, or drop it")
-        servers = tuple(entry_of(replace(server, mode="replay_strict")) for server in self.servers)
-        return replace(self, mcp=servers, **{name: section.replayed() for name, section in recorded.items()})
+        options = tuple(json.dumps(_replayed(json.loads(entry))) for entry in self.options)
+        return replace(self, options=options, **{name: section.replayed() for name, section in recorded.items()})
 
     def what_decides(self) -> dict[str, Any]:
         """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""
         decides = {name: sampling_settings(section) for name, section in self.sections.items()}
-        servers = {"mcp": [server.what_decides() for server in self.servers]} if self.mcp else {}
         options = {"options": self.options} if self.options else {}
-        return {"names": self.names} | options | servers | decides
+        return {"names": self.names} | options | decides
+
+
+def _replayed(options: Any) -> Any:
+    """Return options of a tool from a file, wherever they name a `cache` with `mode` replay_strict beside it."""
+    if isinstance(options, list):
+        return [_replayed(one) for one in options]
+    if not isinstance(options, dict):
+        return options
+    strict = {"mode": "replay_strict"} if options.get("cache") else {}
+    return {name: _replayed(value) for name, value in options.items()} | strict

@@ -22,7 +22,7 @@ from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import Dealt, Pulled, Refilled
 from arpo.sampling.validation import Validation
 from arpo.selection import groups_to_train_on
-from arpo.tools import take_restarts
+from arpo.tools import take_counts
 from arpo.trajectory import Group, Metrics, Prompt, SignalStatistics
 
 
@@ -150,7 +150,7 @@ class Rollouts:
         """Return the batch of a step's scored groups, after all who hear of each step have heard of it."""
         ranks, tools = self.sampler.team.ranks, self.sampler.tools
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
-        metrics = rollout_metrics(share, self.sources, take_restarts(tools.tools), step)
+        metrics = rollout_metrics(share, self.sources, take_counts(tools.tools), step)
         values = self.signal.add(sampled)
         if self.lengths:
             self.lengths.add(sampled)

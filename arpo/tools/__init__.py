@@ -1,8 +1,9 @@
-"""Tools that the policy calls from inside a rollout: ours, those of a user's files, those of MCP servers (`tools.mcp`).
+"""Tools that the policy calls from inside a rollout: ours, and those of a user's files.
 
 The settings of ours are the field of `ToolsConfig` (arpo/config/tools.py) that has its name: `tools.search` goes to the
 search tool. A tool from a file (tools.names FILE.py:NAME) is made with the dataclass that its constructor's first
-parameter is typed as, filled from `tools.options`; one whose constructor takes nothing is made without arguments.
+parameter is typed as, filled from `tools.options`; one whose constructor takes nothing is made without arguments. A
+ToolSet from a file is several tools.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
 from arpo.tools.base import PricedTool, Tool
 from arpo.tools.function import FunctionTool
-from arpo.tools.mcp.tool import McpTool, mcp_schemas, mcp_tools
+from arpo.tools.interface import ToolSet
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
@@ -43,20 +44,20 @@ TOOLS: dict[str, Callable[[], type[Tool] | FunctionTool]] = {
 """Class of each tool, or the FunctionTool itself, by tag, in the order in which the default system prompt speaks of
 them. Imported here and not above, so that a tool's own imports are paid only where it is used."""
 TAG = re.compile(r"[A-Za-z0-9_.-]+")
-"""Names that a tool may have, as MCP has them."""
+"""Names that a tool may have."""
 
 
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
     """Return the config's tools, by tag. A tool that cannot start raises: training never goes on without it."""
     price = prices(cfg.price_per_call, tuple(tool_schemas(cfg)))
-    made = [_make_tool(name, cfg) for name in cfg.names]
-    tools = {tool.tag: tool for tool in made}
-    for server in cfg.servers:
-        tools |= mcp_tools(server)
+    tools: dict[str, Tool] = {}
+    for name in cfg.names:
+        made = _make_tool(name, cfg)
+        tools |= made.tools() if hasattr(made, "tools") else {made.tag: made}
     return {name: PricedTool(tool, price[name]) if price.get(name) else tool for name, tool in tools.items()}
 
 
-def _make_tool(name: str, cfg: ToolsConfig) -> Tool:
+def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
     made = tool_class(name)
     if isinstance(made, FunctionTool):
         return made
@@ -87,41 +88,31 @@ def own_options(name: str, cfg: ToolsConfig) -> Any | None:
 
 
 def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
-    """Return what the config's tools take, by tag: those of tools.names, then those of the MCP servers.
+    """Return what the config's tools take, by tag. Needs no torch.
 
-    The servers are asked once per process, without torch. Raises UserError for a tool that is unknown, a server that
-    cannot be used, and a name that cannot be a tag or that two tools have.
+    Raises UserError for a tool that is unknown or cannot be used, and a name that cannot be a tag or that two tools
+    have.
     """
     schemas: dict[str, ToolSchema] = {}
-    reserved = dict.fromkeys(reserved_tags(()), "a tag of the protocol")
     for name in cfg.names:
-        schema = schema_of_tool(name)
-        if not TAG.fullmatch(schema.name) or schema.name in {*schemas, *reserved}:
-            raise UserError(f"tools.names: {name} has the tag {schema.name!r}, which is taken or no name; rename it")
-        if is_own(name):
-            own_options(name, cfg)  # which raises
-        schemas[schema.name] = schema
-    origin = dict.fromkeys([*TOOLS, *schemas], "a tool of ours") | reserved
-    for server in cfg.servers:
-        for name, schema in mcp_schemas(server).items():
-            if not TAG.fullmatch(name):
-                raise UserError(
-                    f"tools.mcp: {server.label} has a tool {name!r}, which is no tag; leave it out with tools"
-                )
-            if name in origin:
-                fix = 'set another prefix for it, like "prefix": "web_", or leave the tool out with tools'
-                raise UserError(
-                    f"tools.mcp: {server.label} has a tool {name!r}, and so is {origin[name]} called; {fix}"
-                )
-            schemas[name], origin[name] = schema, f"one of {server.label}"
+        if hasattr(tool_class(name), "tools"):
+            given = _make_tool(name, cfg).schemas()
+        else:
+            given = {"": schema_of_tool(name)}
+            if is_own(name):
+                own_options(name, cfg)  # which raises
+        for schema in given.values():
+            if not TAG.fullmatch(schema.name) or schema.name in {*schemas, *reserved_tags(())}:
+                wrong = f"has the tag {schema.name!r}, which is taken or no name"
+                raise UserError(f"tools.names: {name} {wrong}; rename it")
+            schemas[schema.name] = schema
     return schemas
 
 
-def take_restarts(tools: Mapping[str, Tool]) -> int:
-    """Return how often MCP servers of these tools were started again since the last time that this was asked."""
+def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
+    """Return what tools with `take_counts` have counted since the last time that this was asked, by name."""
     bare = [tool.tool if isinstance(tool, PricedTool) else tool for tool in tools.values()]
-    services = {id(tool.service): tool.service for tool in bare if isinstance(tool, McpTool)}
-    return sum(service.take_restarts() for service in services.values())
+    return sum((Counter(tool.take_counts()) for tool in bare if hasattr(tool, "take_counts")), Counter())
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
@@ -150,7 +141,7 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
         found = find("tools.names", name, {})
         if inspect.isfunction(found):
             return FunctionTool(found)
-        if not (hasattr(found, "tag") and hasattr(found, "run")):
+        if not (hasattr(found, "tag") and hasattr(found, "run")) and not hasattr(found, "tools"):
             raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
         return found
     if name not in TOOLS:
@@ -161,6 +152,8 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
 def schema_of_tool(name: str) -> ToolSchema:
     """Return what a tool takes: one text, where its class has no schema. Raises UserError for an unknown name."""
     tool = tool_class(name)
+    if hasattr(tool, "tools"):
+        raise UserError(f"{name} is a set of tools; name those of them that you mean, by their tags")
     about = getattr(tool, "about", None)
     purpose = f"Call {about.noun if about else tool.tag}."
     schema = getattr(tool, "schema", None) or text_schema(tool.tag, purpose, "text", "What it is to do.")
@@ -207,15 +200,15 @@ def make_codec(
     form = FORMS[cfg.format]
     if form.template_lists_tools:
         return form.codec(tokenizer, tools=list(schemas_of(tools).values()), enable_thinking=enable_thinking)
-    tags = tuple(tool_class(name).tag if is_own(name) else name for name in tools)
+    tags = tuple(schema_of_tool(name).name if is_own(name) else name for name in tools)
     return form.codec(tokenizer, tools=tags, enable_thinking=enable_thinking)
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
     """Return the system prompt that offers these tools where the setting is `default`, else the setting as it is.
 
-    `tools` are names, or schemas by name, without which tools of MCP servers cannot be introduced. `form` is the value
-    of protocol.format.
+    `tools` are names, or schemas by name, without which a set of tools cannot be introduced. `form` is the value of
+    protocol.format.
     """
     if setting != "default":
         return setting

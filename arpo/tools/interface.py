@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from arpo.protocol.schema import ToolSchema
 from arpo.trajectory import ToolCall
 
 
@@ -76,6 +77,16 @@ class Tool(Protocol):
     async def run(self, argument: str) -> ToolResult: ...
 
     async def aclose(self) -> None: ...
+
+
+class ToolSet(Protocol):
+    """Several tools from one class of a file, which is made with its options as a tool is."""
+
+    def schemas(self) -> Mapping[str, ToolSchema]:
+        """Return what the tools take, by tag. Called before torch is imported, and more than once."""
+
+    def tools(self) -> Mapping[str, Tool]:
+        """Return the tools, by tag. One with a method `take_counts` has its counts logged, as tools/NAME."""
 
 
 class SessionTool(Protocol):

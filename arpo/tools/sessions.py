@@ -1,6 +1,6 @@
 """The sessions of tools with state: one per trajectory and tool, and how a branch gets one in its parent's state.
 
-A session's name is the tag of its tool. Tools that share one (those of an MCP server) give it a name of their own.
+A session's name is the tag of its tool. Tools that share one (those of a ToolSet) give it a name of their own.
 
 A branch begins at the end of a tool result, but it is started later, when its parent has gone on decoding and may have
 called the tool again (a rule of `branching.RULES` sees the next turn's first tokens; the budget may make a claim wait

@@ -43,7 +43,7 @@ ALWAYS = {
     "engine": "max_num_seqs",
     "branching": "selector compat",
     "protocol": "format",
-    "tools": "names options mcp price_per_call",
+    "tools": "names options price_per_call",
     "reward": "terms",
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",

@@ -56,10 +56,10 @@ def test_settings_are_told_as_they_are_with_the_sessions_and_the_judge(tmp_path,
     assert rows["enable_thinking"] == "False" and "tools.search.url" not in rows  # which is not set
 
 
-def test_mcp_servers_and_missing_tools_and_judges_are_said():
-    servers = [{"command": "npx", "args": ["-y", "a"]}, {"url": "http://h/mcp", "tools": ["x"]}]
-    rows = dict(settings_rows(SETTINGS | {"tools": {"names": [], "mcp": servers}}, [], ""))
-    assert rows["tools.mcp"] == "{'command': 'npx', 'args': ['-y', 'a']}, {'url': 'http://h/mcp', 'tools': ['x']}"
+def test_options_of_own_tools_and_missing_tools_and_judges_are_said():
+    options = [{"my.py:A": {"args": ["-y", "a"]}}, {"my.py:B": {"url": "http://h"}}]
+    rows = dict(settings_rows(SETTINGS | {"tools": {"names": [], "options": options}}, [], ""))
+    assert rows["tools.options"] == "{'my.py:A': {'args': ['-y', 'a']}}, {'my.py:B': {'url': 'http://h'}}"
     assert rows["tools.names"] == rows["judge"] == "none"
 
 

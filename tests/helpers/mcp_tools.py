@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from arpo.config.tools import ToolsConfig
-from arpo.tools import make_tools, take_restarts
+from arpo.tools import make_tools, take_counts
 from arpo.tools.base import ToolResult, ToolRunner
 
+MCP = f"{Path(__file__).resolve().parents[2]}/extras/tools/mcp/servers.py:McpServers"
 SERVER = Path(__file__).resolve().with_name("mcp_server.py")
 WAIT_S = 120
 
@@ -24,7 +25,12 @@ def entry(*args: str, **settings) -> dict:
 
 
 def config(*entries: dict, names: tuple[str, ...] = (), **settings) -> ToolsConfig:
-    return ToolsConfig(names=names, mcp=tuple(map(json.dumps, entries)), **settings)
+    return ToolsConfig(names=(*names, MCP), options=(options(*entries),), **settings)
+
+
+def options(*entries: object) -> str:
+    """An entry of tools.options, as on the command line."""
+    return json.dumps({MCP: {"servers": entries}})
 
 
 class Running:
@@ -57,7 +63,7 @@ class Running:
 
     def restarts(self) -> int:
         """Times that servers were started again since this was last asked."""
-        return take_restarts(self.tools)
+        return take_counts(self.tools)["mcp_restarts"]
 
 
 @contextmanager

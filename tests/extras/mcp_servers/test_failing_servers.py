@@ -13,7 +13,8 @@ from helpers.mcp_tools import SERVER, Running, config, entry, served, wait_for
 from helpers.processes import free_port, is_running
 
 from arpo.errors import UserError
-from arpo.tools.mcp.tool import mcp_schemas
+from extras.tools.mcp.config import McpServer, parse_server
+from extras.tools.mcp.tool import mcp_schemas
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
@@ -49,7 +50,7 @@ def test_a_call_that_kills_every_server_is_given_up_as_a_failure_of_ours(tmp_pat
 
 @pytest.mark.slow
 def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(monkeypatch):
-    monkeypatch.setattr("arpo.tools.mcp.connection.PROBE_S", 20.0)  # on a busy machine a live server may be slow
+    monkeypatch.setattr("extras.tools.mcp.connection.PROBE_S", 20.0)  # on a busy machine a live server may be slow
     with Running(entry(deadline_s=5, max_tries=2)) as running:
         slow = running.call("wait", seconds=1000)
         assert slow.text == "Error: wait gave no answer within 5 s." and slow.error_kind == "timeout"
@@ -103,6 +104,10 @@ running.all()
     wait_for(lambda: not any(map(is_running, {*servers, child})))
 
 
+def server_of(one: dict) -> McpServer:
+    return parse_server(json.dumps(one), "servers[0]")
+
+
 @pytest.mark.slow
 def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monkeypatch):
     cache, log = str(tmp_path / "cache.sqlite"), tmp_path / "log"
@@ -122,13 +127,12 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monke
         running.call("x_die")
     assert len(log.read_text().splitlines()) == num_lines
     caplog.clear()
-    mcp_schemas(config(one | {"args": [*one["args"], "--busy", ""]}).servers[0])  # another server has its own records
+    mcp_schemas(server_of(one | {"args": [*one["args"], "--busy", ""]}))  # another server has its own records
     assert caplog.text == ""
     monkeypatch.setenv("MCP_TEST_TOOLS", "add")
-    mcp_schemas(config(one | {"env": {"MCP_TEST_TOOLS": "$MCP_TEST_TOOLS"}}).servers[0])
+    mcp_schemas(server_of(one | {"env": {"MCP_TEST_TOOLS": "$MCP_TEST_TOOLS"}}))
     assert "its tools are not those that" in caplog.text
-    strict = config(one).replayed()
-    assert json.loads(strict.mcp[0]) == one | {"mode": "replay_strict"}
+    assert config(one).replayed() == config(one | {"mode": "replay_strict"})
 
 
 @pytest.mark.slow

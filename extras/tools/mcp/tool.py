@@ -12,7 +12,6 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from arpo.config.mcp import McpServer
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
 from arpo.tools.cache.cache import MCP
@@ -20,7 +19,8 @@ from arpo.tools.cache.recorder import Recorder
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.interface import SessionLost, ToolContext, ToolResult
-from arpo.tools.mcp.connection import Connection, ConnectionLost, program_of
+from extras.tools.mcp.config import McpServer
+from extras.tools.mcp.connection import Connection, ConnectionLost, program_of
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
@@ -60,6 +60,9 @@ class McpTool:
         query = f"<{self._name}>{argument_of(self.schema, arguments)}</{self._name}>"
         ask = partial(self.service.call, self.tag, self._name, arguments, own=own)
         return await self.service.recorder.answer(key_of(self.service.server, query), query, ask)
+
+    def take_counts(self) -> dict[str, int]:
+        return {"mcp_restarts": self.service.take_restarts()}
 
     async def aclose(self) -> None:
         """Close the server's connection and cache. Safe to call twice, so each of its tools may."""
@@ -153,7 +156,7 @@ class Service:
         return ToolResult(text, ok=not answer.is_error, error_kind="tool_error" if answer.is_error else None)
 
     def take_restarts(self) -> int:
-        """Return how often the server was started again since the last time that this was asked."""
+        """Return how often the server was started again since the last time that this was asked, by whichever tool."""
         number = self._num_lost + (self.connection.num_restarts if self.connection else 0)
         self._num_told, new = number, number - self._num_told
         return new
@@ -182,22 +185,22 @@ def mcp_schemas(server: McpServer) -> dict[str, ToolSchema]:
     if server.url:
         from arpo.tools.http.client import check_url  # and with it aiohttp, which `--help` does not wait for
 
-        check_url(server.url, "tools.mcp: url")
+        check_url(server.url, "url of an MCP server")
     listed = _recorded_listing(server) if server.replays else _live_listing(server)
     schemas = [ToolSchema(server.prefix + one["name"], one["description"], one["parameters"]) for one in listed]
     found = {schema.name: schema for schema in schemas}
     if len(found) < len(schemas):
         twice = next(one.name for number, one in enumerate(schemas) if one.name in [s.name for s in schemas[:number]])
-        raise UserError(f"tools.mcp: {server.label} lists the tool {twice!r} twice; have it list each once")
+        raise UserError(f"MCP server {server.label} lists the tool {twice!r} twice; have it list each once")
     wanted = [server.prefix + name for name in server.tools] or list(found)
     for name in wanted:
         if name not in found:
             there = ", ".join(one["name"] for one in listed)
             raise UserError(
-                f"tools.mcp: {server.label} has no tool {name.removeprefix(server.prefix)!r}; it has {there}"
+                f"MCP server {server.label} has no tool {name.removeprefix(server.prefix)!r}; it has {there}"
             )
     if not wanted:
-        raise UserError(f"tools.mcp: {server.label} lists no tools; correct its settings, or drop it")
+        raise UserError(f"MCP server {server.label} lists no tools; correct its settings, or drop it")
     return {name: found[name] for name in wanted}
 
 
@@ -206,7 +209,7 @@ def _live_listing(server: McpServer) -> list[dict[str, Any]]:
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
-        raise UserError(f"tools.mcp needs the package mcp ({error}); pip install -e '.[mcp]'") from None
+        raise UserError(f"MCP servers need the package mcp ({error}); pip install -e '.[mcp]'") from None
     server.secrets()
     if server.command:
         program_of(server)
@@ -219,7 +222,7 @@ def _live_listing(server: McpServer) -> list[dict[str, Any]]:
         tools = asyncio.run(ask())
     except ConnectionLost as error:
         fix = "correct the url, or start the server" if server.url else "correct the command, its args or env"
-        raise UserError(f"tools.mcp: {server.label} cannot be used: {error}; {fix}") from None
+        raise UserError(f"MCP server {server.label} cannot be used: {error}; {fix}") from None
     listing = [
         {"name": t.name, "description": t.description or t.title or "", "parameters": without_titles(t.input_schema)}
         for t in tools
@@ -243,7 +246,7 @@ def _recorded_listing(server: McpServer) -> list[dict[str, Any]]:
 
 def recorder_of(server: McpServer) -> Recorder:
     """Return what records the answers of a server. Raises UserError for a cache that cannot be used."""
-    return Recorder(server.cache, server.mode, MCP, setting=f"the cache of {server.label} in tools.mcp")
+    return Recorder(server.cache, server.mode, MCP, setting=f"the cache of MCP server {server.label}")
 
 
 def key_of(server: McpServer, query: str) -> bytes:

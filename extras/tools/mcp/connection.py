@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arpo.config.mcp import McpServer
 from arpo.errors import UserError
+from extras.tools.mcp.config import McpServer
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -302,5 +302,5 @@ def program_of(server: McpServer) -> str:
     """Return the path of a server's program. Raises UserError where there is none."""
     path = shutil.which(server.command, path=server.resolved(server.env).get("PATH"))
     if path is None:
-        raise UserError(f"tools.mcp: there is no program {server.command!r}; install it, or correct the command")
+        raise UserError(f"MCP server: there is no program {server.command!r}; install it, or correct the command")
     return path

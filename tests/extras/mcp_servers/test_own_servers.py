@@ -17,7 +17,7 @@ from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
-from arpo.tools import make_tools, take_restarts
+from arpo.tools import make_tools, take_counts
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 
 pytestmark = [
@@ -92,7 +92,7 @@ def test_what_a_dead_server_knew_is_told_to_the_next_one(tmp_path):
         assert revived.text.startswith("alive as ") and revived.replayed == 2 and not revived.replay_mismatches
         assert call(runner, 3, "note", "d").text == "a b d"
         assert call(runner, 1, "note", "e", trajectory="1").text == "c e"
-        assert take_restarts(runner.tools) == 1
+        assert take_counts(runner.tools) == {"mcp_restarts": 1}
         lost = call(runner, 4, "die")
         assert lost.infra_error and not lost.ok
         assert call(runner, 2, "note", "f", trajectory="1").text == "c e f"

@@ -90,7 +90,7 @@ def test_a_server_that_cannot_be_started_or_reached_is_told_in_one_line():
     told = refused({"command": "/bin/sh", "args": ["-c", "echo the licence has expired >&2"]})
     assert "cannot be used" in told and "it said: the licence has expired; correct the command" in told
     url = f"http://127.0.0.1:{free_port()}/mcp"
-    assert refused({"url": url}).startswith(f"tools.mcp: {url} cannot be used: ")
+    assert refused({"url": url}).startswith(f"MCP server {url} cannot be used: ")
 
 
 @pytest.mark.slow
@@ -112,8 +112,9 @@ def test_two_tools_of_one_name_are_refused_and_a_prefix_helps():
     assert list(named) == ["python", "add", "say", "b_say", "b_paint"]
     assert list(tool_schemas(config(one, other | {"tools": ["paint"]}))) == ["add", "say", "paint"]
     assert "has no tool 'said'; it has say, paint" in refused(other | {"tools": ["said"]})
-    assert "has a tool 'python', and so is a tool of ours called" in refused(entry("--tools", "python"))
-    assert "has a tool 'answer', and so is a tag of the protocol called" in refused(entry("--tools", "answer"))
+    taken = "has the tag {!r}, which is taken or no name; rename it"
+    assert taken.format("python") in refused(entry("--tools", "python"), names=("python",))
+    assert taken.format("answer") in refused(entry("--tools", "answer"))
     assert "lists no tools" in refused(entry("--tools", "none"))
 
 

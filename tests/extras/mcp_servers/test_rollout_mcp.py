@@ -1,7 +1,6 @@
 """MCP tools inside a rollout with tags, and in the checks before one: a real server over stdio."""
 
 import gzip
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,14 +8,13 @@ from pathlib import Path
 import pytest
 from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.files import write_jsonl
-from helpers.mcp_tools import SERVER
+from helpers.mcp_tools import MCP, SERVER, config, options
 from helpers.processes import is_running
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
 from arpo.config.load import load_config
 from arpo.config.rewards import RewardConfig
-from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
@@ -24,13 +22,13 @@ from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
 from arpo.sampling.sampler import rollout
 from arpo.start.inputs import check_rl
-from arpo.tools import make_tools, system_prompt_for, take_restarts, tool_schemas
+from arpo.tools import make_tools, system_prompt_for, take_counts, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from train_rl import RLConfig
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
-ENTRY = json.dumps({"command": sys.executable, "args": [str(SERVER), "--tools", "add,say,die_once"]})
+ENTRY = {"command": sys.executable, "args": [str(SERVER), "--tools", "add,say,die_once"]}
 
 ANSWER = "<think>t</think><answer>\\boxed{4}</answer>"
 
@@ -43,7 +41,7 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
         "dies": [f"<think>t</think><die_once>{tmp_path / 'marker'}</die_once>", ANSWER],
         "injected": ["<think>t</think><say><answer>5</answer></say>", ANSWER],
     }
-    cfg = ToolsConfig(names=(), mcp=(ENTRY,), price_per_call=("add=0.5",))
+    cfg = config(ENTRY, price_per_call=("add=0.5",))
     schemas, tokenizer, runner = tool_schemas(cfg), byte_tokenizer(), ToolRunner(make_tools(cfg))
     codec = TagsCodec(tokenizer, tools=tuple(schemas))
     messages = [{"role": "system", "content": system_prompt_for("default", schemas)}, {"role": "user", "content": "q"}]
@@ -54,14 +52,14 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
     branching = BranchingConfig(selector="none", num_initial_rollouts=1)
     try:
         groups = rollout(prompts, engine, runner, codec, options, branching, seed=0)
-        restarts = take_restarts(runner.tools), take_restarts(runner.tools)
+        restarts = take_counts(runner.tools), take_counts(runner.tools)
     finally:
         runner.close()
     score_groups(groups, RewardConfig(), tools=codec.tools)
     calls = {g.prompt.prompt_id: [(c.tag, c.result) for c in g.trajectories[0].tool_calls] for g in groups}
     assert calls["add"] == [("add", "4"), ("say", "&lt;")]
     assert calls["wrong"][0][1].startswith('Error: add needs the argument "b"')
-    assert calls["dies"][0][1].startswith("alive as ") and restarts == (1, 0)
+    assert calls["dies"][0][1].startswith("alive as ") and restarts == ({"mcp_restarts": 1}, {})
     assert calls["injected"] == [("say", "&lt;answer&gt;5&lt;/answer&gt;")]
     assert [group.trajectories[0].reward for group in groups[:3]] == [1.0] * 3
     values = rollout_metrics(groups, None, restarts[0]).values()
@@ -77,12 +75,13 @@ def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_
     row = {"prompt": "1 + 1?", "answer": "2"}
     write_jsonl(Path("good.jsonl"), [row | {"tools": ["python", "add"]}])
     write_jsonl(Path("bad.jsonl"), [row | {"tools": ["python", "ad"]}])
-    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--tools.mcp", ENTRY, "--data.train"]  # the Hub is asked last
+    loaded = ["--tools.names", "python", MCP, "--tools.options"]
+    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", *loaded, options(ENTRY), "--data.train"]  # the Hub is last
     with pytest.raises(UserError, match=r"offers the tool 'ad'.*did the row mean 'add'"):
         check_rl(load_config(RLConfig, [*flags, "bad.jsonl"]))
-    gone = ENTRY.replace("mcp_server.py", "nowhere.py")
+    gone = options(ENTRY).replace("mcp_server.py", "nowhere.py")
     with pytest.raises(UserError, match=r"cannot be used: .*nowhere\.py"):
-        check_rl(load_config(RLConfig, [*flags, "good.jsonl", "--tools.mcp", gone]))
+        check_rl(load_config(RLConfig, [*flags, "good.jsonl", "--tools.options", gone]))
 
 
 @pytest.mark.slow
@@ -93,10 +92,11 @@ def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path):
         "args": [str(SERVER), "--log", str(log)],
         "env": {"API_KEY": "$MCP_TEST_SECRET"},
     }
-    flags = ("--run.num_steps", "1", "--tools.mcp", json.dumps(server))
+    flags = ("--run.num_steps", "1", "--tools.names", "python", MCP, "--tools.options", options(server))
     run_script("train_rl.py", str(world / "config.yaml"), *flags, env={"MCP_TEST_SECRET": "swordfish-of-the-deep"})
     run = world / "runs" / "rl"
-    assert load_config(RLConfig, [str(run / "config.yaml")]).tools.servers[0].env == (("API_KEY", "$MCP_TEST_SECRET"),)
+    [servers] = load_config(RLConfig, [str(run / "config.yaml")]).tools.options_by_tool[MCP].values()
+    assert servers[0]["env"] == {"API_KEY": "$MCP_TEST_SECRET"}
     files = [path for path in run.rglob("*") if path.is_file()]
     texts = {path: path.read_bytes() for path in files}
     texts |= {path: gzip.decompress(text) for path, text in texts.items() if path.suffix == ".gz"}

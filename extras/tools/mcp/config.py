@@ -1,11 +1,10 @@
-"""The entries of `tools.mcp`: how a server is started or reached, which of its tools are offered, and its limits.
+"""The entries of `servers`: how a server is started or reached, which of its tools are offered, and its limits.
 
 An entry is JSON, in a YAML file a mapping. Keys of services stand in the environment, and here only their names:
 
-    tools:
-      mcp:
-        - {command: npx, args: [-y, some-server], env: {API_KEY: $SOME_KEY}}
-        - {url: https://host/mcp, headers: {Authorization: Bearer $OTHER_KEY}, prefix: web_}
+    servers:
+      - {command: npx, args: [-y, some-server], env: {API_KEY: $SOME_KEY}}
+      - {url: https://host/mcp, headers: {Authorization: Bearer $OTHER_KEY}, prefix: web_}
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
 from string import Template
@@ -88,17 +87,12 @@ class McpServer:
         """True where nothing but the cache is asked."""
         return self.mode in ("replay", "replay_strict")
 
-    def what_decides(self) -> dict[str, object]:
-        """Return the settings that make other trajectories."""
-        own = {"is_per_trajectory": True} if self.max_sessions else {}
-        return self.identity | {"prefix": self.prefix, "tools": list(self.tools)} | own
-
     def secrets(self) -> dict[str, str]:
         """Return the variables of the environment that the entry refers to. Raises UserError for a missing one."""
         names = {name for _, text in (*self.env, *self.headers) for name in Template(text).get_identifiers()}
         for name in sorted(names):
             if name not in os.environ:
-                raise UserError(f"tools.mcp: {self.label} needs {name} in the environment; set it")
+                raise UserError(f"MCP server {self.label} needs {name} in the environment; set it")
         return {name: os.environ[name] for name in sorted(names)}
 
     def resolved(self, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -120,8 +114,8 @@ def names_secret(name: str) -> bool:
 
 
 def parse_servers(entries: Iterable[str]) -> tuple[McpServer, ...]:
-    """Return the servers of `tools.mcp`. Raises ValueError, which names the entry, for one that makes no sense."""
-    return tuple(parse_server(entry, f"tools.mcp[{number}]") for number, entry in enumerate(entries))
+    """Return the servers of the entries. Raises ValueError, which names the entry, for one that makes no sense."""
+    return tuple(parse_server(entry, f"servers[{number}]") for number, entry in enumerate(entries))
 
 
 @cache
@@ -143,13 +137,6 @@ def parse_server(entry: str, where: str) -> McpServer:
     server = McpServer(**tree)
     _check(server, where)
     return server
-
-
-def entry_of(server: McpServer) -> str:
-    """Return the entry of a server, without what is as ever. The other way round than `parse_server`."""
-    default = asdict(McpServer())
-    values = {k: dict(v) if k in ("env", "headers") else v for k, v in asdict(server).items() if v != default[k]}
-    return json.dumps(values)
 
 
 def _value(value: Any, default: Any, *, pairs: bool, where: str) -> Any:

@@ -1,30 +1,33 @@
-"""The entries of tools.mcp in files and on the command line: what they may say, and that no secret is written down."""
+"""The entries of servers in files and on the command line: what they may say, and that no secret is written down."""
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from helpers.mcp_tools import MCP, config, options
 
 from arpo.config.load import load_config
-from arpo.config.mcp import McpServer, entry_of, parse_server
 from arpo.config.run_folder import save_config
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.tools import tool_schemas
-from arpo.tools.mcp.tool import without_titles
+from arpo.tools import own_options, tool_schemas
+from extras.tools.mcp.config import McpServer, parse_server, parse_servers
+from extras.tools.mcp.tool import without_titles
 
-YAML = """
+YAML = f"""
 tools:
-  names: [python]
-  mcp:
-    - {command: npx, args: [-y, server, 3], env: {API_KEY: $MY_KEY, DEBUG: 1}, max_tries: 1}
-    - url: http://localhost:8000/mcp
-      headers: {Authorization: "Bearer ${MY_TOKEN}"}
-      prefix: web_
-      tools: [fetch]
-      cache: data/web.sqlite
-      mode: replay
+  names: [python, {MCP}]
+  options:
+    - {MCP}:
+        servers:
+          - {{command: npx, args: [-y, server, 3], env: {{API_KEY: $MY_KEY, DEBUG: 1}}, max_tries: 1}}
+          - url: http://localhost:8000/mcp
+            headers: {{Authorization: "Bearer ${{MY_TOKEN}}"}}
+            prefix: web_
+            tools: [fetch]
+            cache: data/web.sqlite
+            mode: replay
 """
 SERVERS = (
     McpServer("npx", args=("-y", "server", "3"), env=(("API_KEY", "$MY_KEY"), ("DEBUG", "1")), max_tries=1),
@@ -44,14 +47,18 @@ class Config:
     tools: ToolsConfig = field(default_factory=ToolsConfig)
 
 
+def servers_of(cfg: ToolsConfig) -> tuple[McpServer, ...]:
+    return parse_servers(own_options(MCP, cfg).servers)
+
+
 def test_a_file_has_servers_as_mappings_and_the_resolved_config_reads_back(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "swordfish")
     monkeypatch.setenv("MY_TOKEN", "open-sesame")
     (tmp_path / "a.yaml").write_text(YAML)
     cfg = load_config(Config, [str(tmp_path / "a.yaml")])
-    assert cfg.tools.servers == SERVERS
-    assert cfg.tools.servers[0].resolved(SERVERS[0].env) == {"API_KEY": "swordfish", "DEBUG": "1"}
-    assert cfg.tools.servers[1].resolved(SERVERS[1].headers) == {"Authorization": "Bearer open-sesame"}
+    assert servers_of(cfg.tools) == SERVERS
+    assert SERVERS[0].resolved(SERVERS[0].env) == {"API_KEY": "swordfish", "DEBUG": "1"}
+    assert SERVERS[1].resolved(SERVERS[1].headers) == {"Authorization": "Bearer open-sesame"}
     save_config(cfg, tmp_path / "config.yaml")
     written = (tmp_path / "config.yaml").read_text()
     assert "swordfish" not in written + repr(cfg) and "open-sesame" not in written + repr(cfg)
@@ -59,15 +66,16 @@ def test_a_file_has_servers_as_mappings_and_the_resolved_config_reads_back(tmp_p
 
 
 def test_a_flag_has_servers_as_json():
-    cfg = load_config(Config, ["--tools.mcp", '{"command": "a"}', '{"url": "https://h/mcp"}'])
-    assert [server.label for server in cfg.tools.servers] == ["a", "https://h/mcp"]
-    assert load_config(Config, ["--tools.names", "python"]).tools.servers == ()
+    entries = {"command": "a"}, {"url": "https://h/mcp"}
+    cfg = load_config(Config, ["--tools.names", MCP, "--tools.options", options(*entries)])
+    assert [server.label for server in servers_of(cfg.tools)] == ["a", "https://h/mcp"]
 
 
-def test_an_entry_and_its_server_are_the_same():
-    for server in SERVERS:
-        assert parse_server(entry_of(server), "x") == server
-    assert json.loads(entry_of(McpServer("a"))) == {"command": "a"}
+def test_an_earlier_versions_key_is_told_where_servers_stand_now():
+    with pytest.raises(UserError, match=r"'tools\.mcp' is now tools\.options of mcp/servers\.py:McpServers"):
+        load_config(Config, ["--tools.mcp", '{"command": "a"}'])
+    with pytest.raises(UserError, match="McpServers: servers is empty; give it an entry"):
+        tool_schemas(ToolsConfig(names=(MCP,)))
 
 
 @pytest.mark.parametrize(
@@ -100,18 +108,17 @@ def test_an_entry_and_its_server_are_the_same():
     ],
 )
 def test_an_entry_that_makes_no_sense_is_told_in_one_line(entry, message):
-    text = entry if isinstance(entry, str) else json.dumps(entry)
-    with pytest.raises(UserError, match=rf"command line: tools\.mcp\[1\].*{message}") as error:
-        load_config(Config, ["--tools.mcp", '{"command": "fine"}', text])
+    cfg = load_config(Config, ["--tools.names", MCP, "--tools.options", options({"command": "fine"}, entry)])
+    with pytest.raises(UserError, match=rf"tools\.options: .*McpServers: servers\[1\].*{message}") as error:
+        tool_schemas(cfg.tools)
     assert "\n" not in str(error.value) and "abc" not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["http://me:swordfish@h/mcp", "http://swordfish@h/mcp", "localhost:8000"])
 @pytest.mark.parametrize("more", [{}, {"cache": "c", "mode": "replay"}])
 def test_a_url_that_is_none_or_has_a_password_is_refused_before_anything_is_written(url, more):
-    cfg = load_config(Config, ["--tools.names", "python", "--tools.mcp", json.dumps({"url": url} | more)])
-    with pytest.raises(UserError, match=r"^tools\.mcp: url") as error:
-        tool_schemas(cfg.tools)
+    with pytest.raises(UserError, match=r"^url of an MCP server") as error:
+        tool_schemas(config({"url": url} | more))
     assert "swordfish" not in str(error.value)
 
 
@@ -143,13 +150,10 @@ def test_nothing_that_a_server_says_shows_what_it_was_given(monkeypatch):
 
 
 def test_settings_that_answer_from_records_and_settings_that_decide():
-    cfg = ToolsConfig(names=(), mcp=tuple(map(entry_of, SERVERS)))
-    with pytest.raises(UserError, match=r"give npx -y server 3 in tools\.mcp a cache, or drop it"):
-        cfg.replayed()
-    recorded = ToolsConfig(names=(), mcp=(entry_of(SERVERS[1]),))
-    assert recorded.replayed().servers[0].mode == "replay_strict"
-    decides = recorded.what_decides()
-    assert decides == {"names": (), "mcp": [{"url": SERVERS[1].url, "prefix": "web_", "tools": ["fetch"]}]}
+    recorded, other = {"command": "a", "cache": "c.sqlite", "mode": "live"}, {"command": "b"}
+    cfg = config(recorded, other)
+    assert [server.mode for server in servers_of(cfg.replayed())] == ["replay_strict", "record"]
+    assert cfg.what_decides() == {"names": cfg.names, "options": cfg.options}
     assert ToolsConfig().what_decides().keys() == {"names", "python", "search"}
 
 
@@ -159,5 +163,5 @@ def test_titles_of_a_schema_go_but_not_arguments_of_that_name():
 
 
 def test_the_guard_imports_nothing_of_ours():
-    source = Path(__file__).resolve().parents[3] / "arpo" / "tools" / "mcp" / "guard.py"
+    source = Path(__file__).resolve().parents[3] / "extras" / "tools" / "mcp" / "guard.py"
     assert "arpo" not in source.read_text()
