@@ -50,7 +50,7 @@ if [ "${ARPO_REDIS:-0}" = 1 ]; then
   # --overlap: beside the training step, on the same CPUs. appendonly: what is cached survives the job.
   printf '%s\n' "port $redis_port" "requirepass $ARPO_REDIS_PASSWORD" "dir $PWD/runs/redis" "appendonly yes" |
     srun --overlap --nodes=1 --ntasks=1 --gpus=0 --nodelist="$first_node" redis-server - &
-  cache=(--tools.search.cache "redis://$first_node:$redis_port/0")
+  cache=(--tools.search.cache "extras/redis/cache.py:RedisCache=redis://$first_node:$redis_port/0")
 fi
 
 # Wait for a process to its end, and return its code. `wait` alone also returns when a trap has run.

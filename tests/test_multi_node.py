@@ -260,7 +260,7 @@ def shared_redis(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(cluster, shared_redis, tmp_path_factory) -> Path:
-    config = CONFIG.replace("mode: live}", f"mode: record, cache: '{shared_redis.url}'}}")
+    config = CONFIG.replace("mode: live}", f"mode: record, cache: '{shared_redis.cache}'}}")
     assert config != CONFIG
     folder = build_toy_world(tmp_path_factory.mktemp("world"), config)
     searching_model(folder / "model")

@@ -68,7 +68,8 @@ def test_redis_interface_restarts_and_script_are_chosen_by_the_environment(tmp_p
     [redis] = [line for line in lines if line.startswith("redis-server")]
     assert redis == f"redis-server reads: port 43456;requirepass secret;dir {tmp_path}/runs/redis;appendonly yes;"
     for line in (line for line in lines if line.startswith("torchrun")):
-        assert "--max_restarts 7 evaluate.py a.yaml --tools.search.cache redis://node07:43456/0 [gloo on ib0]" in line
+        cache = "extras/redis/cache.py:RedisCache=redis://node07:43456/0"
+        assert f"--max_restarts 7 evaluate.py a.yaml --tools.search.cache {cache} [gloo on ib0]" in line
         assert "secret" not in line
 
 

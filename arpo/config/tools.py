@@ -40,8 +40,8 @@ class PythonConfig:
     """Folder of a cgroup (version 2) below which each call gets one, with the limits of all its processes together:
     auto = where one is delegated to this run; none = never. A folder that cannot be used ends the run."""
     cache: str = ""
-    """Cache of code -> result, a file or redis://host:port/db; empty = every call is run. Do not use it for code that
-    is meant to give another result each time."""
+    """Cache of code -> result, as in tools.search.cache; empty = every call is run. Do not use it for code that is
+    meant to give another result each time."""
     mode: Annotated[Literal["live", "record", "replay", "replay_strict"], PYTHON, LIVE] = "record"
     """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
     allow_unsafe: bool = False
@@ -82,8 +82,8 @@ class SearchConfig:
     top_k: Annotated[int, AtLeast(0), SEARCHES] = 0
     """Most passages or results per query; 0 = 3 with local and http, 10 with brightdata and serper."""
     requests_per_second: Annotated[float, AtLeast(0), MAY_CHANGE, ONLINE] = 50.0
-    """http, brightdata, serper: limit over all ranks; 0 = none. It is kept in the Redis server if `cache` is one, else
-    each rank has an equal share."""
+    """http, brightdata, serper: limit over all ranks; 0 = none. Each rank has an equal share, unless `cache` is one
+    that keeps a common limit."""
     deadline_s: Annotated[float, Between(0.001, 86400), MAY_CHANGE, SEARCHES] = 30.0
     """Longest time of one search in seconds, waiting for its turn and all tries included. A search that takes longer
     fails, and its trajectory is dropped."""
@@ -102,8 +102,7 @@ class SearchConfig:
     """Name of the model at summarizer_url."""
     cache: Annotated[str, MAY_CHANGE] = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
-    (imported into a SQLite file beside it); or redis://host:port/db for several nodes (password in the environment,
-    ARPO_REDIS_PASSWORD)."""
+    (imported into a SQLite file beside it); or FILE.py:NAME=PLACE, a class for several nodes (docs/tools.md)."""
     mode: Annotated[Literal["live", "record", "replay", "replay_strict"], MAY_CHANGE, SEARCH, LIVE] = "record"
     """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
     miss is an error that the model reads; replay_strict = a miss stops the run."""

@@ -12,6 +12,7 @@ import pytest
 from helpers.processes import free_port
 
 HANG_S = 300.0
+REDIS = f"{Path(__file__).resolve().parents[2]}/extras/redis/cache.py:RedisCache"
 
 
 @dataclass
@@ -23,6 +24,11 @@ class RedisServer:
     @property
     def url(self) -> str:
         return f"redis://{self.address}:{self.port}/0"
+
+    @property
+    def cache(self) -> str:
+        """The server as a value of tools.search.cache."""
+        return f"{REDIS}={self.url}"
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     python -m arpo.tools.cache import cache.sqlite search_cache.json other_node.sqlite ...
     python -m arpo.tools.cache export cache.sqlite search_cache.json
 
-Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
+Wherever a file is named, FILE.py:NAME=PLACE may stand. The released format is one JSON object, query -> text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON"}
     sub = {name: commands.add_parser(name, help=text) for name, text in about.items()}
     for command in sub.values():
-        command.add_argument("file", metavar="FILE", help="the cache: SQLite, released JSON, or redis://host:port/db")
+        command.add_argument("file", metavar="FILE", help="the cache: SQLite, released JSON, or FILE.py:NAME=PLACE")
     sub["import"].add_argument("sources", nargs="+", metavar="SOURCE", help="released JSON or other caches")
     sub["export"].add_argument("target", type=Path, metavar="JSON")
     return parser

@@ -1,6 +1,7 @@
-"""Caches of tool results: opening one (a file or a Redis server), and files in the released format.
+"""Caches of tool results: opening one, and files in the released format.
 
-Wherever a file is named, redis://host:port/db may stand. The released format is one JSON object, query -> text.
+Wherever a file is named, FILE.py:NAME=PLACE may stand: a class of yours, derived from `Cache`, and what it opens. The
+released format is one JSON object, query -> text.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from arpo.config.named import find, is_own
 from arpo.errors import UserError
-from arpo.tools.cache.redis_cache import RedisCache
-from arpo.tools.cache.redis_client import is_redis_url
 from arpo.tools.cache.rows import DamagedEntry, Row, unpack
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable
 from arpo.tools.cache.store import Cache, CacheFile
@@ -27,15 +27,18 @@ PYTHON, PAGE, SUMMARY, MCP = "python", "page", "summary", "mcp"
 
 
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
-    """Open a cache: a SQLite file, redis://host:port/db, or a .json file in the released format.
+    """Open a cache: a SQLite file, a .json file in the released format, or FILE.py:NAME=PLACE.
 
     A .json file is imported into a SQLite file, again only when it has changed. For writing that file lies beside it,
     where its owner finds what a run has recorded (or, where that folder is read-only or on a network, in the user's
     cache folder). Who only reads leaves nothing beside it, and reads what was recorded there. Raises UserError where
-    `place` cannot be used; see `CacheFile` and `RedisCache`. `setting` is the config field that names it.
+    `place` cannot be used; see `CacheFile`. `setting` is the config field that names it.
     """
-    if is_redis_url(place):
-        return RedisCache(str(place), read_only=read_only, setting=setting)
+    if is_own(str(place)):
+        made, where = own_cache(str(place), setting)
+        return made(where, read_only=read_only, setting=setting)
+    if "://" in str(place):  # which may have a password in it
+        raise UserError(f"{setting}: a cache at an address must be FILE.py:NAME=ADDRESS (docs/tools.md)")
     path = Path(place)
     if path.suffix != ".json":
         return CacheFile(path, read_only=read_only, setting=setting)
@@ -53,6 +56,12 @@ def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.sear
         return cache
     cache.close()
     return CacheFile(target, read_only=True, setting=setting)
+
+
+def own_cache(place: str, setting: str) -> tuple[type[Cache], str]:
+    """Return the class of FILE.py:NAME=PLACE, and the place. Raises UserError."""
+    name, _, where = place.partition("=")
+    return find(setting, name, {}), where
 
 
 def import_json(cache: Cache, path: Path, *, replace: bool = False) -> int:

@@ -52,7 +52,7 @@ _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excl
 
 
 class Cache:
-    """The part that `CacheFile` and `RedisCache` share: what happens when a cache cannot be used.
+    """The part that all caches share: what happens when one cannot be used.
 
     It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
     on. Where it can only not be written (a full disk), there is one warning too, `get` goes on, and `put` is tried

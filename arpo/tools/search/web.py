@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from arpo.config.named import is_own
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.redis_client import is_redis_url
+from arpo.tools.cache.cache import own_cache
 from arpo.tools.cache.rows import clean_text
 from arpo.tools.http.client import HttpClient, bearer, check_url, probe, probe_from_rank_0, read_key
-from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, RedisRateLimit, Time
+from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, Time
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 
 
@@ -214,11 +215,16 @@ class HttpBackend:
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
-    """Return the limit of all ranks, kept in the cache's Redis server, else this rank's equal share; None for none."""
+    """Return the limit of all ranks, where the cache's class has a `rate_limit`, else this rank's equal share; or None.
+
+    It is made with the cache's place, a name and the calls per second.
+    """
     if not cfg.requests_per_second:
         return None
-    if cfg.mode != "live" and is_redis_url(cfg.cache):
-        return RedisRateLimit(cfg.cache, cfg.backend, cfg.requests_per_second, setting="tools.search.cache")
+    if cfg.mode != "live" and is_own(cfg.cache):
+        made, place = own_cache(cfg.cache, "tools.search.cache")
+        if hasattr(made, "rate_limit"):
+            return made.rate_limit(place, cfg.backend, cfg.requests_per_second, setting="tools.search.cache")
     return LocalRateLimit(cfg.requests_per_second / int(os.environ.get("WORLD_SIZE", "1")))
 
 

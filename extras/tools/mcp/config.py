@@ -68,7 +68,7 @@ class McpServer:
     max_tries: Annotated[int, AtLeast(1)] = 3
     """Most times that a call is sent where connections break; 1 = what may have been carried out is not repeated."""
     cache: str = ""
-    """Cache of call -> result, a file or redis://host:port/db; empty = every call is made."""
+    """Cache of call -> result, as in tools.search.cache; empty = every call is made."""
     mode: Annotated[str, Needs("cache", use="FILE")] = "record"
     """Use of the cache, as in tools.search.mode; a replay needs no server."""
 

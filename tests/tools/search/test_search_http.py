@@ -34,10 +34,11 @@ from arpo.tools.cache.__main__ import main as cache_main
 from arpo.tools.cache.rows import NO_RESULTS
 from arpo.tools.http import client
 from arpo.tools.http.client import proxy_of
-from arpo.tools.http.policy import HttpPolicy, RedisRateLimit
+from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.search import SearchTool
 from arpo.tools.search.tool import BACKENDS, UNAVAILABLE
 from arpo.tools.search.web import HttpBackend, rate_limit_of
+from extras.redis.rate_limit import RedisRateLimit
 from train_rl import RLConfig
 
 KEY = "sk-very-secret-0123456789"
@@ -322,7 +323,7 @@ def test_two_ranks_together_stay_below_the_limit(service):
 
 def test_a_cache_in_redis_holds_the_limit_of_all_nodes_too(service, tmp_path):
     with redis_server(tmp_path) as redis:
-        cfg = retriever(service, mode="record", cache=redis.url, requests_per_second=40.0)
+        cfg = retriever(service, mode="record", cache=redis.cache, requests_per_second=40.0)
         tool = SearchTool(cfg)
         started_s = time.monotonic()
         assert {r.ok for r in ask(tool, *(f"q{n}" for n in range(8)))} == {True}

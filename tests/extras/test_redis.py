@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 from helpers.forked import fork, in_processes
 from helpers.processes import free_port
-from helpers.redis_server import redis_server
+from helpers.redis_server import REDIS, redis_server
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.cache import merge, open_cache
-from arpo.tools.cache.redis_client import PASSWORD_VARIABLE
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
 from arpo.tools.cache.store import CacheFile
-from arpo.tools.http.policy import LocalRateLimit, RedisRateLimit
+from arpo.tools.http.policy import LocalRateLimit
 from arpo.tools.search import SearchTool
+from extras.redis.client import PASSWORD_VARIABLE
+from extras.redis.rate_limit import RedisRateLimit
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 WEEK_S = 7 * 86400
 
 
@@ -35,17 +36,17 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def url(server):
+def shared(server):
     import redis
 
     redis.Redis.from_url(server.url).flushdb()
-    return server.url
+    return server.cache
 
 
 @pytest.fixture(params=["sqlite", "redis"])
 def place(request, tmp_path):
     """A place of a cache: what holds for a file must hold for a server."""
-    return str(tmp_path / "cache.sqlite") if request.param == "sqlite" else request.getfixturevalue("url")
+    return str(tmp_path / "cache.sqlite") if request.param == "sqlite" else request.getfixturevalue("shared")
 
 
 def put(cache, query: str, text: str, backend: str = "b") -> None:
@@ -125,24 +126,24 @@ def test_the_command_line_looks_after_either(place, tmp_path, capsys):
     assert entries_of(open_cache(place, read_only=True)) == [("otter", "wet"), ("fox", NO_RESULTS)]
 
 
-def test_files_and_servers_can_be_merged_into_each_other(url, tmp_path):
-    file, server = CacheFile(tmp_path / "node.sqlite"), open_cache(url, read_only=False)
+def test_files_and_servers_can_be_merged_into_each_other(shared, tmp_path):
+    file, server = CacheFile(tmp_path / "node.sqlite"), open_cache(shared, read_only=False)
     put(server, "both", "first")
     put(file, "both", "second")
     put(file, "only the file", "x")
     assert merge(server, tmp_path / "node.sqlite") == 1
     assert (get(server, "both"), get(server, "only the file")) == ("first", "x")
     put(server, "only the server", "y")
-    assert merge(file, url) == 1
+    assert merge(file, shared) == 1
     assert (get(file, "both"), get(file, "only the server")) == ("second", "y")
 
 
 # ---- many writers, some killed
 
 
-def test_eight_writers_agree_on_the_first_answers_and_lose_none(url):
+def test_eight_writers_agree_on_the_first_answers_and_lose_none(shared):
     def write(number: int) -> bool:
-        cache = open_cache(url, read_only=False)
+        cache = open_cache(shared, read_only=False)
         for i in range(200):
             put(cache, f"{number} {i}", "text" * 100)
             put(cache, f"shared {i}", f"by {number}")
@@ -150,21 +151,21 @@ def test_eight_writers_agree_on_the_first_answers_and_lose_none(url):
 
     seen = in_processes(write, 8)
     assert all(answers == seen[0] and None not in answers for answers in seen)
-    assert len({query for query, _ in entries_of(open_cache(url, read_only=True))}) == 9 * 200
+    assert len({query for query, _ in entries_of(open_cache(shared, read_only=True))}) == 9 * 200
 
 
-def write_until_killed(url: str, name: str, acknowledge: int) -> None:
-    cache = open_cache(url, read_only=False)
+def write_until_killed(place: str, name: str, acknowledge: int) -> None:
+    cache = open_cache(place, read_only=False)
     for i in range(1_000_000):
         put(cache, f"{name} {i}", f"text {i} " * 20)
         os.write(acknowledge, f"{name} {i}\n".encode())
 
 
-def test_killed_writers_lose_no_acknowledged_answer_and_leave_no_half_one(url):
+def test_killed_writers_lose_no_acknowledged_answer_and_leave_no_half_one(shared):
     writers = []
     for number in range(4):
         reading, writing = os.pipe()
-        writer = fork.Process(target=write_until_killed, args=(url, str(number), writing))
+        writer = fork.Process(target=write_until_killed, args=(shared, str(number), writing))
         writer.start()
         os.close(writing)
         writers.append((writer, os.fdopen(reading)))
@@ -176,14 +177,14 @@ def test_killed_writers_lose_no_acknowledged_answer_and_leave_no_half_one(url):
         pipe.close()
         writer.join(timeout=30)
         assert writer.exitcode == -signal.SIGKILL
-    cache = open_cache(url, read_only=True)
+    cache = open_cache(shared, read_only=True)
     acknowledged = {line.strip() for line in lines if line.endswith("\n")}
     assert len(acknowledged) >= 4 and all(cache.get_any(query) for query in acknowledged)
     assert all(cache.get_any(query) == text for query, text in entries_of(cache))
 
 
-def test_a_forked_process_can_go_on_using_the_cache(url):
-    cache = open_cache(url, read_only=False)
+def test_a_forked_process_can_go_on_using_the_cache(shared):
+    cache = open_cache(shared, read_only=False)
     put(cache, "parent", "1")
 
     def child(number: int) -> str | None:
@@ -208,22 +209,28 @@ def ask(cfg: SearchConfig, *queries: str):
     return asyncio.run(gather())
 
 
-def test_the_search_tool_records_into_redis_and_replays_without_a_corpus(url, tmp_path):
+def test_the_search_tool_records_into_redis_and_replays_without_a_corpus(shared, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Otter", "text": "The silver otter is 61 cm long."}\n')
-    [recorded] = ask(SearchConfig(backend="local", corpus=str(corpus), cache=url), "silver otter")
-    [replayed, missing] = ask(SearchConfig(backend="replay", cache=url, mode="replay"), "silver otter", "red fox")
+    [recorded] = ask(SearchConfig(backend="local", corpus=str(corpus), cache=shared), "silver otter")
+    [replayed, missing] = ask(SearchConfig(backend="replay", cache=shared, mode="replay"), "silver otter", "red fox")
     assert replayed.text == recorded.text and replayed.cached and not recorded.cached
     assert missing.error_kind == "not_recorded"
     with pytest.raises(UserError, match="no recorded result for 'red fox'"):
-        ask(SearchConfig(backend="replay", cache=url, mode="replay_strict"), "red fox")
+        ask(SearchConfig(backend="replay", cache=shared, mode="replay_strict"), "red fox")
 
 
 def test_a_server_that_nobody_runs_is_one_line_before_training():
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    cache = f"{REDIS}=redis://127.0.0.1:{free_port()}/0"
     with pytest.raises(UserError, match=r"tools\.search\.cache: no Redis server answers at redis://127") as error:
-        SearchTool(SearchConfig(backend="replay", cache=url))
+        SearchTool(SearchConfig(backend="replay", cache=cache))
     assert "\n" not in str(error.value)
+
+
+def test_an_address_alone_is_refused_in_one_line_without_what_stands_in_it():
+    with pytest.raises(UserError, match=r"^tools\.search\.cache: a cache at an address must be FILE\.py:NAME") as error:
+        open_cache("redis://:s3cret@127.0.0.1:1/0", read_only=False)
+    assert "s3cret" not in str(error.value)
 
 
 def test_a_missing_redis_package_is_one_line_that_names_the_extra():
@@ -231,7 +238,7 @@ def test_a_missing_redis_package_is_one_line_that_names_the_extra():
         "import sys; sys.modules['redis'] = None\n"
         "from arpo.config.tools import SearchConfig\nfrom arpo.config.load import UserError\n"
         "from arpo.tools.search import SearchTool\n"
-        "try: SearchTool(SearchConfig(backend='replay', cache='redis://127.0.0.1:1/0'))\n"
+        f"try: SearchTool(SearchConfig(backend='replay', cache={REDIS + '=redis://127.0.0.1:1/0'!r}))\n"
         "except UserError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -241,19 +248,19 @@ def test_a_missing_redis_package_is_one_line_that_names_the_extra():
 def test_a_password_belongs_into_the_environment(tmp_path, monkeypatch):
     with redis_server(tmp_path, "--requirepass", "s3cret") as server:
         with pytest.raises(UserError, match=PASSWORD_VARIABLE) as error:
-            open_cache(f"redis://:s3cret@127.0.0.1:{server.port}/0", read_only=False)
+            open_cache(f"{REDIS}=redis://:s3cret@127.0.0.1:{server.port}/0", read_only=False)
         assert "s3cret" not in str(error.value)
         with pytest.raises(UserError, match="no Redis server answers"):
-            open_cache(server.url, read_only=False)
+            open_cache(server.cache, read_only=False)
         monkeypatch.setenv(PASSWORD_VARIABLE, "s3cret")
-        cache = open_cache(server.url, read_only=False)
+        cache = open_cache(server.cache, read_only=False)
         put(cache, "otter", "wet")
         assert get(cache, "otter") == "wet"
 
 
 def test_a_server_lost_in_mid_run_costs_a_recording_one_warning_and_ends_a_replay(tmp_path, caplog):
     with redis_server(tmp_path) as server:
-        recording, replay = (open_cache(server.url, read_only=read_only) for read_only in (False, True))
+        recording, replay = (open_cache(server.cache, read_only=read_only) for read_only in (False, True))
         put(recording, "otter", "wet")
         server.process.kill()
         server.process.wait()
@@ -267,29 +274,29 @@ def test_a_server_lost_in_mid_run_costs_a_recording_one_warning_and_ends_a_repla
 # ---- the rate limit
 
 
-def test_a_limit_lets_the_first_call_go_at_once_and_then_one_per_interval(url):
-    for limit in (LocalRateLimit(0.01), RedisRateLimit(url, "turns", 0.01)):
+def test_a_limit_lets_the_first_call_go_at_once_and_then_one_per_interval(server):
+    for limit in (LocalRateLimit(0.01), RedisRateLimit(server.url, "turns", 0.01)):
         waits_s = [limit.take() for _ in range(4)]
         assert waits_s == pytest.approx([0, 100, 200, 300], abs=30) and waits_s[0] == 0
 
 
-def test_processes_share_one_bucket(url):
+def test_processes_share_one_bucket(server):
     def take(_: int) -> list[float]:
-        limit = RedisRateLimit(url, "shared", 0.01)
+        limit = RedisRateLimit(server.url, "shared", 0.01)
         return [limit.take() for _ in range(5)]
 
     waits_s = sorted(wait_s for part in in_processes(take, 4) for wait_s in part)
     assert waits_s == pytest.approx([100 * i for i in range(20)], abs=60)
-    assert RedisRateLimit(url, "another", 0.01).take() == 0
+    assert RedisRateLimit(server.url, "another", 0.01).take() == 0
 
 
-def test_acquire_waits_for_the_token(url):
+def test_acquire_waits_for_the_token(server):
     async def five(limit) -> float:
         started = time.monotonic()
         await asyncio.gather(*(limit.acquire() for _ in range(5)))
         return time.monotonic() - started
 
-    for limit in (LocalRateLimit(20), RedisRateLimit(url, "waits", 20)):
+    for limit in (LocalRateLimit(20), RedisRateLimit(server.url, "waits", 20)):
         assert asyncio.run(five(limit)) >= 0.19
 
 

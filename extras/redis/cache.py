@@ -1,5 +1,9 @@
 """The cache in a Redis server, for the ranks of several nodes: the same rows, keys and modes as a cache file.
 
+    tools.search.cache: extras/redis/cache.py:RedisCache=redis://host:port/db
+
+Its keys there are
+
     arpo:cache:1:entry:<key>     hash {id, backend, query, value, negative, created_s}, as a row of the file
     arpo:cache:1:query:<sha256>  list of the entries of a query, in the order of recording
 
@@ -13,9 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from arpo.tools.cache.redis_client import PREFIX, connect, describe
 from arpo.tools.cache.rows import DamagedEntry, Row, clean_query, make_row, unpack
 from arpo.tools.cache.store import IMPORTED, NEGATIVE_TTL_S, Cache
+from extras.redis.client import PREFIX, connect, describe
+from extras.redis.rate_limit import RedisRateLimit
 
 _ROOT = f"{PREFIX}cache:1:"
 _ENTRY, _QUERY, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "last_id"))
@@ -41,6 +46,8 @@ class RedisCache(Cache):
     """A cache in one Redis database. Thread-safe, and usable after a fork. The methods are those of `CacheFile`."""
 
     remedy = "see that the server runs"
+    rate_limit = RedisRateLimit
+    """The limit that the searches of all ranks share, in the same server."""
 
     def __init__(self, url: str, *, read_only: bool = False, setting: str = "tools.search.cache"):
         """Raises UserError where no server answers, or redis-py is not installed."""

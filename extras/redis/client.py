@@ -17,11 +17,6 @@ PREFIX = "arpo:"
 """Prefix of all our keys, so that the server may hold other things too."""
 
 
-def is_redis_url(place: object) -> bool:
-    """Return True for redis://host:port/db (rediss:// with TLS), False for a file."""
-    return str(place).startswith(("redis://", "rediss://"))
-
-
 def connect(url: str, setting: str) -> redis.Redis:
     """Return a client whose server has answered; thread-safe, and usable after a fork. `setting` is the config field.
 
