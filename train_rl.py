@@ -105,8 +105,9 @@ from arpo.engine.team import form_team
 from arpo.growing import forecast
 from arpo.log import RunLog
 from arpo.log.charts import RL_CHARTS
+from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import reported_if_not_finite
-from arpo.metrics import console_text, distributions, memory_metrics, speeds
+from arpo.metrics import distributions
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import TrainedCritic, fill_values
@@ -277,6 +278,29 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
     critic = cfg.critic_model.path if cfg.advantage.needs_critic else ""
     reference = cfg.reference_model.path if cfg.loss.kl_coefficient and not cfg.loss.offload_reference else ""
     return read_job(cfg.model, num_shards, cfg.engine, cfg.max_model_len, critic_path=critic, reference_path=reference)
+
+
+def console_text(values: dict[str, float]) -> str:
+    """Return the text that the console shows for a training step, from the metrics of all ranks."""
+    parts = [
+        f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
+        *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
+        *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
+        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
+        f"branches {values['branching/branches_per_prompt']:.1f}",
+        *([_replays(values)] if "tools/replayed" in values else []),
+        f"tokens {values['response/tokens']:.0f}",
+        f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
+        if "loss/entropy" in values
+        else "no policy update" + (" (the critic warms up)" if "critic/loss" in values else ""),
+        f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
+    ]
+    return "  ".join(parts)
+
+
+def _replays(values: dict[str, float]) -> str:
+    mismatches = values["tools/replay_mismatch"]
+    return f"replayed {values['tools/replayed']:.0f}" + (f" ({mismatches:.0f} otherwise)" if mismatches else "")
 
 
 if __name__ == "__main__":

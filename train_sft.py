@@ -55,8 +55,8 @@ from arpo.data import PromptOrder
 from arpo.data.hub import local_file
 from arpo.log import RunLog
 from arpo.log.charts import SFT_CHARTS
+from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import NonFinite, reported_if_not_finite
-from arpo.metrics import memory_metrics, speeds
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.accumulation import accumulating
 from arpo.model.attention import attention_backend

@@ -5,23 +5,16 @@ Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the sha
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import pstdev
-from typing import TYPE_CHECKING
 
 from arpo.branching_signal import turns_after_results
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
-if TYPE_CHECKING:
-    import torch
-
 MAX_SOURCES = 16
 """Number of data sources whose accuracy is logged under their own name."""
-GIB = 2**30
 
 
 def rollout_metrics(
@@ -154,51 +147,3 @@ def distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
         "histogram/response_tokens": [float(len(t.token_ids)) for t in trajectories],
         "histogram/delta_entropy": [entropy - root for entropy, root, _ in turns_after_results(groups)],
     }
-
-
-def speeds(values: Mapping[str, float], num_ranks: int) -> dict[str, float]:
-    """Return tokens per second of a rank, which is a GPU where there are any, from a step's tokens and seconds."""
-    phases = {"sampled": "rollout", "trained": "update"}
-    return {
-        f"tokens/{tokens}_per_second": values[f"tokens/{tokens}"] / values[f"time/{phase}"] / num_ranks
-        for tokens, phase in phases.items()
-        if f"tokens/{tokens}" in values and values.get(f"time/{phase}")
-    }
-
-
-def memory_metrics(device: torch.device) -> Metrics:
-    """Return this rank's memory, of which the fullest rank's is reported. A peak is that since the last call."""
-    import torch
-
-    m = Metrics()
-    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    m.max("memory/host_gib", num_pages * os.sysconf("SC_PAGE_SIZE") / GIB)
-    if device.type == "cuda":
-        m.max("memory/gpu_peak_gib", torch.cuda.max_memory_allocated(device) / GIB)
-        torch.cuda.reset_peak_memory_stats(device)
-        free, total = torch.cuda.mem_get_info(device)
-        m.max("memory/gpu_used_gib", (total - free) / GIB)
-    return m
-
-
-def console_text(values: dict[str, float]) -> str:
-    """Return the text that the console shows for a training step, from the metrics of all ranks."""
-    parts = [
-        f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
-        *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
-        *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
-        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
-        f"branches {values['branching/branches_per_prompt']:.1f}",
-        *([_replays(values)] if "tools/replayed" in values else []),
-        f"tokens {values['response/tokens']:.0f}",
-        f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
-        if "loss/entropy" in values
-        else "no policy update" + (" (the critic warms up)" if "critic/loss" in values else ""),
-        f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
-    ]
-    return "  ".join(parts)
-
-
-def _replays(values: dict[str, float]) -> str:
-    mismatches = values["tools/replay_mismatch"]
-    return f"replayed {values['tools/replayed']:.0f}" + (f" ({mismatches:.0f} otherwise)" if mismatches else "")

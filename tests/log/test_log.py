@@ -22,7 +22,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from arpo.evals.scores import summarize
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.log.charts import RL_CHARTS
-from arpo.metrics import MAX_SOURCES, memory_metrics, rollout_metrics, source_names, speeds
+from arpo.log.machine import memory_metrics, speeds
+from arpo.metrics import MAX_SOURCES, rollout_metrics, source_names
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
 REPO = Path(__file__).resolve().parents[2]

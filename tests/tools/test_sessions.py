@@ -9,12 +9,13 @@ from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, play, prompt
 from helpers.stateful import Forgetful, ForkedNotes, Losing, Notes, shared_texts, sharing
 
-from arpo.metrics import console_text, rollout_metrics
+from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import PricedTool, ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory
+from train_rl import console_text
 
 LONG = RolloutConfig(
     group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6

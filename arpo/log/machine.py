@@ -1,0 +1,36 @@
+"""The numbers of the machine that a step ran on: its speeds and its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from arpo.trajectory import Metrics
+
+GIB = 2**30
+
+
+def speeds(values: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+    """Return tokens per second of a rank, which is a GPU where there are any, from a step's tokens and seconds."""
+    phases = {"sampled": "rollout", "trained": "update"}
+    return {
+        f"tokens/{tokens}_per_second": values[f"tokens/{tokens}"] / values[f"time/{phase}"] / num_ranks
+        for tokens, phase in phases.items()
+        if f"tokens/{tokens}" in values and values.get(f"time/{phase}")
+    }
+
+
+def memory_metrics(device: torch.device) -> Metrics:
+    """Return this rank's memory, of which the fullest rank's is reported. A peak is that since the last call."""
+    m = Metrics()
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    m.max("memory/host_gib", num_pages * os.sysconf("SC_PAGE_SIZE") / GIB)
+    if device.type == "cuda":
+        m.max("memory/gpu_peak_gib", torch.cuda.max_memory_allocated(device) / GIB)
+        torch.cuda.reset_peak_memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        m.max("memory/gpu_used_gib", (total - free) / GIB)
+    return m
