@@ -26,9 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arpo.start.memory import FP32, GIB
 from benchmarks.shared.cost_model import (
-    HARDWARE,
     MODELS,
-    Hardware,
     Shape,
     Workload,
     activation_bytes,
@@ -37,6 +35,7 @@ from benchmarks.shared.cost_model import (
     seconds,
     shape_from_json,
 )
+from benchmarks.shared.hardware import HARDWARE, Hardware
 
 # ---------------------------------------------------------------------------------------------------------- tables
 

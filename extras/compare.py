@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from arpo.errors import UserError, exit_with
+from arpo.config.load import run_or_exit
+from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of, mean
 from arpo.evals.grades import grades_path, read_grades
 from arpo.evals.scores import correct_by_question, ks_of, pass_values
@@ -63,13 +65,8 @@ def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
 
 def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
     """Read a run's grades. Raises UserError where the folder holds no finished evaluation."""
-    try:
-        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    with scores_of(folder) as scores:
         graders = {b: f"judge ({s['judge']})" if s["metric"] == "judge" else s["metric"] for b, s in scores.items()}
-    except OSError as error:
-        raise UserError(f"{folder}: no evaluation there (scores.json: {error.strerror}); pass runs/NAME") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
     benchmarks = {}
     for benchmark in scores:
         grades = read_grades(grades_path(folder, benchmark))
@@ -77,6 +74,17 @@ def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
         grades = [replace(g, question_id=f"{g.question_id} {g.question_digest}") for g in grades]
         benchmarks[benchmark] = correct_by_question(grades)
     return EvaluatedRun(name, benchmarks, graders)
+
+
+@contextmanager
+def scores_of(folder: Path) -> Iterator[dict]:
+    """Yield what a run's scores.json holds. Raises UserError without one, and where its user finds another form."""
+    try:
+        yield json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{folder}: no evaluation there (scores.json: {error.strerror}); pass runs/NAME") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
 
 
 def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:
@@ -162,10 +170,7 @@ def _difference(d: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m extras.compare", description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="folders of evaluations; the first is the reference")
-    try:
-        print(compare_runs(parser.parse_args().runs))
-    except UserError as error:
-        exit_with(error)
+    print(run_or_exit(compare_runs, parser.parse_args().runs))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpo.errors import UserError, exit_with
+from arpo.config.load import run_or_exit
 from arpo.evals.scores import Scores
 from arpo.evals.tables import Table, markdown_report
+from extras.compare import scores_of
 
 SOURCES = (
     "Claims of ARPO (arXiv 2507.19849; from secondary sources) and AEPO (arXiv 2510.14545; its abstract); users could "
@@ -146,22 +146,14 @@ def published_for(benchmark: str) -> list[Published]:
 
 def report(folder: Path) -> str:
     """Return the papers' numbers beside those in the run's scores.json, as Markdown. Raises UserError without them."""
-    try:
-        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    with scores_of(folder) as scores:
         return markdown_report(folder.resolve().name, [], [papers_table(scores)])
-    except OSError as error:
-        raise UserError(f"{folder}: no evaluation there (scores.json: {error.strerror}); pass runs/NAME") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder}/scores.json: not the scores of an evaluation ({error!r}); regrade the run") from None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m extras.papers", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of the evaluation (runs/NAME)")
-    try:
-        print(report(parser.parse_args().run))
-    except UserError as error:
-        exit_with(error)
+    print(run_or_exit(report, parser.parse_args().run))
 
 
 if __name__ == "__main__":

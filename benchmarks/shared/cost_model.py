@@ -14,6 +14,7 @@ import arpo.start.memory
 from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.model.policy import HEAD_CHUNK_TOKENS
 from arpo.start.memory import BF16, FP32, GIB, SIZE_OF, Job, Sizes, engine_memory, training_state
+from benchmarks.shared.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -80,42 +81,6 @@ MODELS = {
     "Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128, 128_256),
     "Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151_936, qk_norm=True),
     "Qwen3-14B": Shape(5120, 17408, 40, 40, 8, 128, 151_936, qk_norm=True),
-}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """A node, and the shares of its data sheet that we assume to reach. Nothing here was measured on such a node."""
-
-    gpus_per_node: int
-    memory_gib: float
-    """Per GPU, as the driver reports it."""
-    bf16_tflops: float
-    """Dense, data sheet."""
-    memory_gb_s: float
-    link_gb_s: float
-    """Per GPU and direction, inside the node."""
-    network_gb_s: float
-    """Per GPU and direction, between nodes."""
-    train_share: float = 0.40
-    """Share of bf16_tflops reached in forward and backward of long packed batches."""
-    prefill_share: float = 0.50
-    memory_share: float = 0.60
-    """Share of memory_gb_s reached while decoding."""
-    link_share: float = 0.70
-    overlap: float = 0.80
-    """Share of the collectives' time that hides behind compute, while there is enough of it."""
-    step_overhead_ms: float = 6.0
-    """Overhead of one engine step: Python and kernel launches (eager)."""
-    overhead_ms_per_sequence: float = 0.03
-    reserved_gib: float = 3.0
-    """CUDA context, NCCL buffers, fragmentation."""
-
-
-HARDWARE = {
-    "8xH100-80GB": Hardware(8, 79.1, 989, 3350, 450, 50),
-    "8xH200-141GB": Hardware(8, 139.7, 989, 4800, 450, 50),
-    "8xA100-80GB": Hardware(8, 79.1, 312, 2039, 300, 25),
 }
 
 

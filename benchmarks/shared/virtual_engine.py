@@ -12,7 +12,8 @@ from math import ceil
 from arpo.engine import Chunk, SamplingSpec
 from arpo.tools.base import ToolContext, ToolResult
 from arpo.tools.sessions import Sessions
-from benchmarks.shared.cost_model import BF16, Hardware, Shape, decode_seconds, forward_flops, kv_bytes_per_token
+from benchmarks.shared.cost_model import BF16, Shape, decode_seconds, forward_flops, kv_bytes_per_token
+from benchmarks.shared.hardware import Hardware
 from benchmarks.shared.virtual_ranks import VirtualTime
 
 

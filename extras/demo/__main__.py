@@ -35,6 +35,14 @@ def show_report(args: argparse.Namespace) -> None:
         draw(args.runs, args.picture)
 
 
+def add_build(commands: Any, folder: str, about: str) -> argparse.ArgumentParser:
+    """Add the subcommand that writes a demo's data, and return its parser."""
+    command = commands.add_parser("build", help=about)
+    command.add_argument("--out", type=Path, default=Path(folder), help="folder to write")
+    command.add_argument("--seed", type=int, default=0, help="seed of all that is drawn")
+    return command
+
+
 def add_report(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand that prints a demo's results, and return its parser."""
     command = commands.add_parser("report", help="print the demo's results")
@@ -45,9 +53,7 @@ def add_report(commands: Any) -> argparse.ArgumentParser:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m extras.demo", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("build", help="write the demo's data and model")
-    command.add_argument("--out", type=Path, default=Path("data/demo"), help="folder to write")
-    command.add_argument("--seed", type=int, default=0, help="seed of world, data and model")
+    command = add_build(commands, "data/demo", "write the demo's data and model")
     command.add_argument("--task", choices=TASKS, default="plain", help=TASKS_HELP)
     command.set_defaults(run=write_data)
     command = add_report(commands)

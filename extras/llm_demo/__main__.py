@@ -7,10 +7,9 @@ python -m extras.llm_demo report --runs runs
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from arpo.config.load import run_or_exit
-from extras.demo.__main__ import add_report
+from extras.demo.__main__ import add_build, add_report
 from extras.demo.report import Demo, report
 
 LLM_DEMO = Demo(
@@ -39,9 +38,7 @@ def show_report(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m extras.llm_demo", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("build", help="write GSM8K with tool calls, and a pretrained model")
-    command.add_argument("--out", type=Path, default=Path("data/llm"), help="folder to write")
-    command.add_argument("--seed", type=int, default=0, help="seed of what is SFT, RL and validation data")
+    command = add_build(commands, "data/llm", "write GSM8K with tool calls, and a pretrained model")
     command.add_argument("--gsm8k", default="", help="folder with GSM8K's train and test files; empty = from the Hub")
     command.add_argument("--model", default="", help="folder or Hub name; empty = SmolLM2-135M-Instruct")
     command.set_defaults(run=write_files)

@@ -16,9 +16,10 @@ from arpo.start.memory import Job, training_state
 from benchmarks import scaling
 from benchmarks.shared import cost_model
 from benchmarks.shared.cost_model import Shape, shape_from_json
+from benchmarks.shared.hardware import HARDWARE
 
 ROOT = Path(__file__).resolve().parents[2]
-NODE = cost_model.HARDWARE["8xH100-80GB"]
+NODE = HARDWARE["8xH100-80GB"]
 
 
 @pytest.mark.parametrize("name", cost_model.MODELS)

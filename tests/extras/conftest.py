@@ -1,9 +1,11 @@
 import asyncio
+from pathlib import Path
 
 import pytest
 from helpers.notebooks import CFG
 from helpers.python_tools import start
 
+from extras.demo.build import write_jsonl
 from extras.tools.notebook import NotebookTool
 
 
@@ -22,3 +24,11 @@ def forking():
     asyncio.run(tool.aclose())
     if not tool.sandbox._host.has_proc:
         pytest.skip("there is no /proc in this jail, so nothing may fork")
+
+
+@pytest.fixture(scope="module")
+def corpus(world, tmp_path_factory) -> Path:
+    """The corpus of the module's demo world."""
+    path = tmp_path_factory.mktemp("demo") / "corpus.jsonl"
+    write_jsonl(path, world.documents())
+    return path

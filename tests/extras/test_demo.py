@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +19,6 @@ from extras.demo.world import Demonstrator, World, evaluate, python_result
 @pytest.fixture(scope="module")
 def world() -> World:
     return World(0)
-
-
-@pytest.fixture(scope="module")
-def corpus(world, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("demo") / "corpus.jsonl"
-    demo.write_jsonl(path, world.documents())
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import random
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +16,6 @@ from extras.demo.world import ATTRIBUTES, Demonstrator, World
 @pytest.fixture(scope="module")
 def world() -> HardWorld:
     return HardWorld(0)
-
-
-@pytest.fixture(scope="module")
-def corpus(world, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("demo_hard") / "corpus.jsonl"
-    demo.write_jsonl(path, world.documents())
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,39 @@
+"""Nodes that the cost model speaks of, by their data sheets."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A node, and the shares of its data sheet that we assume to reach. Nothing here was measured on such a node."""
+
+    gpus_per_node: int
+    memory_gib: float
+    """Per GPU, as the driver reports it."""
+    bf16_tflops: float
+    """Dense, data sheet."""
+    memory_gb_s: float
+    link_gb_s: float
+    """Per GPU and direction, inside the node."""
+    network_gb_s: float
+    """Per GPU and direction, between nodes."""
+    train_share: float = 0.40
+    """Share of bf16_tflops reached in forward and backward of long packed batches."""
+    prefill_share: float = 0.50
+    memory_share: float = 0.60
+    """Share of memory_gb_s reached while decoding."""
+    link_share: float = 0.70
+    overlap: float = 0.80
+    """Share of the collectives' time that hides behind compute, while there is enough of it."""
+    step_overhead_ms: float = 6.0
+    """Overhead of one engine step: Python and kernel launches (eager)."""
+    overhead_ms_per_sequence: float = 0.03
+    reserved_gib: float = 3.0
+    """CUDA context, NCCL buffers, fragmentation."""
+
+
+HARDWARE = {
+    "8xH100-80GB": Hardware(8, 79.1, 989, 3350, 450, 50),
+    "8xH200-141GB": Hardware(8, 139.7, 989, 4800, 450, 50),
+    "8xA100-80GB": Hardware(8, 79.1, 312, 2039, 300, 25),
+}
