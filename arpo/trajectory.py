@@ -163,8 +163,8 @@ class Trajectory:
     verdict: float | None = None
     """The judge's: 1 = right, 0 = wrong, or no answer was given; None = there is none, or not yet."""
     verdict_reason: str = ""
-    """Short stable name of the reason why there is none: judge_late, judge_failed, judge_unparsable, or, where a limit
-    forbade to ask, judge_over_limit. Dumps have both fields' content in the reward's parts and reason."""
+    """Short stable name of the reason why there is none: judge_late, judge_failed or judge_unparsable. Dumps have both
+    fields' content in the reward's parts and reason."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""

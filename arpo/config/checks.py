@@ -140,14 +140,8 @@ def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollou
     require(judge.deadline_s > 0, f"judge.deadline_s={judge.deadline_s} must be above 0")
 
 
-def check_queue(
-    rollout: RolloutConfig,
-    branching: BranchingConfig,
-    advantage: AdvantageConfig,
-    reward: TrainingRewardConfig,
-    judge: TrainingJudgeConfig,
-) -> None:
-    """Raise ValueError where a rollout would wait for a judge, or its limits depend on who has pulled which prompt."""
+def check_queue(branching: BranchingConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig) -> None:
+    """Raise ValueError where a rollout would wait for a judge."""
     if "judge" not in reward.weights:
         return
     for option, waits, others in (
@@ -158,14 +152,6 @@ def check_queue(
             not waits,
             f"{option} needs rewards during the rollout, and would wait for the judge each time; set it to {others}, "
             "or drop judge from reward.terms",
-        )
-    if not rollout.is_pulled:
-        return
-    for option, limit in {"max_calls_per_step": judge.max_calls_per_step, "max_calls": judge.max_calls}.items():
-        require(
-            not limit,
-            f"judge.{option}={limit} is shared out evenly to the ranks, which do not have equal shares of the prompts "
-            f"with rollout.dispatch={rollout.dispatch}; set it to 0, or rollout.dispatch=fixed",
         )
 
 

@@ -72,11 +72,6 @@ class TrainingJudgeConfig(JudgeConfig):
     deadline_s: float = 60.0
     """Longest time of one judgement, and longest time that a step waits for verdicts once its rollout has ended.
     Judgements that are still under way then are broken off."""
-    max_calls_per_step: Annotated[int, AtLeast(0)] = 0
-    """Most judgements asked for in a step, over all ranks and with its validation; 0 = no limit. A reply from the cache
-    is none."""
-    max_calls: Annotated[int, AtLeast(0)] = 0
-    """Most judgements asked for in the run, over all ranks; 0 = no limit."""
     fallback: Annotated[Literal["rule", "drop"], DECIDES] = "rule"
-    """An answer without a verdict (too late, failed, unclear, over a limit): rule = its accuracy by rule takes the
+    """An answer without a verdict (too late, failed, unclear): rule = its accuracy by rule takes the
     verdict's place; drop = its trajectory is not trained on."""

@@ -1,4 +1,4 @@
-"""The judge as a reward: it works beside the rollout, within its limits, and never holds a step up past its deadline.
+"""The judge as a reward: it works beside the rollout, and never holds a step up past its deadline.
 
     a prompt's trajectories have ended -> `begin` looks into the cache, and asks for the rest, in a thread of its own
     the rollout has ended -> `collect` waits for what is under way, at most deadline_s, and breaks the others off
@@ -19,7 +19,6 @@ from arpo.config.evals import TrainingJudgeConfig
 from arpo.errors import UserError
 from arpo.evals.grading import predicted
 from arpo.evals.judge import Judge, JudgeTask, Verdict
-from arpo.rewards.terms import OVER_LIMIT
 from arpo.tools.http.client import HttpClient
 from arpo.trajectory import Group, Metrics, StopReason, Trajectory
 
@@ -31,19 +30,14 @@ Asked = Future[tuple[Verdict, float]]
 class TrainingJudge:
     """Judges the answers of one rank's trajectories. Its methods are for one thread."""
 
-    def __init__(
-        self, cfg: TrainingJudgeConfig, cache: str | Path, *, form: str = "tags", index: int = 0, num_parts: int = 1
-    ):
-        """`cache` is the file of replies if `cfg.cache` is empty; `form` the protocol.format of the responses. This one
-        has part `index` of `num_parts` of the limits. Part 0 asks something small first: raises UserError where the
-        judge cannot be reached.
+    def __init__(self, cfg: TrainingJudgeConfig, cache: str | Path, *, form: str = "tags", probes: bool = True):
+        """`cache` is the file of replies if `cfg.cache` is empty; `form` the protocol.format of the responses. With
+        `probes` it asks something small first: raises UserError where the judge cannot be reached.
         """
-        self.cfg, self._form, self._index, self._num_parts = cfg, form, index, num_parts
+        self.cfg, self._form = cfg, form
         self._judge = Judge(cfg, cache, deadline_s=cfg.deadline_s)
-        if index == 0:
+        if probes:
             self._judge.probe()
-        self.num_calls_before = 0
-        """Judgements that all parts asked for in the steps before this one."""
         self._start_step()
         self._client: HttpClient | None = None
         self._loop = asyncio.new_event_loop()
@@ -53,7 +47,6 @@ class TrainingJudge:
 
     def _start_step(self) -> None:
         self._metrics = Metrics()
-        self._num_calls = 0
         self._asked: dict[str, Asked] = {}  # by the judge's prompt: equal answers are asked about once
 
     def begin(self, group: Group, seconds: list[float] | None = None) -> None:
@@ -80,19 +73,8 @@ class TrainingJudge:
         elif (verdict := self._judge.recorded(task)) is not None:
             self._metrics.sum("judge/cached", 1)
             _fill(t, verdict)
-        elif self._num_calls >= self._limit():
-            self._metrics.sum("judge/over_limit", 1)
-            t.verdict_reason = OVER_LIMIT
         else:
-            self._num_calls += 1
             self._asked[task.prompt] = asyncio.run_coroutine_threadsafe(self._ask(task), self._loop)
-
-    def _limit(self) -> float:
-        """Return how many judgements this part may ask for in this step."""
-        left = [self.cfg.max_calls_per_step] if self.cfg.max_calls_per_step else []
-        left += [max(self.cfg.max_calls - self.num_calls_before, 0)] if self.cfg.max_calls else []
-        shares = [count // self._num_parts + (self._index < count % self._num_parts) for count in left]
-        return min(shares, default=float("inf"))
 
     async def _ask(self, task: JudgeTask) -> tuple[Verdict, float]:
         if self._client is None:
@@ -123,8 +105,8 @@ class TrainingJudge:
     def end_step(self) -> Metrics:
         """Return the numbers of the step, and begin the next one. Its verdicts have been collected."""
         metrics = self._metrics
-        metrics.sum("judge/calls", self._num_calls)
-        for name in ("cached", "over_limit", "failed", "late", "unparsable"):
+        metrics.sum("judge/calls", len(self._asked))
+        for name in ("cached", "failed", "late", "unparsable"):
             metrics.sum(f"judge/{name}", 0)
         for asked in self._asked.values():
             if asked.cancelled():

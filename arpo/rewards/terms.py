@@ -18,8 +18,6 @@ from arpo.trajectory import Prompt, StopReason, Trajectory
 
 Fallback = Literal["rule", "drop"]
 """What stands in for a verdict that is not there: the built-in accuracy, or nothing."""
-OVER_LIMIT = "judge_over_limit"
-"""Reason of a missing verdict that a limit forbade to ask for, which is no failure of the judge."""
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
 """Terms that the built-in reward is made of. With one of them, all parts of that reward are logged."""
 TAKEN = {"mean", "std", "solved_share", "kl_penalty", "judge_failed"}
@@ -163,7 +161,7 @@ def score_terms(
             else:
                 values[entry] = TERMS[entry](evidence, terms.cfg)
         if t.verdict is not None or t.verdict_reason:
-            parts["judge_failed"] = float(t.verdict_reason not in ("", OVER_LIMIT))
+            parts["judge_failed"] = float(bool(t.verdict_reason))
             reasons.append(t.verdict_reason)
         t.reward_parts = parts | {label(entry): value for entry, value in values.items() if value is not None}
         if missing := [label(entry) for entry, value in values.items() if value is None]:

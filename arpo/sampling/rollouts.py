@@ -92,7 +92,6 @@ class Rollouts:
         self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()), state.get("branch_budgets", ()))
         is_ordered = self.sampler.rollout.dispatch == "pull_longest_first"
         self.lengths = ExpectedLengths(state.get("lengths", {})) if is_ordered else None
-        self.sampler.score.go_on_from(state.get("judge_calls", 0))
         if self.sampler.rollout.carry_over:
             carried = CarryOver(self.sampler, self.num_prompts, self.lengths)
             self.plan = go_on_from(carried, rank_files, self.prompts)
@@ -105,7 +104,6 @@ class Rollouts:
         state = {"num_drawn": self.health.go_on_from(self.num_drawn), "signal": self.signal.state}
         return state | {
             "branch_budgets": self.signal.budgets,
-            "judge_calls": self.sampler.score.num_judge_calls,
             "lengths": self.lengths.state if self.lengths else {},
         }
 

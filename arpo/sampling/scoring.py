@@ -37,16 +37,14 @@ class Scoring:
         self.cfg, self.team, self.codec = cfg, team, codec
         self.custom = load_custom("reward.file", cfg.function) if cfg.file else None
         self.terms = load_terms(cfg, max_response_tokens, judge.fallback)
-        self.num_judge_calls = 0
-        """Judgements that the run has asked for in the steps before this one, on all ranks."""
         self.judge = self._begin_judge(judge, folder / "judge.sqlite") if "judge" in cfg.weights else None
 
     def _begin_judge(self, cfg: TrainingJudgeConfig, cache: Path) -> TrainingJudge | None:
         """Return the judge of this team, on its first rank. Rank 0 alone asks it something; all hear what is wrong."""
         if not self.team.is_first:
             return self.team.ranks.together(lambda: None)
-        index, num_parts, form = self.team.index, self.team.num_teams, self.codec.format
-        return self.team.ranks.together(lambda: TrainingJudge(cfg, cache, form=form, index=index, num_parts=num_parts))
+        form, probes = self.codec.format, self.team.index == 0
+        return self.team.ranks.together(lambda: TrainingJudge(cfg, cache, form=form, probes=probes))
 
     def try_on(self, prompt: Prompt) -> None:
         """Try the user's functions on an invented response to a real prompt. Raises UserError."""
@@ -76,15 +74,7 @@ class Scoring:
         """Return the judge's numbers of the step, over all ranks; none without a judge. Collective with one."""
         if "judge" not in self.cfg.weights:
             return {}
-        values = self.team.ranks.reduce_metrics(self.judge.end_step() if self.judge else Metrics()).values()
-        self.go_on_from(self.num_judge_calls + int(values["judge/calls"]))
-        return values
-
-    def go_on_from(self, num_judge_calls: int) -> None:
-        """Count as if the run had asked for so many judgements so far."""
-        self.num_judge_calls = num_judge_calls
-        if self.judge:
-            self.judge.num_calls_before = num_judge_calls
+        return self.team.ranks.reduce_metrics(self.judge.end_step() if self.judge else Metrics()).values()
 
     def close(self) -> None:
         if self.judge:

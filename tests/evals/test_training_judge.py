@@ -55,11 +55,9 @@ def group(name: str, *predictions: str, stop=StopReason.EOS) -> Group:
 def make_judge(service, tmp_path):
     judges = []
 
-    def make(index=0, num_parts=1, **options) -> TrainingJudge:
+    def make(**options) -> TrainingJudge:
         settings = {"url": service.url, "model": "tester", "deadline_s": PATIENT_S} | options
-        judges.append(
-            TrainingJudge(TrainingJudgeConfig(**settings), tmp_path / "judge.sqlite", index=index, num_parts=num_parts)
-        )
+        judges.append(TrainingJudge(TrainingJudgeConfig(**settings), tmp_path / "judge.sqlite"))
         return judges[-1]
 
     yield make
@@ -186,24 +184,6 @@ def test_half_an_answer_is_asked_for_again(make_judge, service):
     assert values_of(judge, group("a", "4")) == [1.0] and len(service.requests) == 2
 
 
-def test_the_limit_of_a_step_holds_for_the_step(make_judge, service):
-    judge = make_judge(max_calls_per_step=2)
-    found = collected(judge, group("a", "4", "5", "6"))
-    assert found == [(1.0, ""), (0.0, ""), (None, "judge_over_limit")]
-    assert numbers(judge) == {"judge/calls": 2, "judge/over_limit": 1}
-    assert values_of(judge, group("a", "4", "6")) == [1.0, 0.0]  # the first is known, and the limit is a new one
-
-
-def test_the_limit_of_the_run_counts_earlier_steps_and_is_shared_between_ranks(make_judge):
-    judges = [make_judge(index, 2, max_calls=5) for index in range(2)]
-    found = [values_of(judge, *(group(str(i), "4") for i in range(6))) for judge in judges]
-    assert [values.count(1.0) for values in found] == [3, 2 + 3]  # three of the second from the cache
-    for judge in judges:
-        judge.end_step()
-        judge.num_calls_before = 5
-    assert values_of(judges[0], group("other", "4")) == [None]
-
-
 def test_a_judge_that_cannot_be_reached_is_one_line_before_the_run(tmp_path):
     cfg = TrainingJudgeConfig(url="http://127.0.0.1:9", model="m", deadline_s=0.4)
     with pytest.raises(UserError, match=r"^judge\.url: judge: .*; start the judge"):
@@ -254,25 +234,16 @@ def make_scoring(service, tmp_path):
         scoring.close()
 
 
-def test_a_verdict_is_a_part_of_the_reward_and_calls_are_counted_over_the_run(make_scoring):
+def test_a_verdict_is_a_part_of_the_reward_and_calls_are_counted(make_scoring):
     scoring, one = make_scoring("answer=1", "judge=0.5"), group("a", "4", "5")
     scoring.on_group(one, [1.0, 1.0])
     scoring([one])
     assert [t.reward for t in one.trajectories] == [1.5, 0.0]
     assert one.trajectories[0].reward_parts["judge"] == 1.0
     assert rollout_metrics([one])["reward/judge"] == 0.5
-    assert scoring.end_step()["judge/calls"] == 2 and scoring.num_judge_calls == 2
+    assert scoring.end_step()["judge/calls"] == 2
     scoring([group("b", "4")])
-    scoring.end_step()
-    assert scoring.num_judge_calls == 3
-
-
-def test_a_resumed_run_goes_on_with_the_limit_that_is_left(make_scoring):
-    scoring, some = make_scoring("judge=1", max_calls=10), group("a", "4", "5", "6")
-    scoring.go_on_from(8)
-    scoring([some])
-    assert [t.reward for t in some.trajectories] == [1.0, 0.0, 0.0]
-    assert some.trajectories[2].reward_reason == "judge_over_limit"
+    assert scoring.end_step()["judge/calls"] == 1
 
 
 def test_a_reward_without_a_judge_asks_nobody_and_logs_nothing(tmp_path):
@@ -300,15 +271,10 @@ def test_answers_without_a_verdict_are_a_warning_and_many_of_them_end_the_run(ma
     assert health.must_stop and "the judge gave no verdict on 67% of the trajectories, in 3 batches" in str(health)
 
 
-def test_the_limit_is_no_failure(make_scoring):
-    scoring, some = make_scoring("judge=1", max_calls_per_step=1), [group("a", "4", "5", "6")]
-    scoring(some)
-    health = ToolHealth()
-    assert health.may_train(some) and health.warning == ""
-
-
-def test_a_validation_leaves_out_what_has_no_verdict(make_scoring):
-    scoring, some = make_scoring("judge=1", max_calls_per_step=1, fallback="drop"), [group("a", "4"), group("b", "4")]
+def test_a_validation_leaves_out_what_has_no_verdict(make_scoring, service):
+    scoring, some = make_scoring("judge=1", fallback="drop"), [group("a", "4"), group("b", "4")]
+    scoring(some[:1])
+    service.then(says("no", 400))
     scoring(some)
     assert some[1].trajectories[0].reward is None
     assert summarize(some)["reward"] == 1.0 and summarize(some)["questions"] == 1

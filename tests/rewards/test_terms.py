@@ -147,13 +147,13 @@ def test_a_verdict_is_a_part_of_the_reward():
 
 
 def test_without_a_verdict_the_rule_stands_in_and_it_is_counted():
-    late, limited = judged("judge_late", "judge_over_limit", terms=terms_of("judge=1")).trajectories
+    late, wrong = judged("judge_late", "judge_failed", terms=terms_of("judge=1")).trajectories
     assert (late.reward, late.reward_reason, late.reward_parts) == (
         1.0,
         "judge_late",
         {"judge": 1.0, "judge_failed": 1.0},
     )
-    assert limited.reward == 0.0 and limited.reward_parts["judge_failed"] == 0.0
+    assert wrong.reward == 0.0 and wrong.reward_parts["judge_failed"] == 1.0
 
 
 def test_without_a_verdict_the_trajectory_is_not_trained_on_where_that_is_asked_for():

@@ -42,14 +42,11 @@ def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
 
 
 class Score:
-    on_group, num_judge_calls = None, 0
+    on_group = None
 
     def __call__(self, groups: list[Group]) -> None:
         for t in (t for group in groups for t in group.trajectories if t.reward is None):
             t.reward = float(len(t.token_ids) % 2)
-
-    def go_on_from(self, num_judge_calls: int) -> None:
-        assert num_judge_calls == 0
 
     def end_step(self) -> dict[str, float]:
         return {}

@@ -56,11 +56,6 @@ class Score:
             t.reward = float(len(t.token_ids) % 2)
             t.reward_parts = {"accuracy": t.reward}
 
-    num_judge_calls = 0
-
-    def go_on_from(self, num_judge_calls: int) -> None:
-        assert num_judge_calls == 0
-
     def end_step(self) -> dict:
         return {}
 
