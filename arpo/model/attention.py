@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,8 +93,20 @@ def register(attention: str) -> str:
     kernels = {"sdpa": attend_by_sdpa, "varlen": attend_by_varlen, "flash_attention_2": attend_by_flash_attn}
     for kernel, attend in kernels.items():
         # torch.compile would compile it anew for each batch, whose rows are other ones.
-        ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(attend))
+        ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(with_rows_only(attend)))
     return BY_ROW.get(attention, attention)
+
+
+def with_rows_only(attend: Callable) -> Callable:
+    """Return `attend` for layers that pass on the rows, and have no mask of their own. Others raise UserError."""
+
+    @functools.wraps(attend)
+    def attend_rows(module, query, key, value, attention_mask, *, paths: RowPaths | None = None, **options: Any):
+        if paths is None or attention_mask is not None:
+            raise UserError(f"model.path: {type(module).__name__} cannot attend row by row, so it is not supported")
+        return attend(module, query, key, value, None, paths=paths, **options)
+
+    return attend_rows
 
 
 def attend_by_sdpa(

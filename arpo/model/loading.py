@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from arpo.errors import UserError
+from arpo.model.mixers import check_layers
 
 
 def build_on_meta(path: str, attention: str) -> nn.Module:
@@ -35,8 +36,9 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
             raise UserError(f"model.path={path}: {method} weights cannot be trained; use the model in bfloat16")
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"model.path={path}: cannot build the model ({' '.join(str(error).split())[:300]})") from None
+    check_layers(hf, path)
     check_head(hf)
     for name, module in hf.named_modules():
         if list(module.buffers(recurse=False)) and not type(module).__name__.endswith("RotaryEmbedding"):
