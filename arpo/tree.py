@@ -76,8 +76,8 @@ class TreeBatch(MicroBatch):
 
 def check_attention(config: Any) -> None:
     """Raise UserError where the model's layers would not do what the mask says."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    slides = kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window)
+    kinds = getattr(config, "layer_types", None) or []
+    slides = "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window)
     if slides and config._attn_implementation == "flex_attention":
         raise UserError(
             f"update.layout=tree: {config.model_type} slides, and flex_attention's tree mask does not; "

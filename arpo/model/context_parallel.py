@@ -94,7 +94,9 @@ def check_model(config: Any, num_ranks: int) -> None:
             f"so many ranks; this model allows {', '.join(fits)}"
         )
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"model.context_parallel needs full attention, but {config.model_type} slides; set it to 1")
+        raise UserError(
+            f"model.context_parallel needs full attention in all layers, which {config.model_type} has not; set it to 1"
+        )
 
 
 class Exchange(torch.autograd.Function):

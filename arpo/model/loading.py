@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from arpo.errors import UserError
-from arpo.model.mixers import check_layers
+from arpo.model.mixers import check_layers, run_by_rows
 
 
 def build_on_meta(path: str, attention: str) -> nn.Module:
@@ -43,6 +43,7 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
     for name, module in hf.named_modules():
         if list(module.buffers(recurse=False)) and not type(module).__name__.endswith("RotaryEmbedding"):
             raise UserError(f"model.path={path}: {type(hf).__name__} has buffers in {name}, which is not supported")
+    run_by_rows(hf)
     return hf
 
 

@@ -23,6 +23,7 @@ from arpo.model.attention import attention_backend, register
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import check_compiled, token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
+from arpo.model.mixers import masks
 
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
@@ -75,7 +76,7 @@ def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
     return backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
-        attention_mask=micro.attention_mask(backbone.config),
+        attention_mask=masks(backbone, micro),
         use_cache=False,
         **micro.attention_options(),
     ).last_hidden_state[0]
