@@ -7,14 +7,15 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from arpo.checkpoint.card import card_of
@@ -24,7 +25,7 @@ from arpo.config.sections import ModelConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.model import Policy, lora
-from arpo.model.loading import build_on_meta, materialize, read_weights
+from arpo.model.loading import OTHER_PARTS, build_on_meta, folder_name, materialize, read_weights, weight_files
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -119,16 +120,20 @@ def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str, *, card: str = "") -> None:
-    """Write whole tensors by name, the card if there is one, and all else from `source`, to a folder that then replaces
-    `folder`."""
+    """Write whole tensors by name, the card if there is one, and all else from `source` (of a vision-language model its
+    vision tower too), to a folder that then replaces `folder`."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        write_safetensors(tensors, temporary)
         config = AutoConfig.from_pretrained(source)
+        if config.get_text_config() is not config:
+            tensors = with_other_parts(tensors, source, config)
+            for file in weight_files(source)[0].parent.glob("*processor_config.json"):  # of images
+                shutil.copy(file, temporary)
+        write_safetensors(tensors, temporary)
         config.dtype = source_dtype(source)
         config.save_pretrained(temporary)
         with contextlib.suppress(OSError):  # a model folder need not have one
@@ -142,6 +147,19 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+
+
+def with_other_parts(
+    tensors: Iterable[tuple[str, torch.Tensor]], source: str, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a text model by their names in its vision-language model, and then that model's others."""
+    for name, tensor in tensors:
+        yield folder_name(name, config), tensor
+    for file in weight_files(source):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118
+                if name.startswith(OTHER_PARTS):
+                    yield name, weights.get_tensor(name)
 
 
 def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
@@ -179,4 +197,5 @@ def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path)
 def source_dtype(source: str) -> torch.dtype:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(source).dtype or torch.float32
+    config = AutoConfig.from_pretrained(source)
+    return config.dtype or config.get_text_config().dtype or torch.float32

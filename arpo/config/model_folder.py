@@ -36,7 +36,7 @@ def check_model_folder(
     tokenizer = read_json(option, folder, "tokenizer_config.json", "save the tokenizer into the folder")
     if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
         raise UserError(f"{option}={path}: the tokenizer has no chat template; add chat_template.jinja")
-    positions = config.get("max_position_embeddings")
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
     if positions and max_model_len > positions:
         raise UserError(
             f"{option}={path}: {prompt_option} + rollout.max_response_tokens = {max_model_len} exceeds the "

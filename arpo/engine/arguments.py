@@ -39,6 +39,7 @@ def llm_arguments(
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "use_tqdm_on_load": False,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},  # so that a model with a vision tower is loaded without it
     }
     if on_gpu:
         return arguments | {

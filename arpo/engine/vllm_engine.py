@@ -28,6 +28,7 @@ from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, renew_tied_head
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy
+from arpo.model.loading import text_name
 from arpo.ranks import RandomState
 
 MAX_ROWS = 1024  # of logprobs are looked at at a time: a scored prompt has many, and each part is copied twice
@@ -236,17 +237,19 @@ class Engine:
     def sync_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take over the trainer's weights, in memory. Collective; every rank passes all parameters, in the same order.
 
-        Names are those of the Hugging Face checkpoint, tied weights come once; tensors are plain or FSDP2 shards
-        (reshard the model first). Afterwards the prefix cache is empty and the engine ready.
+        Names are those of the text model (vLLM gets the folder's), tied weights come once; tensors are plain or FSDP2
+        shards (reshard the model first). Afterwards the prefix cache is empty and the engine ready.
         """
         assert not self.running, f"weight sync while {self.num_running} requests run"
         assert self.state != "asleep", "wake_up before sync_weights"
         self.drain()
         missing = {name: p.shape for name, p in expected_parameters(self.model_path).items()}
+        names = {text_name(name): name for name in missing}
 
         def checked() -> Iterator[tuple[str, Tensor]]:
             # vLLM would only log a parameter that never came, and go on with the old one.
             for name, tensor in full_tensors(named_parameters, dtype=self.dtype, device=self.device):
+                name = names.get(name, name)
                 assert missing.pop(name, None) == tensor.shape, f"{name} {tuple(tensor.shape)} is not in the checkpoint"
                 yield name, tensor
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from arpo.errors import UserError
-from arpo.model.loading import check_weights, weight_files
+from arpo.model.loading import check_weights, folder_name, text_name, weight_files
 
 # torch 2.13 renamed it, and warns about the old name.
 all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -120,7 +120,8 @@ def finish_gather(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
 
 @functools.cache
 def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that the config asks for, by name, on the meta device. Tied weights appear once."""
+    """Return the parameters that the config asks for, by their names in the folder, on the meta device. Tied weights
+    appear once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -129,7 +130,7 @@ def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, OSError) as error:
         raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
-    return dict(model.named_parameters())
+    return {folder_name(name, config): parameter for name, parameter in model.named_parameters()}
 
 
 def renew_tied_head(model: torch.nn.Module) -> None:
@@ -166,8 +167,8 @@ def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
         try:
             with safe_open(file, "pt") as tensors:
                 names = tensors.keys()
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+                shapes |= {text_name(name): tuple(tensors.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a valid safetensors file ({error}); copy it again") from None
-    expected = expected_parameters(model_path)
+    expected = {text_name(name): parameter for name, parameter in expected_parameters(model_path).items()}
     check_weights(expected, {name: shapes[name] for name in shapes.keys() & expected.keys()}, model_path)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from arpo.errors import UserError
 from arpo.model.mixers import check_layers, run_by_rows
+
+TEXT = "model.language_model."
+"""Begins the names of the text model's weights in the folder of a vision-language model; elsewhere it is "model."."""
+OTHER_PARTS = ("model.visual.", "mtp.")
+"""Begin the names of what the text model has not: the vision tower, and heads that predict further tokens."""
 
 
 def build_on_meta(path: str, attention: str) -> nn.Module:
@@ -83,12 +89,15 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
         for file in weight_files(path):
             with safe_open(file, "pt") as tensors:
                 shapes[file] = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        check_weights(parameters, {name: shape for part in shapes.values() for name, shape in part.items()}, path)
+        found = {text_name(name): shape for part in shapes.values() for name, shape in part.items()}
+        check_weights(parameters, found, path)
         for file, names in shapes.items():
-            for name in names.keys() & parameters.keys():
+            for name in names:
+                if (parameter := parameters.get(text_name(name))) is None:
+                    continue
                 # One handle per weight: what it has mapped counts as this process's memory until it is closed.
                 with safe_open(file, "pt") as tensors, torch.no_grad():
-                    copy_rows(parameters[name], tensors.get_slice(name))
+                    copy_rows(parameter, tensors.get_slice(name))
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.path={path}: cannot load the weights ({' '.join(str(error).split())[:300]})") from None
 
@@ -100,7 +109,9 @@ def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tu
             f"model.path={path}: {len(missing)} weights are missing, {missing[0]} first; was it saved completely?"
         )
     unknown = sorted(
-        name for name in found.keys() - parameters.keys() if name != "lm_head.weight" and "rotary_emb." not in name
+        name
+        for name in found.keys() - parameters.keys()
+        if name != "lm_head.weight" and "rotary_emb." not in name and not name.startswith(OTHER_PARTS)
     )
     if unknown:
         raise UserError(
@@ -113,6 +124,17 @@ def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tu
                 f"model.path={path}: {name} has shape {found[name]}, config.json says {tuple(parameter.shape)}; "
                 "do they belong together?"
             )
+
+
+def text_name(name: str) -> str:
+    """Return the name that a weight of a folder has in the text model."""
+    return "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
+
+
+def folder_name(name: str, config: Any) -> str:
+    """Return the name that a weight of the text model has in a folder of this config, and for vLLM's class for it."""
+    is_part = config.get_text_config() is not config
+    return TEXT + name.removeprefix("model.") if is_part and name.startswith("model.") else name
 
 
 def weight_files(path: str) -> list[Path]:

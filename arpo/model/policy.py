@@ -58,7 +58,7 @@ class Policy(nn.Module):
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the HF checkpoint, parameter or its shard), a tied head once; for weight sync and export.
+        """Yield (name in the text model, parameter or its shard), a tied head once; for weight sync and export.
 
         Adapters are merged into what they adapt, one matrix at a time, which is collective.
         """

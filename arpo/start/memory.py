@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,10 +33,13 @@ class Sizes(NamedTuple):
 
     parameters: int
     kv_numbers_per_token: int
+    """Of the layers that attend"""
     kv_heads: int
     hidden: int
     intermediate: int
     vocab: int
+    state_numbers_per_row: int = 0
+    """Of the layers with gated delta, whatever the length of the row"""
 
 
 def sizes_of(path: str) -> Sizes | None:
@@ -44,18 +47,28 @@ def sizes_of(path: str) -> Sizes | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        kinds = getattr(config, "layer_types", None) or []
+        num_recurrent = kinds.count("linear_attention")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Sizes(
             parameters=sum(p.numel() for p in expected_parameters(path).values()),
-            kv_numbers_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim,
+            kv_numbers_per_token=2 * (config.num_hidden_layers - num_recurrent) * config.num_key_value_heads * head_dim,
             kv_heads=config.num_key_value_heads,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
+            state_numbers_per_row=num_recurrent and num_recurrent * state_numbers(config),
         )
     except (UserError, OSError, ValueError, AttributeError):  # what is wrong with the folder is the loader's to say
         return None
+
+
+def state_numbers(config: Any) -> int:
+    """Return the numbers that a gated-delta layer keeps of a row: a matrix for each head, and the last convolved."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return values * config.linear_key_head_dim + (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,9 @@ def engine_memory(sizes: Sizes, engine: EngineConfig, gpu_bytes: float) -> Engin
     # float32 logits, their log-softmax, and the sorted ones with their int64 indices.
     tokens = engine.max_num_batched_tokens * number * (2 * sizes.intermediate / parts + 3 * sizes.hidden)
     sampler = engine.max_num_seqs * sizes.vocab * (3 * FP32 + 8)
+    states = engine.max_num_seqs * FP32 * sizes.state_numbers_per_row / parts
     kv_bytes_per_token = number * sizes.kv_numbers_per_token / min(parts, sizes.kv_heads)
-    return EngineMemory(budget, weights, budget - weights - tokens - sampler, kv_bytes_per_token)
+    return EngineMemory(budget, weights, budget - weights - tokens - sampler - states, kv_bytes_per_token)
 
 
 def misfits(job: Job, gpu_bytes: float) -> list[str]:
