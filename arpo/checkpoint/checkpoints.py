@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import arpo.checkpoint.manifest as manifest
+from arpo.bounded import read_json
 from arpo.checkpoint.safe_reader import SafeReader
 from arpo.errors import UserError
 from arpo.model import Policy
@@ -147,7 +148,10 @@ class Checkpoints:
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             _restore_random_state(random_states[self.ranks.rank])
-        self.progress = json.loads((folder / PROGRESS).read_text())
+        try:
+            self.progress = read_json(folder / PROGRESS)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / PROGRESS}: cannot be read ({error}); take an older checkpoint") from None
         self.rank_files = sorted(folder.glob(RANK_FILE.replace("{rank:05d}", "*")))
         return manifest.step_of(folder)
 

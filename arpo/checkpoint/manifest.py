@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from arpo.bounded import read_json
+
 MANIFEST = "manifest.json"
 Files = dict[str, list[int]]
 
@@ -43,26 +45,36 @@ def write(folder: Path, step: int, files: Files) -> None:
 def read(folder: Path) -> Files | None:
     """Return the manifest's files, or None if there is no readable manifest of a folder of this name."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        is_ours = manifest["step"] == step_of(folder) and isinstance(manifest["files"], dict)
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = read_json(folder / MANIFEST)
+        files = manifest["files"]
+        is_ours = manifest["step"] == step_of(folder) and all(len(entry) == 2 for entry in files.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return manifest["files"] or None if is_ours else None
+    return files or None if is_ours else None
 
 
 def find_problem(folder: Path, files: Files | None, part: slice = slice(None)) -> str | None:
-    """Return what is wrong with (this part of) the folder's files, or None."""
+    """Return what is wrong with (this part of) the folder's files, or None.
+
+    A stranger's manifest may name a device, or a file elsewhere. What is read is in the folder, and of the right size.
+    """
     if files is None:
         return "it has no readable manifest"
+    with os.scandir(folder) as found:
+        entries = {entry.name: entry for entry in found}
+    for name, entry in entries.items():
+        if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+            return f"{name} is no plain file"  # listed or not: what loads the checkpoint might open it
     for name in sorted(files)[part]:
-        try:
-            found = size_and_checksum(folder / name)
-        except FileNotFoundError:
+        if name not in entries:
             return f"{name} is missing"
+        try:
+            size = entries[name].stat().st_size
+            measured = size_and_checksum(folder / name) if size == files[name][0] else [size, None]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found != files[name]:
-            return f"{name} has size and checksum {found}, the manifest says {files[name]}"
+        if measured != files[name]:
+            return f"{name} has size and checksum {measured}, the manifest says {files[name]}"
     return None
 
 

@@ -146,6 +146,44 @@ def test_a_doctored_checkpoint_runs_no_code_at_an_export(checkpoint, tiny_model_
     assert not mark.exists() and not (tmp_path / "hf").exists()
 
 
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def a_sparse_terabyte(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def a_file_elsewhere(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "make_it", "problem"),
+    [
+        ("__0_0.distcp", a_device, "is no plain file"),
+        ("__0_0.distcp", os.mkfifo, "is no plain file"),
+        ("__0_0.distcp", a_file_elsewhere, "is no plain file"),
+        ("__0_0.distcp", a_sparse_terabyte, "has size and checksum"),
+        ("unlisted", os.mkfifo, "is no plain file"),
+        (MANIFEST, a_device, "no readable manifest"),
+        (MANIFEST, os.mkfifo, "no readable manifest"),
+        (MANIFEST, a_sparse_terabyte, "no readable manifest"),
+        (MANIFEST, lambda path: path.write_text('{"step": 1, "files": {"/dev/zero": [0, 0]}}'), "/dev/zero is missing"),
+        (MANIFEST, lambda path: path.write_text('{"step": 1, "files": {"../latest": [0, 0]}}'), "latest is missing"),
+        (MANIFEST, lambda path: path.write_text('{"step": 1, "files": {"a": 5}}'), "no readable manifest"),
+        (MANIFEST, lambda path: path.write_text("[" * 100_000), "no readable manifest"),
+    ],
+)
+def test_a_checkpoint_is_made_of_plain_files_of_its_folder_and_of_their_sizes(checkpoint, name, make_it, problem):
+    (checkpoint / name).unlink(missing_ok=True)
+    make_it(checkpoint / name)
+    with pytest.raises(UserError, match=problem):
+        export_checkpoint(checkpoint, checkpoint.parent / "hf")
+
+
 def test_doctored_random_states_run_no_code(checkpoint, tiny_model_dir, mark):
     torch.save([Payload(mark)], checkpoint / RANDOM_STATES)
     sign(checkpoint)
