@@ -96,22 +96,37 @@ def source_of(name: str) -> str:
 def check_hub_model(option: str, name: str) -> None:
     """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach.
 
-    transformers finds that out too, but only after minutes of retries.
+    transformers finds that out too, but only after minutes of retries, and takes what a mirror says of its files.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         with _said(f"{option}={name}", name, "model", lead="no such folder here, and "):
-            HfApi().model_info(name, timeout=TIMEOUT_S)
+            info = HfApi().model_info(name, timeout=TIMEOUT_S)
+            for one in info.siblings or ():
+                if one.rfilename.endswith((".json", ".safetensors", ".jinja")):
+                    _digest_said(name, one.rfilename, "model", info.sha or "")
 
 
-def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
-    """Fetch a file into the cache, unless it is there, and compare its bytes with the checksum on the Hub.
+def _digest_said(repo: str, file: str, kind: str, commit: str) -> str:
+    """Return the checksum that the server says of a file. Raises ValueError.
 
     huggingface_hub names files of the cache after the commit and the checksum that the server says. A mirror's could
     point out of the cache, so both are looked at before anything is fetched.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    if not _COMMIT.fullmatch(commit):
+        raise ValueError(f"not the Hub's answer: commit {commit}")
+    answer = get_hf_file_metadata(hf_hub_url(repo, file, repo_type=kind, revision=commit))
+    if answer.commit_hash != commit or not _DIGEST.fullmatch(answer.etag or ""):
+        raise ValueError(f"not the Hub's answer: commit {answer.commit_hash}, checksum {answer.etag}")
+    return answer.etag
+
+
+def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
+    """Fetch a file into the cache, unless it is there, and compare its bytes with the checksum on the Hub."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars
 
     if not _is_main():
@@ -124,9 +139,7 @@ def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
         cached = try_to_load_from_cache(repo, file, repo_type="dataset", revision=commit)
         if isinstance(cached, str):
             return wanted, Path(cached)
-        answer = get_hf_file_metadata(hf_hub_url(repo, file, repo_type="dataset", revision=commit))
-        if answer.commit_hash != commit or not _DIGEST.fullmatch(digest := answer.etag or ""):
-            raise ValueError(f"not the Hub's answer: commit {answer.commit_hash}, checksum {answer.etag}")
+        digest = _digest_said(repo, file, "dataset", commit)
         path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=commit))
     if _digest_of(path, like=digest) != digest:
         path.resolve().unlink(missing_ok=True)
@@ -143,9 +156,7 @@ def _commit_and_files(wanted: HubFile) -> tuple[str, list[str]]:
     wish = wanted.revision
     with suppress(OfflineModeIsEnabled):
         info = HfApi().dataset_info(wanted.repo, revision=wish or None, timeout=TIMEOUT_S)
-        if not _COMMIT.fullmatch(info.sha or ""):
-            raise ValueError(f"not the Hub's answer: commit {info.sha}")
-        return info.sha, [one.rfilename for one in info.siblings or ()]
+        return info.sha or "", [one.rfilename for one in info.siblings or ()]
     with suppress(CacheNotFound):
         repos = [one for one in scan_cache_dir().repos if (one.repo_id, one.repo_type) == (wanted.repo, "dataset")]
         there = [c for repo in repos for c in repo.revisions if not wish or wish in (c.commit_hash, *c.refs)]
@@ -196,7 +207,8 @@ def _said(what: str, repo: str, kind: str, lead: str) -> Iterator[None]:
         reason = f"{lead}{endpoint} cannot be reached; check the network or the proxy, {fix} ({_short(error)})"
         if os.environ.get("HF_HUB_OFFLINE"):
             reason = f"{lead}it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
-    except (OSError, ValueError) as error:  # a full disk, a name that cannot be, a server that is no Hub
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # a full disk, a name that cannot be, a server that is no Hub
         reason = f"{_short(error)}; check the name, HF_ENDPOINT and the disk's space, and run the same command again"
     raise UserError(f"{what}: {reason}")
 

@@ -154,7 +154,20 @@ def test_a_mirror_that_points_out_of_the_cache_writes_nothing(server, tmp_path, 
     server.commit, server.etag = commit, etag
     with pytest.raises(UserError, match=r"^data\.train=o/one: not the Hub's answer: commit .*; check the name, HF_END"):
         hub.pin("data.train", "o/one")
+    server.repos["models/o/model"] = {"config.json": b"{}"}
+    with pytest.raises(
+        UserError, match=r"^model\.path=o/model: not the Hub's answer: commit .*; check the name, HF_END"
+    ):
+        hub.check_hub_model("model.path", "o/model")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
+
+
+@pytest.mark.parametrize("file", ["../../../../../outside.jsonl", "/outside.jsonl", "a\0b.jsonl", ""])
+def test_a_name_of_a_mirror_that_is_none_writes_nothing_and_is_one_line(server, tmp_path, file):
+    server.repos["datasets/o/odd"] = {file: TRAIN}
+    with pytest.raises(UserError, match=r"^data\.train=o/odd: .*") as error:
+        hub.pin("data.train", "o/odd")
+    assert "\n" not in str(error.value) and not list(tmp_path.rglob("*outside*"))
 
 
 @pytest.mark.parametrize("small", [False, True])

@@ -97,7 +97,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def repository(self, repo: str) -> None:
             if repo not in hub.repos:
                 return self.answer(401, {"X-Error-Code": "RepoNotFound"})  # the Hub does not tell it from a private one
-            siblings = [{"rfilename": name} for name in hub.repos[repo]]
+            siblings = [{"rfilename": name} if name else {} for name in hub.repos[repo]]
             body = {"id": repo.partition("/")[2], "sha": hub.commit, "siblings": siblings, "private": False, "tags": []}
             return self.answer(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
