@@ -128,7 +128,7 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.get_text_config() is not config:
             tensors = with_other_parts(tensors, source, config)
             for file in weight_files(source)[0].parent.glob("*processor_config.json"):  # of images
@@ -138,7 +138,7 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
         config.save_pretrained(temporary)
         with contextlib.suppress(OSError):  # a model folder need not have one
             GenerationConfig.from_pretrained(source).save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(temporary)
         if card:
             (temporary / "README.md").write_text(card, encoding="utf-8")
     except BaseException:
@@ -197,5 +197,5 @@ def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path)
 def source_dtype(source: str) -> torch.dtype:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     return config.dtype or config.get_text_config().dtype or torch.float32

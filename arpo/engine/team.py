@@ -91,7 +91,7 @@ def check_split(model_path: str, size: int) -> None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model_path).get_text_config()
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
     except (ValueError, OSError) as error:
         raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
     kv_heads = config.num_key_value_heads

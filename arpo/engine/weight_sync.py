@@ -125,9 +125,9 @@ def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
     return {folder_name(name, config): parameter for name, parameter in model.named_parameters()}

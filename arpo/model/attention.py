@@ -73,7 +73,7 @@ def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int
         return replace(cfg, layout="packed")
     try:
         for model in models:
-            config = AutoConfig.from_pretrained(model.path).get_text_config()
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
             config._attn_implementation = attention_backend(model, device)
             check_attention(config)
     except (UserError, OSError, ValueError) as error:  # OSError, ValueError: no config that transformers can read

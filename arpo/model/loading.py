@@ -36,12 +36,14 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if quantization := getattr(config, "quantization_config", None):
             method = quantization.get("quant_method", "quantized")
             raise UserError(f"model.path={path}: {method} weights cannot be trained; use the model in bfloat16")
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            hf = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"model.path={path}: cannot build the model ({' '.join(str(error).split())[:300]})") from None
     check_layers(hf, path)

@@ -164,7 +164,7 @@ def load_tokenizer(path: str):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         if not Path(path).is_dir():  # a hub name, or meant as a folder

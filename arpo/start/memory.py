@@ -47,7 +47,7 @@ def sizes_of(path: str) -> Sizes | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
         kinds = getattr(config, "layer_types", None) or []
         num_recurrent = kinds.count("linear_attention")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

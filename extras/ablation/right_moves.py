@@ -56,8 +56,10 @@ class RightMoves:
     def __init__(self, model_path: str, data: Path):
         stamp = json.loads((data / "stamp.json").read_text())
         world = TASKS[stamp["task"]][0](stamp["seed"])
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         rows = [self._row(world, code) for code, _ in world.trails["test"][:NUM_TRAILS]]
         width = max(len(ids) for ids, _ in rows)
         self.ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])  # (B, T)

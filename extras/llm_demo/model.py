@@ -111,8 +111,8 @@ def save_original(model: str, out: Path) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     options = {"local_files_only": not Path(model).is_dir() and not gsm8k.hub_answers()}
-    tokenizer = AutoTokenizer.from_pretrained(model, **options)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **options)
+    tokenizer = AutoTokenizer.from_pretrained(model, **options, trust_remote_code=False)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **options, trust_remote_code=False)
     loaded.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -126,8 +126,10 @@ def save_from_wheel(out: Path, hub_error: str) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     file = wheel_file(hub_error)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+    )
     config = {k: v for k, v in quantised.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     # A model that was read from GGUF refuses to be saved; one that was merely filled with its weights does not.
     model = LlamaForCausalLM(LlamaConfig(**config))

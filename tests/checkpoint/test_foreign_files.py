@@ -18,13 +18,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from arpo.batch import Row, collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.checkpoints import RANDOM_STATES
-from arpo.checkpoint.export import export_checkpoint
+from arpo.checkpoint.export import export_checkpoint, source_dtype, write_hf
 from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
-from arpo.config.sections import ModelConfig, OptimConfig
+from arpo.config.sections import ModelConfig, OptimConfig, UpdateConfig
+from arpo.engine.team import check_split
+from arpo.engine.weight_sync import expected_parameters
 from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer
+from arpo.model.attention import resolve_layout
+from arpo.model.loading import build_on_meta
 from arpo.model.optim import build_optimizer
 from arpo.sft.token_store import ConversationRows
+from arpo.start.memory import sizes_of
 
 STEP = "step_000001"
 
@@ -201,19 +206,38 @@ def test_a_doctored_token_store_runs_no_code(mark, tmp_path):
     assert not mark.exists()
 
 
-def test_a_models_own_code_is_not_run(mark, tmp_path):
-    """What the Hub calls remote code: a Python file in the model's folder that its config names."""
+LOADERS = {
+    "policy": lambda model: build_on_meta(model, "sdpa"),
+    "tokenizer": load_tokenizer,
+    "export": lambda model: write_hf([], Path(model).parent / "hf", model),
+    "dtype": source_dtype,
+    "team": lambda model: check_split(model, 2),
+    "engine": expected_parameters,
+    "memory": sizes_of,
+    "layout": lambda model: resolve_layout(UpdateConfig(), [ModelConfig(model)], 4, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("own", ["own", "clip"])  # of clip transformers knows the config, and no language model
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_a_models_own_code_is_not_run_also_where_somebody_types_yes(mark, tmp_path, monkeypatch, load, own):
+    """What the Hub calls remote code: a Python file in the model's folder that its config names. transformers asks on
+    standard input whether to run it."""
     model = build_tiny_model(tmp_path / "model")
     (model / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
     names = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    if own == "clip":
+        del names["AutoConfig"]
     for file, change in (
         ("tokenizer_config.json", {"tokenizer_class": "OwnTokenizer"}),
-        ("config.json", {"model_type": "own"}),
+        ("config.json", {"model_type": own}),
     ):
         tree = json.loads((model / file).read_text())
         (model / file).write_text(json.dumps(tree | change | {"auto_map": names}))
-    with contextlib.suppress(UserError):  # it may come without its own code, as a tokenizer of the library
-        load_tokenizer(str(model))
-    with mesh_of_one() as mesh, pytest.raises((UserError, ValueError)):
-        make(mesh, model)
-    assert not mark.exists()
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    with contextlib.suppress(
+        UserError, ValueError, AttributeError
+    ):  # it may come without its own code, as a tokenizer of the library
+        load(str(model))
+    assert not mark.exists() and not asked
