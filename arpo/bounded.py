@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 1 << 30
+MAX_DEPTH = 100
+MAX_NODES = 100_000  # of a YAML file whose aliases are written out
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
@@ -36,6 +38,51 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def check_plain(tree: Any, depth: int = 0) -> None:
+    """Raise ValueError for a tree of JSON that is nested too deep, or whose texts UTF-8 does not have."""
+    if isinstance(tree, str):
+        try:
+            tree.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half of a character (a lone surrogate, {tree[error.start]!a})") from None
+    elif isinstance(tree, list | dict):
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
+        for one in (*tree, *tree.values()) if isinstance(tree, dict) else tree:
+            check_plain(one, depth + 1)
+
+
+def compose_yaml(text: str) -> Any:
+    """Return the nodes of a YAML text, which may be loaded then: a few aliases of aliases can stand for gigabytes.
+
+    Raises yaml.YAMLError too.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    nodes, num_nodes = [root] if root else [], 0
+    while nodes:
+        children = nodes.pop().value
+        for child in children if isinstance(children, list) else ():
+            nodes += child if isinstance(child, tuple) else [child]
+        num_nodes += 1
+        if num_nodes + len(nodes) > MAX_NODES:
+            raise ValueError("too large, or an alias (*name) stands inside what it names; write it out")
+    return root
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the tree of a file of YAML. Raises OSError and yaml.YAMLError too."""
+    import yaml
+
+    text = read_file(path).decode()
+    compose_yaml(text)
+    return yaml.safe_load(text)
 
 
 def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytes:

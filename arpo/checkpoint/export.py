@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from arpo.bounded import read_yaml
 from arpo.checkpoint.card import card_of
 from arpo.checkpoint.checkpoints import NotWritten, errors_of_all_ranks, verify
 from arpo.checkpoint.safe_reader import SafeReader
@@ -110,9 +111,13 @@ def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
 
     file = checkpoint.resolve().parent.parent / "config.yaml"
     if file.exists():
-        section = yaml.safe_load(file.read_text())["model"]
-        known = {f.name for f in fields(ModelConfig)}
-        cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
+        try:
+            section = read_yaml(file)["model"]
+            known = {f.name for f in fields(ModelConfig)}
+            cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
+        except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{file}: cannot be read ({reason}); move it away, and pass --model FOLDER") from None
         return replace(cfg, path=model or cfg.path)
     if not model:
         raise UserError(f"{file} is missing, which names the run's model; pass --model FOLDER")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from arpo.bounded import compose_yaml
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.run_folder import pin_config
 from arpo.errors import PrintableRecord, UserError, exit_with
@@ -215,12 +216,10 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
 
     try:
         text = path.read_text(encoding="utf-8")
-        check_no_key_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        check_no_key_twice(compose_yaml(text), path)
         tree = yaml.safe_load(text) or {}
     except OSError as error:
         raise UserError(f"{path}: cannot read the config file ({error.strerror}); check the path") from None
-    except RecursionError:
-        raise UserError(f"{path}: a YAML alias (*name) stands inside what it names; write it out") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: the config file is not UTF-8; save it as that") from None
     except yaml.YAMLError as error:
@@ -228,6 +227,8 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         fix = "; indent with spaces, not tabs" if "\\t" in reason else ""
         raise UserError(f"{path}{place}: not valid YAML ({reason}){fix}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid YAML ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
     own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
@@ -270,6 +271,8 @@ def check_no_key_twice(node: Any, path: Path) -> None:
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
+        if not isinstance(key.value, str):
+            raise UserError(f"{path}:{line}: a key must be a name, not a {key.id}")
         if key.value in seen:
             raise UserError(f"{path}: {key.value!r} stands in lines {seen[key.value]} and {line}; drop one")
         seen[key.value] = line

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from arpo.bounded import parse_json, read_file
 from arpo.errors import UserError
 
 
@@ -47,8 +47,11 @@ def check_model_folder(
 def read_json(option: str, folder: Path, name: str, fix: str) -> dict:
     """Return a JSON object of the model folder. Raises UserError where it is absent or broken."""
     try:
-        return json.loads((folder / name).read_text())
+        found = parse_json(read_file(folder / name))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__} in place of an object")
+        return found
     except FileNotFoundError:
         raise UserError(f"{option}={folder}: no {name}; {fix}") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{option}={folder}: {name} is not valid JSON ({error}); {fix}") from None

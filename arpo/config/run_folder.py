@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
+from arpo.bounded import parse_json, read_file, read_yaml
 from arpo.config.facts import leaves, may_change
 from arpo.config.sections import RunConfig
 from arpo.data.hub import pin
@@ -54,10 +55,10 @@ def settings_of(folder: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        settings = leaves(yaml.safe_load((folder / CONFIG).read_text()))
-        for line in (folder / CHANGES).read_text().splitlines() if (folder / CHANGES).exists() else ():
-            settings |= {key: now for key, (_, now) in json.loads(line)["changes"].items()}
-    except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError) as error:
+        settings = leaves(read_yaml(folder / CONFIG))
+        for line in read_file(folder / CHANGES).splitlines() if (folder / CHANGES).exists() else ():
+            settings |= {key: now for key, (_, now) in parse_json(line)["changes"].items()}
+    except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its settings cannot be read ({reason}); choose another run.name") from None
     return settings

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from arpo.bounded import check_plain, parse_json
 from arpo.errors import UserError
 
 
@@ -61,14 +62,21 @@ def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dic
         for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
             if not isinstance(row, dict):
                 raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+            try:
+                check_plain(row)
+            except ValueError as error:
+                raise UserError(f"{place}: {error}; repair or remove the row") from None
             yield place, row
 
 
 def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
+    text = file.read().decode()
     try:
-        items = json.loads(file.read().decode())
+        items = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); is the file truncated?") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
     for i in range(*_bounds(len(items), part, num_parts)):
         yield f"{path}: item {i}", items[i]
 
@@ -85,12 +93,16 @@ def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tu
     while position < end and (line := file.readline()):
         position += len(line)
         if line.strip():
+            text = line.decode()
             try:
-                yield f"{path}:{number}", json.loads(line.decode())
+                row = parse_json(text)
             except json.JSONDecodeError as error:
                 raise UserError(
                     f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno}); is the line truncated?"
                 ) from None
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not valid JSON ({error})") from None
+            yield f"{path}:{number}", row
         number += 1
 
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from arpo.bounded import parse_json, read_file
 from arpo.config.facts import leaves
 from arpo.errors import UserError
 
@@ -68,7 +69,7 @@ def read_sessions(folder: Path) -> list[Session]:
     if not path.exists():
         return []
     try:
-        return [Session(**json.loads(line)) for line in path.read_text().splitlines()]
+        return [Session(**parse_json(line)) for line in read_file(path).splitlines()]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); delete the file") from None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from arpo.bounded import parse_json, read_file
 from arpo.errors import UserError
 
 
@@ -46,13 +47,13 @@ def write_grades(path: Path, grades: Sequence[Grade]) -> None:
 def read_grades(path: Path) -> list[Grade]:
     """Read what `write_grades` wrote. Raises UserError that names file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(path).decode().split("\n")[:-1]
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read the grades ({error}); regrade the run") from None
     grades = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             grades.append(Grade(**{f.name: row[f.name] for f in fields(Grade)}))
             if not isinstance(row["correct"], int | float) or not isinstance(row["scores"], dict):
                 raise TypeError("'correct' must be a number and 'scores' an object")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from arpo.bounded import read_json
 from arpo.config.evals import EvalSection
 from arpo.config.facts import leaves, sampling_settings
 from arpo.config.sections import ModelConfig
@@ -101,7 +102,7 @@ def read_settings(folder: Path) -> dict:
     """Read the settings that `claim_run` wrote. Raises UserError if the folder holds no evaluation."""
     path = settings_path(folder)
     try:
-        return json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); is {folder} the folder of an evaluation?") from None
 

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from arpo.bounded import inflate, parse_json, read_file
 from arpo.branching import Evidence
 from arpo.errors import UserError
 from arpo.growing import GroupState, Live
@@ -122,8 +123,8 @@ def check_nothing_is_left(files: Sequence[Path]) -> None:
 
 def _read(file: Path) -> dict:
     try:
-        return json.loads(gzip.decompress(file.read_bytes()))
-    except (OSError, EOFError, ValueError) as error:  # its checksum fits: it was not written by `state_of`
+        return parse_json(inflate(read_file(file)))
+    except (OSError, ValueError) as error:  # its checksum fits: it was not written by `state_of`
         raise UserError(f"{file}: cannot be read ({error}); take an older checkpoint") from None
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from arpo.data import BadRow, read_rows
+from arpo.bounded import check_plain
+from arpo.data import read_rows
 from arpo.errors import UserError
 from arpo.protocol import FORMS
 
@@ -24,6 +25,8 @@ def read_conversations(
     """
     for place, row in read_rows(path, part=part, num_parts=num_parts):
         try:
-            yield place, parse(row)
-        except BadRow as error:
+            conversation = parse(row)
+            check_plain([*conversation])  # calls may be JSON within a text
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: {error}; repair or remove it") from None
+        yield place, conversation

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from arpo.bounded import parse_json
 from arpo.config.named import find, is_own
 from arpo.errors import UserError
 from arpo.tools.cache.rows import DamagedEntry, Row, unpack
@@ -83,11 +84,13 @@ def import_json(cache: Cache, path: Path, *, replace: bool = False) -> int:
 def read_released(path: Path) -> dict[str, str]:
     """Return query -> text of a released cache, without empty texts: the released code writes them for failed calls."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); is the file truncated?") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must be one JSON object of query -> text, not {type(tree).__name__}")
     for query, text in tree.items():

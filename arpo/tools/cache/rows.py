@@ -8,8 +8,11 @@ import time
 import unicodedata
 import zlib
 
+from arpo.bounded import inflate, parse_json
+
 FORMAT = 1
 MAX_QUERY_CHARS = 512
+MAX_ENTRY_BYTES = 64 << 20
 NO_RESULTS = "No search results found."
 """The answer where nothing matches, as in the released cache."""
 Row = tuple[bytes, str, str, bytes, bool, float]
@@ -51,7 +54,10 @@ class DamagedEntry(Exception):
 def unpack(value: bytes) -> tuple[str, str]:
     """Return the query, as it was recorded, and the text in a row's value. Raises DamagedEntry."""
     try:
-        entry = json.loads(zlib.decompress(value))
-        return entry["query"], entry["text"]
-    except (zlib.error, ValueError, TypeError, KeyError) as error:
+        entry = parse_json(inflate(value, MAX_ENTRY_BYTES))
+        query, text = entry["query"], entry["text"]
+        if not isinstance(query, str) or not isinstance(text, str):
+            raise TypeError("query and text are no texts")
+        return query, text
+    except (ValueError, TypeError, KeyError) as error:
         raise DamagedEntry(f"damaged entry: {error}") from None

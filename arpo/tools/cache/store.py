@@ -263,7 +263,8 @@ class CacheFile(Cache):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_SCHEMA)
         identity = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
-        if identity != [_APPLICATION_ID, FORMAT]:
+        odd = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"  # a view's rows may have no end
+        if identity != [_APPLICATION_ID, FORMAT] or connection.execute(odd).fetchone()[0]:
             raise UserError(f"{self.path}: not a cache of this version; set {self.setting} to another file")
         if thorough:
             [verdict] = connection.execute("PRAGMA integrity_check(1)").fetchone()

@@ -1,0 +1,143 @@
+"""What strangers wrote ends in one line with the file, soon, and in little memory: bombs of every kind that we read."""
+
+import gzip
+import json
+import os
+import sqlite3
+import tracemalloc
+import zlib
+
+import pytest
+
+from arpo.bounded import inflate, read_file
+from arpo.checkpoint.export import model_of_run
+from arpo.config.load import load_config
+from arpo.config.model_folder import read_json
+from arpo.config.run_folder import settings_of
+from arpo.data import load_prompts
+from arpo.errors import UserError
+from arpo.evals.grades import read_grades
+from arpo.log.dumps import read_dump
+from arpo.protocol import FORMS
+from arpo.sampling.carried_state import check_nothing_is_left
+from arpo.sft.conversations import read_conversations
+from arpo.tools.cache.cache import read_released
+from arpo.tools.cache.rows import DamagedEntry, unpack
+from arpo.tools.cache.store import CacheFile
+from train_rl import RLConfig
+
+DEEP = "[" * 100_000
+DEEP_BUT_WHOLE = "[" * 400 + "]" * 400
+NUMBER = "1" * 5_000
+LAUGHS = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else "a0: &a0 [x]" for n in range(12))
+MERGES = "\n".join(f"a{n}: &a{n} {{{', '.join([f'<<: *a{n - 1}'] * 9)}}}" if n else "a0: &a0 {x: 1}" for n in range(12))
+
+
+def zeros(num_bytes: int) -> bytes:
+    """A gzip file of so many spaces, made without holding them."""
+    packer, block = zlib.compressobj(9, wbits=31), b" " * (1 << 24)
+    return b"".join(packer.compress(block) for _ in range(num_bytes // len(block))) + packer.flush()
+
+
+def conversations(form: str):
+    return lambda path: list(read_conversations(path, parse=FORMS[form].parse_row))
+
+
+def question(text: str) -> str:
+    return f'{{"question": "q", "answer": "a"}}\n{{"question": {text}, "answer": "a"}}\n'
+
+
+def called(arguments: str) -> str:
+    turns = [{"role": "user", "content": "q"}, {"role": "function_call", "content": arguments}]
+    return json.dumps({"messages": [*turns, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}]})
+
+
+READERS = {
+    "config.yaml": lambda path: load_config(RLConfig, [str(path)]),
+    "run": lambda path: settings_of(path.parent),
+    "export": lambda path: model_of_run(path.parent / "checkpoints" / "step_000001", ""),
+    "prompts": load_prompts,
+    "sft": conversations("tags"),
+    "hermes": conversations("hermes"),
+    "dump": lambda path: list(read_dump(path)),
+    "carried": lambda path: check_nothing_is_left([path]),
+    "grades": read_grades,
+    "cache": read_released,
+    "model": lambda path: read_json("model.path", path.parent, path.name, "copy it again"),
+}
+BOMBS = [
+    *[(reader, "config.yaml", text) for reader in ("config.yaml", "run", "export")
+      for text in (LAUGHS, MERGES, DEEP, "run: &a\n  seed: *a", f"a: {NUMBER}", "? [a]\n: 1", "2001-99-99: 1")],
+    *[("prompts", "q.jsonl", question(text)) for text in (DEEP, DEEP_BUT_WHOLE, NUMBER, r'"a \ud800 b"')],
+    *[("prompts", "q.json", f"[{question(text).split()[-1]}]") for text in (DEEP, NUMBER)],
+    ("prompts", "q.json", json.dumps([{"question": "\ud83d", "answer": "a"}])),
+    ("prompts", "q.jsonl", question(f'"q", "meta": {DEEP_BUT_WHOLE}')),
+    *[(form, "c.jsonl", called(f'{{"name": "search", "arguments": {{"query": {value}}}}}'))
+      for form in ("sft", "hermes") for value in (DEEP, DEEP_BUT_WHOLE, r'"\ud800"')],
+    *[("dump", "d.jsonl", text + "\n") for text in (DEEP, NUMBER, f'{{"a": {NUMBER}}}', "5", "[]")],
+    ("dump", "d.jsonl.gz", zeros(1 << 30)),
+    ("dump", "d.jsonl.gz", gzip.compress(b"a\n")[:-9]),
+    ("carried", "carried_00000.json.gz", zeros((1 << 30) + (1 << 24))),
+    *[("carried", "carried_00000.json.gz", gzip.compress(text.encode())) for text in (DEEP, NUMBER + "x")],
+    ("carried", "carried_00000.json.gz", gzip.compress(b"{}")[:-1]),
+    *[("grades", "g.jsonl", text + "\n") for text in (DEEP, NUMBER)],
+    *[("cache", "c.json", f'{{"a": {text}}}') for text in (DEEP, NUMBER, DEEP_BUT_WHOLE)],
+    *[("model", "config.json", text) for text in (DEEP, f'{{"a": {NUMBER}}}', "[]")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reader, name, content", BOMBS, ids=[f"{b[0]}-{n}" for n, b in enumerate(BOMBS)])
+def test_a_bomb_is_one_line_that_names_the_file(tmp_path, reader, name, content):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as error:
+        READERS[reader](path)
+    said = str(error.value)
+    assert str(path if reader != "run" else tmp_path) in said.replace("model.path=", "").replace(": config", "/config")
+    assert "\n" not in said and len(said) < 1000
+    if name.endswith(".jsonl") and reader in ("prompts", "sft", "hermes", "dump", "grades"):
+        assert f"{path}:{2 if reader == 'prompts' else 1}: " in said
+
+
+def test_only_as_much_is_unpacked_as_is_allowed():
+    bomb = zeros(1 << 30)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than 1 MiB when unpacked"):
+        inflate(bomb, 1 << 20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(bomb) < 2 << 20 and peak < 8 << 20
+    assert inflate(zlib.compress(b"a")) == inflate(gzip.compress(b"a")) == b"a"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
+def test_what_is_no_file_is_not_read(tmp_path, make):
+    make(tmp_path / "x")
+    with pytest.raises((ValueError, OSError)):
+        read_file(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        zlib.compress(b'{"query": "q", "text": "' + b" " * (65 << 20) + b'"}'),
+        *[zlib.compress(f'{{"query": "q", "text": {text}}}'.encode()) for text in (DEEP, NUMBER, "1", '["a"]', "null")],
+        zlib.compress(b"[]"),
+    ],
+)
+def test_a_value_of_a_cache_that_is_no_answer_is_a_damaged_entry(value):
+    with pytest.raises(DamagedEntry):
+        unpack(value)
+
+
+def test_a_cache_whose_rows_have_no_end_is_not_opened(tmp_path):
+    cache = CacheFile(tmp_path / "c.sqlite")
+    cache.put(b"k", "b", "q", "text")
+    cache.close()
+    with sqlite3.connect(tmp_path / "c.sqlite") as connection:
+        endless = (
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, x'00', 'b', 'q', x'00', 0, 0.0"
+        )
+        connection.executescript(f"DROP TABLE entries; CREATE VIEW entries AS {endless} FROM n;")
+    with pytest.raises(UserError, match=r"c\.sqlite: not a cache of this version"):
+        CacheFile(tmp_path / "c.sqlite", read_only=True)
