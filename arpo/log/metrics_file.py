@@ -6,11 +6,15 @@ It has whole lines only, also where the disk is full for a while.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from arpo.bounded import parse_json
 from arpo.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
@@ -65,14 +69,30 @@ class MetricsFile:
 
 
 def _num_bytes_until(path: Path, step: int) -> int:
-    """Return the length of the lines up to a step's first one; a killed run may leave half a line."""
-    num_bytes, newest = 0, -1
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or newest == step or json.loads(line)["step"] > step:
+    """Return the length of the lines up to a step's first one; a killed run may leave half a line.
+
+    What a power loss has broken ends no run: lines that are none are removed, and missing steps are said.
+    """
+    there = path.read_bytes()
+    kept: list[bytes] = []
+    steps: list[int] = []
+    for line in there.split(b"\n")[:-1]:
+        try:
+            number = int(parse_json(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        if steps[-1:] == [step] or number > step:
             break
-        newest = json.loads(line)["step"]
-        num_bytes += len(line)
-    return num_bytes
+        kept.append(line + b"\n")
+        steps.append(number)
+    data = b"".join(kept)
+    if not there.startswith(data):
+        writing = path.with_name(path.name + ".tmp")
+        writing.write_bytes(data)
+        writing.replace(path)
+    if missing := sorted({*range(1, step + 1)} - {*steps}):
+        logger.warning("%s: %d steps before %d have no numbers, %d first", path, len(missing), step + 1, missing[0])
+    return len(data)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

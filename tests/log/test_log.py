@@ -1,3 +1,4 @@
+import json
 import math
 import mmap
 import os
@@ -23,6 +24,7 @@ from arpo.evals.scores import summarize
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
+from arpo.log.metrics_file import MetricsFile
 from arpo.metrics import MAX_SOURCES, rollout_metrics, source_names
 from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
 
@@ -311,3 +313,23 @@ def test_a_dump_that_cannot_be_written_is_said_with_the_next_one_and_counted(tmp
     words = "trajectories: cannot write the trajectory dump (File exists); free some space"
     assert len(told) == 2 and all(words in line for line in told)
     assert [row["log/lost_dumps"] for row in read_metrics(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "left", "said"),
+    [
+        (lambda lines: [lines[0], b"\0" * 50 + b"\n", *lines[2:]], [1, 3], "1 steps before 4 have no numbers, 2 first"),
+        (lambda lines: [*lines[:1], b"[1]\n", b'{"x": 1}\n', *lines[1:]], [1, 2, 3], ""),
+        (lambda lines: [lines[0], lines[1][:9]], [1], "2 steps before 4 have no numbers, 2 first"),
+        (lambda lines: [], [], "3 steps before 4 have no numbers, 1 first"),
+    ],
+)
+def test_a_run_goes_on_with_the_lines_that_a_power_loss_has_left_and_says_what_is_missing(
+    tmp_path, caplog, damage, left, said
+):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "x": step}).encode() + b"\n" for step in (1, 2, 3, 4)]
+    path.write_bytes(b"".join(damage(lines)))
+    assert MetricsFile(path, 3).append({"step": 4, "x": 40}) == ""
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*left, 4]
+    assert said in caplog.text and bool(said) == bool(caplog.records)
