@@ -28,7 +28,7 @@ class RunConfig:
     """The run writes to DIR/NAME: config.yaml, metrics.jsonl, tb/, trajectories/, checkpoints/."""
     dir: str = "runs"
     """Folder of all runs."""
-    seed: Annotated[int, DECIDES] = 0
+    seed: Annotated[int, DECIDES, Between(0, 2**32 - 2**16)] = 0  # libraries take 32 bits, ranks add to it
     """Seed of data order, sampling and branch decisions."""
     num_steps: Annotated[int, AtLeast(0)] = 0
     """Training steps; 0 = as many as num_epochs over the data gives."""

@@ -227,6 +227,8 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*GAE, "--advantage.lam", "-0.1"], ["lam=-0.1 must lie between 0 and 1"]),
         ([*GAE, "--critic.warmup_steps", "-1"], ["warmup_steps=-1"]),
         # the eight that the review found to be accepted
+        (["--run.seed", str(2**32)], ["run.seed=4294967296 must lie between 0 and 4294901760"]),
+        (["--run.seed", "-1"], ["run.seed=-1 must lie between 0 and"]),
         (["--branching.threshold", "1.7"], ["branching.threshold=1.7 must lie between 0 and 1"]),
         (
             ["--branching.selector", "random", "--branching.weight", "0.4"],
