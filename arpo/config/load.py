@@ -231,6 +231,8 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
         raise UserError(f"{path}: not valid YAML ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
+    if (writer := tree.pop("script", script)) != script:
+        raise UserError(f"{path}: the settings of a run of {writer}.py, and this is {script}.py")
     own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
     if not isinstance(own, dict):
         raise UserError(f"{path}: {script} must be a mapping of sections, not a {type(own).__name__}")

@@ -2,6 +2,7 @@
 
     runs/NAME/config.yaml      of its first step; never overwritten
     runs/NAME/changes.jsonl    {"step": 40, "changes": {"optim.lr": [1e-06, 5e-07]}}: what was changed since, and when
+    runs/NAME/.lock            process and host that write to it; the system frees it when the process is gone
 
 Another learning rate, another algorithm or another data file would go on from the checkpoint without a word, and the
 curve would be of no experiment at all. What decides only how long, how often, or how fast may change at any time.
@@ -9,11 +10,15 @@ curve would be of no experiment at all. What decides only how long, how often, o
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from arpo.bounded import parse_json, read_file, read_yaml
 from arpo.config.facts import leaves, may_change
@@ -22,22 +27,64 @@ from arpo.data.hub import pin
 from arpo.errors import UserError
 
 C = TypeVar("C")
-CONFIG, CHANGES = "config.yaml", "changes.jsonl"
+CONFIG, CHANGES, LOCK = "config.yaml", "changes.jsonl", ".lock"
+_locks: list[IO[str]] = []
+"""Those that this process holds: closing the file would give the lock back."""
 
 
-def check_run_folder(run: RunConfig, cfg: Any) -> None:
-    """Make the run's folder, and compare the settings of a begun run with `cfg`, before any model is loaded.
+def claim_folder(folder: Path, script: str) -> None:
+    """Make a run's folder, and hold its lock until this process ends. Only rank 0 locks it.
 
-    A run is begun once it has a checkpoint. Raises UserError where the folder cannot be written, where the run exists
-    and run.resume is False, and, unless run.resume_changed, for the first setting that is another one now.
+    Raises UserError where the folder cannot be written, another process writes to it, or another script has begun it.
     """
-    folder = run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
-            pass
+            lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise UserError(f"{folder}: cannot write the run's folder ({error.strerror}); set run.dir") from None
+    if os.environ.get("RANK", "0") == "0":
+        _hold(lock)
+    owner = script_of(folder) or script
+    if owner != script:
+        raise UserError(f"{folder} is a run of {owner}.py, and this is {script}.py; choose another --run.name")
+
+
+def script_of(folder: Path) -> str:
+    """Return the script that began the run in `folder`, by the first line of its config.yaml; "" for none."""
+    try:
+        with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
+            key, _, value = file.readline(100).partition(":")
+    except OSError:
+        return ""
+    return value.strip() if key == "script" else ""
+
+
+def _hold(file: IO[str]) -> None:
+    """Lock a file for this process: no child inherits the lock, and it ends with its holder. Raises UserError."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f"warning: {file.name}: cannot be locked ({error.strerror}); a second run would not be noticed")
+            return
+        file.seek(0)
+        folder, holder = Path(file.name).parent, file.read(200).strip() or "another process"
+        raise UserError(f"{folder} is being written by {holder}; stop that, or choose another --run.name") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locks.append(file)
+
+
+def check_run_folder(run: RunConfig, cfg: Any) -> None:
+    """Claim the run's folder, and compare the settings of a begun run with `cfg`, before any model is loaded.
+
+    A run is begun once it has a checkpoint. Raises UserError where the folder cannot be had, where the run exists and
+    run.resume is False, and, unless run.resume_changed, for the first setting that is another one now.
+    """
+    folder = run.folder
+    claim_folder(folder, cfg.SCRIPT)
     if not any(folder.glob("checkpoints/step_*")):
         return
     if not run.resume:
@@ -85,11 +132,12 @@ def record_settings(folder: Path, cfg: Any, step: int) -> None:
 
 
 def save_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back."""
+    """Write the resolved config as YAML that `load_config` reads back; its first line names the script."""
     import yaml
 
+    script = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}
     plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
-    path.write_text(yaml.safe_dump(plain, sort_keys=False))
+    path.write_text(yaml.safe_dump(script | plain, sort_keys=False))
 
 
 def pin_config(cfg: C) -> C:

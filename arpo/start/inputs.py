@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from arpo.config.model_folder import check_model_folder
 from arpo.config.named import find, is_own
-from arpo.config.run_folder import check_run_folder
+from arpo.config.run_folder import check_run_folder, claim_folder
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
@@ -57,6 +58,8 @@ def check_rl(cfg: Any) -> None:
 def check_evaluation(cfg: Any) -> None:
     """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
     if cfg.eval.regrade:
+        if Path(cfg.eval.regrade).is_dir():
+            claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)
         return
     if not cfg.eval.server:
         prompts = "eval.max_prompt_tokens"
@@ -66,6 +69,7 @@ def check_evaluation(cfg: Any) -> None:
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     for path in cfg.eval.files:
         _check_questions(path, tools)
+    claim_folder(cfg.run.folder, cfg.SCRIPT)
     check_hub_model("model.path", cfg.model.path)
 
 

@@ -1,7 +1,11 @@
 """A run goes on only under the settings it was begun with; what has changed is on record."""
 
+import fcntl
 import json
 import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +15,12 @@ from arpo.config.facts import may_change
 from arpo.config.load import load_config
 from arpo.config.run_folder import changes, check_run_folder, record_settings
 from arpo.errors import UserError
+from arpo.start.inputs import check_evaluation
+from evaluate import EvalConfig
 from train_rl import RLConfig
+
+HOLDS = "import sys, time; from pathlib import Path; from arpo.config.run_folder import claim_folder; "
+HOLDS += "claim_folder(Path(sys.argv[1]), 'train_rl'); print('held', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -139,3 +148,57 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(conf
     with pytest.raises(UserError, match=r"cannot write the run's folder \(.+\); set run\.dir"):
         check(cfg)
     assert not os.path.exists(f"{folder}/r")
+
+
+def test_a_second_writer_of_a_folder_is_refused_with_host_and_process_until_the_first_is_gone(config, tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "r")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        words = rf"r is being written by process {holder.pid} on {socket.gethostname()}; stop that, or choose another"
+        with pytest.raises(UserError, match=words):
+            check(config())
+        with pytest.raises(UserError, match=words):
+            check_evaluation(load_config(EvalConfig, ["--eval.regrade", str(tmp_path / "r")]))
+        check(config("--run.name", "other"))
+    finally:
+        holder.kill()
+        holder.wait()
+    check(config())  # the lock of a killed process is stale
+    check(config())  # and a process may come back to its own
+
+
+def test_the_lock_is_not_inherited_and_other_ranks_take_none(config, tmp_path, monkeypatch):
+    check(config())
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "r/.lock")], capture_output=True).returncode
+    finally:
+        child.kill()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: pytest.fail("rank 1 locks"))
+    check(config())
+
+
+def test_where_nothing_can_be_locked_a_line_says_so(config, monkeypatch, capsys):
+    def lockf(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    check(config())
+    assert "cannot be locked (No locks available)" in capsys.readouterr().out
+
+
+def test_a_folder_belongs_to_the_script_that_began_it(config, tmp_path):
+    record_settings_of(config(), tmp_path / "r", 0)
+    files = ["--eval.files", str(tmp_path / "q.jsonl"), "--eval.server", "http://127.0.0.1:1"]
+    (tmp_path / "q.jsonl").write_text('{"question": "q?", "answer": "1"}\n')
+    place = ["--run.dir", str(tmp_path), "--run.name", "r", "--tools.names", "python"]
+    words = r"r is a run of train_rl\.py, and this is evaluate\.py; choose another --run\.name"
+    for flags in ([*files, *place], ["--eval.regrade", str(tmp_path / "r")]):
+        with pytest.raises(UserError, match=words):
+            check_evaluation(load_config(EvalConfig, flags))
+    assert (tmp_path / "r/config.yaml").read_text().startswith("script: train_rl\nrun:\n")
+    assert load_config(RLConfig, [str(tmp_path / "r/config.yaml")]) == config()
+    with pytest.raises(UserError, match=r"config\.yaml: the settings of a run of train_rl\.py, and this is evaluate"):
+        load_config(EvalConfig, [str(tmp_path / "r/config.yaml")])
