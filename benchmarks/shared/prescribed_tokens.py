@@ -45,8 +45,9 @@ class PrescribedTokens:
         def prescribed(*args, **kwargs):
             sampled, logprobs = sample(*args, **kwargs)
             for row, request_id in enumerate(runner.input_batch.req_ids):
-                done = len(runner.requests[request_id].output_token_ids)
-                sampled[row] = self.of(request_id.rsplit("-", 1)[0])[done]
+                ids, done = self.of(request_id.rsplit("-", 1)[0]), len(runner.requests[request_id].output_token_ids)
+                # With asynchronous scheduling a request that has ended is in one step more, whose token nobody reads.
+                sampled[row] = ids[min(done, len(ids) - 1)]
             return sampled, logprobs
 
         runner.sampler.sample = prescribed

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,15 +16,21 @@ gpu_report = sys.modules["gpu_report"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gpu_report)
 
 
-def outcome(code: str, *, limit_s: float = 60, needs: tuple[str, ...] = ()):
-    section = gpu_report.Section("some/section", ("-S", "-c", code), needs)
-    return gpu_report.run(section, "cpu", quick=True, limit_s=limit_s)
+@pytest.fixture
+def outcome(tmp_path):
+    def outcome(code: str, *, limit_s: float = 60, needs: tuple[str, ...] = ()):
+        section = gpu_report.Section("some/section", ("-S", "-c", code), needs)
+        return gpu_report.run(section, "cpu", tmp_path / "log", quick=True, limit_s=limit_s)
+
+    return outcome
 
 
-def test_a_benchmarks_last_line_is_its_result():
+def test_a_benchmarks_last_line_is_its_result(outcome):
     done = outcome('print(\'hello\'); print(\'{"name": "x", "ratio": 2.5}\')')
     assert (done.status, done.result, done.reason) == ("passed", {"name": "x", "ratio": 2.5}, "")
     assert outcome("print('hello')").reason == "no JSON in its last line"
+    crashed = outcome("import os; print('{}', flush=True); os.abort()")
+    assert (crashed.status, crashed.reason, crashed.result) == ("passed", "exit code -6", {}), "all was done by then"
 
 
 @pytest.mark.parametrize(
@@ -31,57 +38,97 @@ def test_a_benchmarks_last_line_is_its_result():
     [
         ("raise ValueError('no such shape')", "ValueError: no such shape"),
         ("print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB'); exit(1)", "out of memory"),
-        ("import os; print('before'); os.abort()", "before"),
+        ("import os; print('before', flush=True); os.abort()", "Fatal Python error: Aborted; before"),
         ("import os; os._exit(3)", "no output"),
     ],
 )
-def test_a_section_that_fails_says_why_and_takes_nothing_with_it(code, reason):
+def test_a_section_that_fails_says_why_and_takes_nothing_with_it(outcome, code, reason):
     failed = outcome(code)
     assert (failed.status, failed.reason) == ("failed", reason)
 
 
 @pytest.mark.slow
-def test_a_section_that_hangs_ends_at_its_limit_with_all_its_processes(tmp_path):
+def test_a_section_that_hangs_ends_at_its_limit_with_all_its_processes_and_leaves_their_stacks(outcome, tmp_path):
     child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'alive')!r}).write_text('')"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    code = "import subprocess, sys, time; "
+    code += f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); time.sleep(600)"
     hung = outcome(code, limit_s=1.5)
     assert hung.status == "failed" and hung.reason.startswith("no end within 2 s")
+    assert (tmp_path / "log").read_text().count('File "<string>", line 1 in <module>') == 2
     time.sleep(3)
     assert not (tmp_path / "alive").exists()
 
 
-def test_a_section_without_its_packages_is_skipped():
+def test_a_section_without_its_packages_is_skipped(outcome):
     skipped = outcome("print('{}')", needs=("json", "no_such_package"))
     assert (skipped.status, skipped.reason, skipped.seconds) == ("skipped", "no_such_package is not installed", 0.0)
 
 
 @pytest.mark.parametrize("module, status", [("no_such_package.part", "skipped"), ("arpo.no_such_module", "failed")])
-def test_a_section_that_cannot_import_another_package_is_skipped_but_not_for_one_of_our_own(module, status):
+def test_a_section_that_cannot_import_another_package_is_skipped_but_not_for_one_of_our_own(outcome, module, status):
     ended = outcome(f"raise ModuleNotFoundError('No module named ' + repr({module!r}))")
     assert ended.status == status and module in ended.reason
 
 
 @pytest.mark.slow
-def test_what_finds_no_place_in_the_total_time_is_skipped_and_says_how_to_run_it():
+def test_what_finds_no_place_in_the_total_time_is_skipped_and_says_how_to_run_it(tmp_path):
     hangs = gpu_report.Section("some/section", ("-S", "-c", "import time; time.sleep(600)"))
-    for left_s, seconds in ((1.0, 1), (-1.0, 0)):
-        late = gpu_report.run_before(time.monotonic() + left_s, hangs, "cpu", 600, quick=True)
-        assert late.status == "skipped" and f"over after {seconds} s of it; --only some/section runs it" in late.reason
+    for left_s, seconds in ((1.0, "[1-9]"), (-1.0, "0")):
+        late = gpu_report.run_before(time.monotonic() + left_s, hangs, "cpu", tmp_path / "log", 600, quick=True)
+        assert late.status == "skipped"
+        assert re.search(f"over after {seconds} s of it; --only some/section runs it", late.reason), late.reason
     hang = "import time; time.sleep(600)"
     for code, limit_s, status in (("print('{}')", 300, "passed"), ("1 / 0", 300, "failed"), (hang, 2.0, "failed")):
         section = gpu_report.Section("some/section", ("-S", "-c", code))
-        assert gpu_report.run_before(time.monotonic() + 600, section, "cpu", limit_s, quick=True).status == status
+        ended = gpu_report.run_before(time.monotonic() + 600, section, "cpu", tmp_path / "log", limit_s, quick=True)
+        assert ended.status == status
 
 
 def test_the_report_is_complete_after_each_section_and_keeps_what_was_measured_before(tmp_path):
-    first = gpu_report.Outcome("speed/a", "passed", 3.0, result={"name": "a", "ratio": 1.23456, "unit": "s"})
+    first = gpu_report.Outcome(
+        "speed/a", "passed", 3.0, result={"name": "a", "ratio": 1.23456, "unit": "s"}, gpu="H200, 139 GiB"
+    )
     gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first])
     assert gpu_report.read_outcomes(tmp_path) == [first]
     second = gpu_report.Outcome("speed/b", "failed", 4.0, "a | b")
     gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first, second])
     assert json.loads((tmp_path / "report.json").read_text())["machine"] == {"gpu": "some GPU"}
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[-2:] == ["| speed/a | passed | 3 | ratio 1.235, unit s |", "| speed/b | failed | 4 | a / b |"]
+    assert lines[-2] == "| speed/a | passed | 3 | ratio 1.235, unit s | H200 |"
+    assert lines[-1] == "| speed/b | failed | 4 | a / b |  |"
+
+
+TESTS = """
+import os
+def test_good(): ...
+def test_bad(): assert 1 == 2
+def test_killer(): os.abort() if os.environ["KILL"] == "1" else None
+def test_late(): ...
+"""
+
+
+@pytest.mark.parametrize("kill, passed", [("0", ["good", "killer", "late"]), ("1", [])])
+def test_tests_of_a_file_share_a_process_and_those_that_did_not_pass_there_are_left_to_run_apart(
+    tmp_path, monkeypatch, kill, passed
+):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    monkeypatch.setenv("KILL", kill)
+    command = ("-m", "pytest", "-v", "-s", "-p", "no:cacheprovider")
+    of_file = [
+        gpu_report.Section(name, (*command, f"{tmp_path}/test_some.py::test_{name}"), file="test_some.py")
+        for name in ("good", "bad", "killer", "late")
+    ]
+    found = gpu_report.run_file(of_file, "cpu", tmp_path / "log", quick=True, limit_s=60)
+    assert [(o.name, o.status) for o in found.values()] == [(name, "passed") for name in passed]
+
+
+def test_what_sections_wrote_is_kept_but_for_the_beginning_of_what_is_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "LOG_BYTES", 8)
+    for text in ("short", "a long one"):
+        (tmp_path / gpu_report.RUNNING).write_text(text)
+        gpu_report.keep_log(tmp_path, f"speed/{text[0]}")
+    kept = (tmp_path / gpu_report.LOGS).read_text()
+    assert kept == "\n\n==== speed/s\nshort\n\n==== speed/a\nlong one"
 
 
 def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_hold():
@@ -89,7 +136,7 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
     assert len(names) == len(set(names)) > 12
     for part in ("fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
                  "attention_backends", "optimizer_step",
-                 "tree_training", "head_memory", "weight_sync", "rollout_streaming"):  # fmt: skip
+                 "tree_training", "head_memory", "weight_sync", "rollout_streaming", "engine_decode_fp8"):  # fmt: skip
         assert any(part in name for name in names), part
     for section in gpu_report.sections("cuda"):
         script = next(part for part in section.command if "/" in part).partition("::")[0]
