@@ -136,8 +136,12 @@ def until_closed() -> Iterator[None]:
 
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
     """Return the command line's config after `check`; scripts call it before they import torch, so that mistakes show
-    at once. Data sets of the Hub are fetched here, and the config has their names with the commit."""
+    at once. Data sets of the Hub are fetched here, and the config has their names with the commit.
+
+    One thread per rank: OpenMP's barriers collapse as soon as anything else runs on the machine.
+    """
     logging.setLogRecordFactory(PrintableRecord)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
     return cfg
@@ -233,6 +237,7 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
         raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
     if (writer := tree.pop("script", script)) != script:
         raise UserError(f"{path}: the settings of a run of {writer}.py, and this is {script}.py")
+    tree.pop("contents", None)  # digests of the files that the run was begun with
     own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
     if not isinstance(own, dict):
         raise UserError(f"{path}: {script} must be a mapping of sections, not a {type(own).__name__}")

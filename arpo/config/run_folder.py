@@ -1,7 +1,9 @@
 """The settings of a run's folder: a run goes on only under those it was begun with.
 
-    runs/NAME/config.yaml      of its first step; never overwritten
+    runs/NAME/config.yaml      of its first step, with digests of the files that it names; never overwritten
     runs/NAME/changes.jsonl    {"step": 40, "changes": {"optim.lr": [1e-06, 5e-07]}}: what was changed since, and when
+    runs/NAME/sessions.jsonl   each start: its step, date, commit, versions of packages, and command line
+    runs/NAME/code/            the user's own Python files, and what differs from the commit
     runs/NAME/.lock            process and host that write to it; the system frees it when the process is gone
 
 Another learning rate, another algorithm or another data file would go on from the checkpoint without a word, and the
@@ -15,19 +17,23 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
 from arpo.bounded import parse_json, read_file, read_yaml
+from arpo.config.contents import contents_of, keep_code, start_of
 from arpo.config.facts import leaves, may_change
 from arpo.config.sections import RunConfig
 from arpo.data.hub import pin
 from arpo.errors import UserError
 
 C = TypeVar("C")
-CONFIG, CHANGES, LOCK = "config.yaml", "changes.jsonl", ".lock"
+CONFIG, CHANGES, SESSIONS, LOCK = "config.yaml", "changes.jsonl", "sessions.jsonl", ".lock"
+CONTENTS = "contents."
+"""What a digest's key has in front of the key of the setting that names the file."""
 _locks: list[IO[str]] = []
 """Those that this process holds: closing the file would give the lock back."""
 
@@ -89,12 +95,19 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
         return
     if not run.resume:
         raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
+    if run.resume_changed:
+        return
     for key, (before, now) in changes(folder, cfg).items():
-        if not run.resume_changed and not may_change(key, cfg):
-            raise UserError(
-                f"{folder} was begun with {key}={before}, and now it is {now}; choose another --run.name, or go on "
-                "under the new settings with --run.resume_changed True"
-            )
+        option = key.removeprefix(CONTENTS)
+        difference = f"{key}={before}, and now it is {now}"
+        if option != key:
+            difference = f"other contents of {option}={leaves(cfg)[option]} ({before}, and now {now})"
+        elif may_change(key, cfg):
+            continue
+        raise UserError(
+            f"{folder} was begun with {difference}; choose another --run.name, or go on under the new settings with "
+            "--run.resume_changed True"
+        )
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -114,30 +127,47 @@ def settings_of(folder: Path) -> dict[str, Any]:
 def changes(folder: Path, cfg: Any) -> dict[str, tuple[object, object]]:
     """Return (before, now) of the keys of `cfg` whose values are others than those of the run in `folder`, in order.
 
-    A key that one of the two lacks is an option of another version of the code, and says nothing. Raises UserError.
+    A key that one of the two lacks is an option of another version of the code, and says nothing. Files are compared by
+    their contents, under the key contents.OPTION, and not by their paths. Raises UserError.
     """
     before = settings_of(folder)
     now = json.loads(json.dumps(leaves(cfg)))  # lists instead of tuples, as the file has them
-    return {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
+    now |= {CONTENTS + key: digest for key, digest in contents_of(cfg).items()}
+    same = {key.removeprefix(CONTENTS) for key in now if key.startswith(CONTENTS) and now[key] == before.get(key)}
+    return {
+        key: (before[key], now[key]) for key in now if key in before and before[key] != now[key] and key not in same
+    }
 
 
 def record_settings(folder: Path, cfg: Any, step: int) -> None:
-    """Write the settings of a new run, or for one of which `step` steps are done what has changed since."""
+    """Write the settings of a new run, or for one of which `step` steps are done what has changed since; and its code.
+
+    A run that begins anew forgets what was before.
+    """
     if not step:
-        save_config(cfg, folder / CONFIG)
+        save_config(cfg, folder / CONFIG, contents_of(cfg))
         (folder / CHANGES).unlink(missing_ok=True)
+        (folder / SESSIONS).unlink(missing_ok=True)
     elif changed := changes(folder, cfg):
         with (folder / CHANGES).open("a") as file:
             file.write(json.dumps({"step": step, "changes": changed}) + "\n")
+    keep_code(folder / "code", cfg)
+    with (folder / SESSIONS).open("a") as file:
+        file.write(json.dumps({"step": step} | start_of()) + "\n")
 
 
-def save_config(config: object, path: Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back; its first line names the script."""
+def save_config(config: object, path: Path, contents: Mapping[str, str] | None = None) -> None:
+    """Write the resolved config as YAML that `load_config` reads back; its first line names the script.
+
+    contents: digests of the files that it names, by key.
+    """
     import yaml
 
-    script = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}
+    head = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}
+    if contents:
+        head["contents"] = dict(contents)
     plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
-    path.write_text(yaml.safe_dump(script | plain, sort_keys=False))
+    path.write_text(yaml.safe_dump(head | plain, sort_keys=False))
 
 
 def pin_config(cfg: C) -> C:

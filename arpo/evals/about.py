@@ -7,22 +7,18 @@ A line per start of evaluate.py that had something to sample.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arpo.bounded import parse_json, read_file
+from arpo.config.contents import NOT_RECORDED, start_of
 from arpo.config.facts import leaves
 from arpo.errors import UserError
 
 SESSIONS_FILE = "sessions.jsonl"
-NOT_RECORDED = "not recorded"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -37,28 +33,14 @@ class Session:
     """eval.max_prompt_tokens, which more questions may be asked under than before."""
     overlong: dict[str, int]
     """Set -> number of its questions that were left out because their prompts are too long."""
-
-
-def code_version() -> str:
-    """Return the commit of a checkout, with "-dirty" where files were changed, or the installed package's version."""
-    if (ROOT / ".git").exists():
-        ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--tags"]
-        try:
-            answer = subprocess.run(ask, capture_output=True, text=True, timeout=30)
-        except (OSError, subprocess.TimeoutExpired):  # no git here, or a file system that does not answer
-            answer = None
-        if answer and answer.returncode == 0:
-            return f"commit {answer.stdout.strip()}"
-    try:
-        return f"arpo-torch {importlib.metadata.version('arpo-torch')}"
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_RECORDED
+    versions: dict[str, str] = field(default_factory=dict)
+    """Package -> its version."""
+    command: list[str] = field(default_factory=list)
 
 
 def record_session(folder: Path, max_prompt_tokens: int, overlong: Mapping[str, int]) -> None:
     """Append a session that begins now to the run's file."""
-    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    session = Session(date, code_version(), max_prompt_tokens, dict(overlong))
+    session = Session(**start_of(), max_prompt_tokens=max_prompt_tokens, overlong=dict(overlong))
     with (folder / SESSIONS_FILE).open("a") as file:
         file.write(json.dumps(asdict(session)) + "\n")
 

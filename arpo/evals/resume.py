@@ -5,13 +5,13 @@ RUN/trajectories/settings.json     model, seed, samples, rollout, tools; written
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from arpo.bounded import read_json
+from arpo.config.contents import weights_digest
 from arpo.config.evals import EvalSection
 from arpo.config.facts import leaves, sampling_settings
 from arpo.config.sections import ModelConfig
@@ -22,24 +22,12 @@ from arpo.options import RolloutConfig
 from arpo.trajectory import Prompt
 
 SETTINGS_FILE = "settings.json"
-NUM_BLOCKS, BLOCK_BYTES = 64, 65536
 
 
 def model_identity(path: str) -> str:
-    """Return the path of a model folder with a digest of blocks all over its weights; a hub name is returned as it is.
-
-    A model trained anew into the same folder has another digest; a copy has the same.
-    """
-    digest = hashlib.sha256()
-    files = sorted(Path(path).glob("*.safetensors"))
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}|{size}|".encode())
-        with file.open("rb") as stream:
-            for number in range(NUM_BLOCKS):
-                stream.seek(max(0, size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-                digest.update(stream.read(BLOCK_BYTES))
-    return f"{path} sha256:{digest.hexdigest()[:16]}" if files else path
+    """Return the path of a model folder with the digest of its weights; a hub name is returned as it is."""
+    digest = weights_digest(Path(path))
+    return f"{path} {digest}" if digest else path
 
 
 def what_decides(
@@ -82,11 +70,16 @@ def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
         raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
     before, now = leaves(read_settings(folder)), leaves(settings)
     for name in [*before, *now]:
-        if before.get(name) != now.get(name):
+        if _contents(before.get(name)) != _contents(now.get(name)):
             raise UserError(
                 f"{folder} was begun with {name}={before.get(name)}, and now it is {now.get(name)}; "
                 "choose another run.name, or delete the folder"
             )
+
+
+def _contents(value: object) -> object:
+    """Return a model folder's digest, which says more than its path; anything else as it is."""
+    return value.rpartition(" sha256:")[2] if isinstance(value, str) else value
 
 
 def settings_path(folder: Path) -> Path:

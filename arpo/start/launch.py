@@ -54,7 +54,7 @@ def run(script: str) -> NoReturn:
         exit_with(error)
     place = []
     if num_ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun says at length that it does so
         place = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     sys.stdout.flush()
     # This process becomes python or torchrun, so that signals and the exit code are theirs.

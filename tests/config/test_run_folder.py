@@ -202,3 +202,41 @@ def test_a_folder_belongs_to_the_script_that_began_it(config, tmp_path):
     assert load_config(RLConfig, [str(tmp_path / "r/config.yaml")]) == config()
     with pytest.raises(UserError, match=r"config\.yaml: the settings of a run of train_rl\.py, and this is evaluate"):
         load_config(EvalConfig, [str(tmp_path / "r/config.yaml")])
+
+
+def test_a_run_goes_on_with_the_contents_it_was_begun_with_by_whatever_path(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {"data.train": "train.jsonl", "reward.file": "mine.py", "model.path": "model/model.safetensors"}
+    (tmp_path / "model").mkdir()
+    for name in files.values():
+        (tmp_path / name).write_text("def compute_score(trajectory, prompt): return 1.0\n")
+    flags = ["--data.train", "train.jsonl", "--reward.file", "mine.py", "--model.path", "model"]
+    record_settings_of(config(*flags), tmp_path / "r", 0)
+    (tmp_path / "r/checkpoints/step_000004").mkdir(parents=True)
+    assert (tmp_path / "r/code/reward.file-mine.py").read_text() == (tmp_path / "mine.py").read_text()
+    assert load_config(RLConfig, [str(tmp_path / "r/config.yaml")]) == config(*flags)
+
+    absolute = ["--data.train", str(tmp_path / "train.jsonl"), "--model.path", str(tmp_path / "model")]
+    check(config("--reward.file", "./mine.py", *absolute))
+    for option, name in files.items():
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(before + "# edited\n")
+        with pytest.raises(UserError, match=rf"r was begun with other contents of {option}=.*; choose another"):
+            check(config(*flags))
+        changed = config(*flags, "--run.resume_changed", "True")
+        check(changed)
+        record_settings(tmp_path / "r", changed, 4)
+        check(config(*flags))  # those are now what it goes on with
+        (tmp_path / name).write_text(before)
+        record_settings(tmp_path / "r", changed, 4)
+
+
+def test_each_start_is_on_record_with_its_code(config, tmp_path):
+    for step in (0, 4):
+        record_settings_of(config(), tmp_path / "r", step)
+    starts = [json.loads(line) for line in (tmp_path / "r/sessions.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 4]
+    for start in starts:
+        assert start.keys() == {"step", "date", "code", "versions", "command"}
+        assert {"python", "torch", "transformers"} <= start["versions"].keys()
+        assert start["code"].startswith(("commit ", "arpo-torch ", "not recorded"))

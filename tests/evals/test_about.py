@@ -6,11 +6,10 @@ import subprocess
 
 import pytest
 
+from arpo.config import contents
+from arpo.config.contents import NOT_RECORDED, code_version
 from arpo.errors import UserError
-from arpo.evals import about
 from arpo.evals.about import (
-    NOT_RECORDED,
-    code_version,
     left_out,
     model_name,
     read_sessions,
@@ -36,7 +35,7 @@ SETTINGS = {
 
 def test_settings_are_told_as_they_are_with_the_sessions_and_the_judge(tmp_path, monkeypatch):
     for code in ("commit 1", "commit 1", "commit 2"):
-        monkeypatch.setattr(about, "code_version", lambda code=code: code)
+        monkeypatch.setattr(contents, "code_version", lambda code=code: code)
         record_session(tmp_path, 2048, {})
     rows = dict(settings_rows(SETTINGS, read_sessions(tmp_path), "Judge-72B"))
     assert list(rows)[:3] == ["model", "date", "code"] and list(rows)[-1] == "judge"
@@ -104,7 +103,7 @@ def test_the_code_is_the_commit_of_a_checkout_and_says_whether_files_were_change
         done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    monkeypatch.setattr(about, "ROOT", tmp_path)
+    monkeypatch.setattr(contents, "ROOT", tmp_path)
     assert not code_version().startswith("commit")  # an installed package: no checkout, so its version
     (tmp_path / "file").write_text("1")
     git("init", "-q")
@@ -121,4 +120,4 @@ def test_the_code_is_the_commit_of_a_checkout_and_says_whether_files_were_change
 def test_sessions_are_plain_lines(tmp_path):
     record_session(tmp_path, 2048, {"gaia": 3})
     [line] = (tmp_path / "sessions.jsonl").read_text().splitlines()
-    assert json.loads(line).keys() == {"date", "code", "max_prompt_tokens", "overlong"}
+    assert json.loads(line).keys() == {"date", "code", "max_prompt_tokens", "overlong", "versions", "command"}

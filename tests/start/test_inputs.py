@@ -128,3 +128,23 @@ def test_a_misspelt_path_is_answered_without_importing_torch(script):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "error: absent.jsonl: cannot read the file" in done.stderr
     assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
+
+
+@pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
+def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch, chosen, threads):
+    code = (
+        "from dataclasses import dataclass, field\n"
+        "from arpo.config.load import load_or_exit\n"
+        "from arpo.config.sections import RunConfig\n"
+        "@dataclass(frozen=True)\n"
+        "class Config:\n"
+        "    run: RunConfig = field(default_factory=RunConfig)\n"
+        "load_or_exit(Config)\n"
+        "import torch\n"
+        "print(torch.get_num_threads())"
+    )
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if chosen:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(threads)], done.stderr

