@@ -19,7 +19,7 @@ from typing import Any
 from arpo.errors import UserError
 from arpo.protocol.calls import TRUNCATION_MARK, UNKNOWN, Call, escape_tags, tag_pattern
 from arpo.protocol.codec import Codec, Rendered
-from arpo.protocol.schema import ToolSchema
+from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.trajectory import ToolCall
 
 MARK = "here the call ends"
@@ -57,10 +57,12 @@ class TemplateCodec(Codec):
 
     def _probe_tools(self) -> None:
         """Raise UserError for a chat template that does not do what this codec is for."""
-        name, fix = self.tokenizer.name_or_path, "set protocol.format=tags, or take a model that was trained for it"
-        tool = ToolSchema(UNKNOWN, "", {"type": "object", "properties": {}}).as_function()
+        name, fix = self.tokenizer.name_or_path, "set protocol.format=tags, or the form that the model was trained for"
+        tool = text_schema(UNKNOWN, "", "argument", "")
         try:
-            shown, without = (self._template([QUESTION], generation=True, tools=tools) for tools in ([tool], None))
+            shown, without = (
+                self._template([QUESTION], generation=True, tools=tools) for tools in ([tool.as_function()], None)
+            )
             called = self._template(_conversation([UNKNOWN], [MARK]), generation=True)
         except Exception as error:  # a template is a program of its own
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -69,14 +71,13 @@ class TemplateCodec(Codec):
             raise UserError(
                 f"{name}: the chat template ignores tools, which protocol.format={self.format} needs; {fix}"
             )
-        if not self._writes_calls(called):
+        if not called.startswith(without):  # the prompt opens a thought, or holds an empty one
+            without = self._template([QUESTION], generation=False)
+        turn = called.removeprefix(without).partition(self.tokenizer.eos_token)[0]
+        if self.parse_calls(turn, {UNKNOWN: tool}) != [Call(MARK, tag=UNKNOWN)]:  # what the model will write like this
             raise UserError(f"{name}: the chat template does not write {self.call_form}; {fix}")
         if MARK not in self._after_calls([UNKNOWN], [MARK]):
             raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
-
-    @abstractmethod
-    def _writes_calls(self, called: str) -> bool:
-        """Return whether the template, which has rendered `_conversation`, writes calls in this form."""
 
     @staticmethod
     @abstractmethod

@@ -202,6 +202,8 @@ def test_calls_in_a_thought_that_the_generation_prompt_opened_are_none():
         ("smollm2", {}, "ignores tools, .*protocol.format=tags"),
         ("llama3_1", {}, "does not write calls as <tool_call> .*protocol.format=tags"),
         ("qwen2_5", {"<tool_call>": "<function>"}, "does not write calls as <tool_call>"),
+        ("qwen3_5", {}, "does not write calls as <tool_call> JSON"),
+        ("nemotron_3", {}, "does not write calls as <tool_call> JSON"),
         ("qwen2_5", {"message.role == \"tool\"": "false"}, "leaves out the results"),
         ("qwen2_5", {"'\\n</tool_response>'": "raise_exception('no')"}, "no turns for calls and results .*: no[)]"),
     ],

@@ -17,9 +17,6 @@ class HermesCodec(TemplateCodec):
     reserved = RESERVED
     parse_calls = staticmethod(parse_calls)
 
-    def _writes_calls(self, called: str) -> bool:
-        return "<tool_call>" in called
-
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
         asked = self._template([QUESTION], generation=False)
         whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)

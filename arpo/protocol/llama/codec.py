@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arpo.protocol.calls import is_call
-from arpo.protocol.llama.text import KEYS, RESERVED, THOUGHTS, call_body, parse_calls
-from arpo.protocol.schema import read_json
+from arpo.protocol.llama.text import RESERVED, THOUGHTS, parse_calls
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 
 END_OF_MESSAGE = "<|eom_id|>"
@@ -25,13 +23,6 @@ class LlamaCodec(TemplateCodec):
     @property
     def turn_ends(self) -> tuple[str, ...]:
         return (*super().turn_ends, END_OF_MESSAGE)
-
-    def _writes_calls(self, called: str) -> bool:
-        turn = called.removeprefix(self._template([QUESTION], generation=True)).partition(self.tokenizer.eos_token)[0]
-        try:
-            return is_call(read_json(call_body(turn) or ""), KEYS[-1:])
-        except ValueError:
-            return False
 
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
         if THOUGHTS.sub("", text).strip():
