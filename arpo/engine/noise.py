@@ -66,10 +66,10 @@ def draw(logits: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
 def compile_draw(vocab_size: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return `draw` as one fused kernel, compiled now, for one row and for several, instead of during the rollout."""
     compiled = torch.compile(draw, dynamic=True)
-    offsets = token_offsets(vocab_size, device)
-    with torch.inference_mode():  # as vLLM calls it
+    with torch.inference_mode():  # as vLLM calls it, with tensors made here: others would be compiled for once more
+        offsets = token_offsets(vocab_size, device)
         for num_rows in (1, 2):
-            compiled(torch.zeros(num_rows, vocab_size, device=device), offsets[:num_rows], offsets)
+            compiled(torch.zeros(num_rows, vocab_size, device=device), offsets[:num_rows].clone(), offsets)
     return compiled
 
 
@@ -88,8 +88,8 @@ def install_noise_hook(model_runner, draw: Callable[[Tensor, Tensor, Tensor], Te
     ) -> tuple[Tensor, None]:
         num_rows, vocab_size = logits.shape
         seeds = torch.randint(2**62, (num_rows,)) if len(generators) < num_rows else torch.zeros(num_rows).long()
-        for row, generator in generators.items():
-            seeds[row] = signed(generator.initial_seed())
+        own = np.array([generator.initial_seed() for generator in generators.values()], dtype=np.uint64)
+        seeds.numpy()[list(generators)] = own.view(np.int64)
         # Number of tokens in each row, also of those that are sampled but not yet on the CPU. In a copy: the next step
         # may write there before this one's transfer is done.
         positions = torch.from_numpy(model_runner.input_batch.num_tokens_no_spec[:num_rows].astype(np.int64))

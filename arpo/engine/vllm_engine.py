@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from arpo.config.sections import EngineConfig
 from arpo.engine.arguments import MAX_TOP_LOGPROBS, llm_arguments
-from arpo.engine.containment import explain, prepare_for_vllm, silence
+from arpo.engine.containment import describe_start, explain, prepare_for_vllm, release_pools, silence
 from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, renew_tied_head
@@ -31,6 +33,7 @@ from arpo.model.head import sampled_and_entropy
 from arpo.model.loading import text_name
 from arpo.ranks import RandomState
 
+logger = logging.getLogger(__name__)
 MAX_ROWS = 1024  # of logprobs are looked at at a time: a scored prompt has many, and each part is copied twice
 
 
@@ -89,6 +92,9 @@ class Engine:
         prepare_for_vllm(shared=cfg.tensor_parallel > 1)
         if Engine.num_live == 0:
             Engine.owns_process_group = not dist.is_initialized()
+        started = time.monotonic()
+        if on_gpu:
+            logger.info("starting vLLM, which compiles kernels and captures graphs: this may take minutes")
         with self.own_randomness(), silence():
             try:
                 self.llm = self.build(arguments)
@@ -100,6 +106,8 @@ class Engine:
                 if reason is None:
                     raise
                 raise UserError(f"{model_path}: vLLM cannot load this model: {reason}") from error
+        if on_gpu:
+            logger.info(describe_start(self.llm, time.monotonic() - started))
         Engine.num_live += 1
 
     def build(self, arguments: dict[str, Any]):
@@ -296,6 +304,8 @@ class Engine:
         del self.llm
         gc.unfreeze()  # vLLM froze what was alive when its start was done, itself included
         gc.collect()
+        if self.device.type == "cuda":
+            release_pools()
         torch.cuda.empty_cache()
 
     @classmethod

@@ -58,8 +58,11 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def has_flash_kernels(device: torch.device) -> bool:
-    """Return whether FlashAttention's kernels, which know half precision only, run on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Return whether FlashAttention's kernels, which know half precision only, run on this device.
+
+    AMD's align causal masks in a way that nobody has tried here with trees.
+    """
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:

@@ -22,7 +22,14 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=torch.cuda.is_available() or None)
+    fused = torch.cuda.is_available() or None
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=fused)
+    # The state of which AdamW makes itself at its first step, when it would lie in what activations left behind: those
+    # pieces of the GPU's memory could not go to vLLM again.
+    for p in parameters:
+        step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from arpo.config.sections import EngineConfig
 from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.engine.containment import describe_start
 from arpo.engine.noise import install_noise_hook
 from arpo.errors import UserError
 
@@ -270,6 +272,13 @@ def test_the_tokenizers_end_token_and_those_of_the_generation_config_are_eos(scr
         spec = SamplingSpec(max_tokens=50, temperature=0.0, stop=("</python>",))
         chunk = run(engine, {"a": (ids[:1], spec)})["a"]
         assert (chunk.finish, chunk.stop_string, chunk.token_ids) == ("eos", None, ids[1:])
+
+
+def test_the_line_after_the_start_counts_the_kv_caches_tokens(engine):
+    line = describe_start(engine.llm, 93.7)
+    found = re.fullmatch(r"vLLM started in 94 s: KV cache of (\d+)k tokens, attention CPU_ATTN, CUDA .* 0 sizes", line)
+    token_bytes = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, numbers, bytes
+    assert found and int(found[1]) == pytest.approx(CFG.kv_cache_gib * 2**30 / token_bytes / 1000, abs=2), line
 
 
 def test_the_token_budget_ends_a_request_as_length(engine):

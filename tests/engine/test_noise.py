@@ -2,14 +2,29 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from arpo.engine.noise import draw, exponential_noise, mix64, row_keys, token_offsets
+from arpo.engine.noise import (
+    compile_draw,
+    draw,
+    exponential_noise,
+    install_noise_hook,
+    mix64,
+    row_keys,
+    token_offsets,
+)
 
 VOCAB = 4096
+
+
+def needs_compiler(test):
+    return pytest.mark.slow(
+        pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")(test)
+    )
 
 
 def noise(seeds, positions, vocab_size: int = VOCAB) -> torch.Tensor:
@@ -75,8 +90,7 @@ def test_a_token_without_a_rival_is_drawn_whatever_the_noise():
     assert set(draw(logits, keys, token_offsets(50, "cpu")).tolist()) == {17}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@needs_compiler
 def test_the_compiled_kernel_draws_the_same_tokens():
     offsets, keys = token_offsets(5000, "cpu"), row_keys(torch.arange(40), torch.arange(40))
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)) * 3
@@ -84,3 +98,30 @@ def test_the_compiled_kernel_draws_the_same_tokens():
     for num_rows in (1, 2, 40):
         rows = slice(0, num_rows)
         assert torch.equal(compiled(logits[rows], keys[rows], offsets), draw(logits[rows], keys[rows], offsets))
+
+
+@needs_compiler
+def test_after_the_warm_up_the_rollout_compiles_nothing():
+    compiled = compile_draw(5000, torch.device("cpu"))
+    with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
+        for num_rows in (1, 2, 7, 40):
+            keys = row_keys(torch.arange(num_rows), torch.arange(num_rows))
+            compiled(torch.randn(num_rows, 5000), keys, token_offsets(5000, "cpu"))
+
+
+def test_the_hook_draws_with_the_requests_seeds_and_positions_and_without_a_seed_with_torchs():
+    positions = np.array([3, 9, 5], np.int32)
+    runner = SimpleNamespace(sampler=SimpleNamespace(topk_topp_sampler=SimpleNamespace()))
+    runner.input_batch = SimpleNamespace(num_tokens_no_spec=positions)
+    asked: list[torch.Tensor] = []
+    install_noise_hook(runner, lambda logits, keys, offsets: asked.append(keys))
+    seeds = {0: 5, 2: 2**64 - 3, 1: 7}
+    generators = {row: torch.Generator().manual_seed(seed) for row, seed in seeds.items()}
+    runner.sampler.topk_topp_sampler.forward(torch.zeros(3, 8), generators, None, None)
+    assert torch.equal(asked[0], row_keys(torch.tensor([5, 7, -3]), torch.tensor([3, 9, 5])))
+    del generators[1]
+    torch.manual_seed(0)
+    drawn = torch.randint(2**62, (3,))
+    torch.manual_seed(0)
+    runner.sampler.topk_topp_sampler.forward(torch.zeros(3, 8), generators, None, None)
+    assert torch.equal(asked[1], row_keys(torch.tensor([5, drawn[1], -3]), torch.tensor([3, 9, 5])))

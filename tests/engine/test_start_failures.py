@@ -2,13 +2,15 @@
 
 import os
 import subprocess
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from arpo.config.sections import EngineConfig
 from arpo.engine.arguments import llm_arguments
-from arpo.engine.containment import explain, prepare_for_vllm
+from arpo.engine.containment import explain, prepare_for_vllm, release_pools, silence
 from arpo.errors import UserError
 
 # (what is raised on a GPU, what the user must read). Texts of vLLM 0.22 - 0.33, torch 2.13, Triton and FlashInfer.
@@ -119,3 +121,36 @@ def test_flashinfers_sampler_is_off_unless_the_user_asks_for_it(monkeypatch):
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "1"
     prepare_for_vllm()
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
+def test_vllms_words_go_to_the_file_that_the_user_names(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(os, "environ", {"ARPO_VLLM_LOG": str(tmp_path / "log")})
+    prepare_for_vllm()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    for word in ("blocks", "graphs"):
+        with pytest.raises(ValueError), silence():
+            os.write(1, word.encode())
+            raise ValueError
+    assert (tmp_path / "log").read_text() == "blocksgraphs" and capfd.readouterr() == ("", "")
+    os.environ["ARPO_VLLM_LOG"] = str(tmp_path / "no" / "log")
+    with pytest.raises(UserError, match=r"ARPO_VLLM_LOG=.*no/log: No such file or directory; name a file"), silence():
+        raise AssertionError
+    del os.environ["ARPO_VLLM_LOG"]
+    prepare_for_vllm()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+
+
+def test_memory_pools_are_gone_before_their_allocators(monkeypatch):
+    cumem = pytest.importorskip("vllm.device_allocator.cumem")
+
+    class Part: ...
+
+    ended: list[str] = []
+    pool, allocator = Part(), Part()
+    weakref.finalize(pool, ended.append, "pool")
+    weakref.finalize(allocator, ended.append, "allocator")
+    instance = SimpleNamespace(allocator_and_pools={"weights": (pool, allocator)})
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", instance)
+    del pool, allocator
+    release_pools()
+    assert ended == ["pool", "allocator"]

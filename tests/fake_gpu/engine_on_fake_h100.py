@@ -59,6 +59,8 @@ def config(**options) -> dict:
         "quantization": type(found.quant_config).__name__,
         "prefix_caching": found.cache_config.enable_prefix_caching,
         "chunked": found.scheduler_config.enable_chunked_prefill,
+        "autotune": found.kernel_config.enable_flashinfer_autotune,
+        "largest_graph": found.compilation_config.max_cudagraph_capture_size,
     }
 
 
@@ -228,7 +230,11 @@ def interface() -> list[str]:
         OutputProcessor: ("self.request_states",),
         RequestState: ("logprobs_processor",),
         RequestOutput: ("num_cached_tokens",),
-        GPUModelRunner: ("self.sampler(", "self.input_batch.num_tokens_no_spec[req_idx] = end_idx"),
+        GPUModelRunner: (
+            "self.sampler(",
+            "self.attn_groups: list[list[AttentionGroup]]",
+            "self.input_batch.num_tokens_no_spec[req_idx] = end_idx",
+        ),
     }
     wrong += [f"no {t!r} in {o}" for o, found in texts.items() for t in found if t not in inspect.getsource(o)]
     logprobs = ("logprob_token_ids", "logprobs", "selected_token_ranks")

@@ -46,11 +46,11 @@ def test_vllm_takes_our_arguments_for_the_gpu(report):
     expected = {
         "v2_runner": False, "worker": "vllm.v1.worker.gpu_worker.Worker", "executor": "ExecutorWithExternalLauncher",
         "sleep": True, "cumem": True, "async": True, "graphs": "FULL_AND_PIECEWISE", "quantization": "NoneType",
-        "prefix_caching": True, "chunked": True,
+        "prefix_caching": True, "chunked": True, "autotune": False, "largest_graph": 256,
     }  # fmt: skip
     assert report["config"] == expected
     assert report["config_always"] == expected
-    assert report["config_without"] == expected | {"async": False, "graphs": "NONE"}
+    assert report["config_without"] == expected | {"async": False, "graphs": "NONE", "largest_graph": 0}
     assert report["config_fp8"] == expected | {"quantization": "OnlineQuantizationConfig"}
 
 

@@ -240,8 +240,12 @@ def test_kernels_of_gpus_are_refused_without_one(attention):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("capability, auto", [((9, 0), "varlen"), ((8, 0), "varlen"), ((7, 5), "sdpa")])
-def test_auto_takes_torchs_flash_attention_where_it_can_compute(installed, capability, auto, monkeypatch):
+@pytest.mark.parametrize(
+    "capability, hip, auto",
+    [((9, 0), None, "varlen"), ((8, 0), None, "varlen"), ((7, 5), None, "sdpa"), ((9, 4), "7.0", "sdpa")],
+)
+def test_auto_takes_torchs_flash_attention_where_it_can_compute(installed, capability, hip, auto, monkeypatch):
+    monkeypatch.setattr("torch.version.hip", hip)
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     gpu = torch.device("cuda")  # only its name is asked

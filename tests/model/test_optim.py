@@ -174,3 +174,25 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank_before_the_s
     for rank in clipped:
         for result, _, same in rank[1:]:
             assert "gradient norm is" in str(result) and same
+
+
+def test_moments_are_there_before_the_first_step_and_change_none_of_its_digits():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    start = [p.detach().clone() for p in model.parameters()]
+    ends = []
+    for early in (True, False):
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), start, strict=True):
+                p.copy_(value)
+        optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.1))
+        assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
+        if not early:
+            optimizer.state.clear()  # AdamW makes its own
+        for step in range(3):
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.full_like(p, 0.3 * i - step)
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        assert [v.dtype for v in optimizer.state[p].values()] == [torch.float32] * 3
+    assert all(map(torch.equal, *ends))
