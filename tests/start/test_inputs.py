@@ -144,7 +144,7 @@ def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch, chosen, thread
         "print(torch.get_num_threads())"
     )
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM's, of an engine in this process: OpenMP, before Python begins
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # an engine in this process sets it: OpenMP
     if chosen:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
