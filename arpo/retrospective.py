@@ -82,7 +82,7 @@ def best(candidates: list[Fork], budget: int, rng: random.Random) -> list[Fork]:
 def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
     """Uniformly, with replacement, after any turn that a tool answered, or at the root of any tree (Tree-GRPO, arXiv
     2509.21240). The control that shows what a choice is worth. A fork at a root begins a tree of its own, so that the
-    credit `inter_intra` compares it with no other tail."""
+    credit `inter_intra` compares it with no other tail; the paper leaves that open, and its code was not at hand."""
     places = [
         Fork(t.trajectory_id, turn)
         for t in group.trajectories

@@ -105,7 +105,14 @@ def check_hub_model(option: str, name: str) -> None:
             info = HfApi().model_info(name, timeout=TIMEOUT_S)
             for one in info.siblings or ():
                 if one.rfilename.endswith((".json", ".safetensors", ".jinja")):
-                    _digest_said(name, one.rfilename, "model", info.sha or "")
+                    _digest_said(name, one.rfilename, "model", _checked(info.sha))
+
+
+def _checked(commit: str | None) -> str:
+    """Return the commit that the server says. Raises ValueError."""
+    if not _COMMIT.fullmatch(commit or ""):
+        raise ValueError(f"not the Hub's answer: commit {commit}")
+    return commit
 
 
 def _digest_said(repo: str, file: str, kind: str, commit: str) -> str:
@@ -116,8 +123,6 @@ def _digest_said(repo: str, file: str, kind: str, commit: str) -> str:
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    if not _COMMIT.fullmatch(commit):
-        raise ValueError(f"not the Hub's answer: commit {commit}")
     answer = get_hf_file_metadata(hf_hub_url(repo, file, repo_type=kind, revision=commit))
     if answer.commit_hash != commit or not _DIGEST.fullmatch(answer.etag or ""):
         raise ValueError(f"not the Hub's answer: commit {answer.commit_hash}, checksum {answer.etag}")
@@ -156,7 +161,7 @@ def _commit_and_files(wanted: HubFile) -> tuple[str, list[str]]:
     wish = wanted.revision
     with suppress(OfflineModeIsEnabled):
         info = HfApi().dataset_info(wanted.repo, revision=wish or None, timeout=TIMEOUT_S)
-        return info.sha or "", [one.rfilename for one in info.siblings or ()]
+        return _checked(info.sha), [one.rfilename for one in info.siblings or ()]
     with suppress(CacheNotFound):
         repos = [one for one in scan_cache_dir().repos if (one.repo_id, one.repo_type) == (wanted.repo, "dataset")]
         there = [c for repo in repos for c in repo.revisions if not wish or wish in (c.commit_hash, *c.refs)]

@@ -3,14 +3,13 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers.forked import fork, in_processes
+from helpers.forked import in_processes, killed
 from helpers.processes import free_port
 from helpers.redis_server import REDIS, redis_server
 
@@ -154,31 +153,15 @@ def test_eight_writers_agree_on_the_first_answers_and_lose_none(shared):
     assert len({query for query, _ in entries_of(open_cache(shared, read_only=True))}) == 9 * 200
 
 
-def write_until_killed(place: str, name: str, acknowledge: int) -> None:
-    cache = open_cache(place, read_only=False)
-    for i in range(1_000_000):
-        put(cache, f"{name} {i}", f"text {i} " * 20)
-        os.write(acknowledge, f"{name} {i}\n".encode())
-
-
 def test_killed_writers_lose_no_acknowledged_answer_and_leave_no_half_one(shared):
-    writers = []
-    for number in range(4):
-        reading, writing = os.pipe()
-        writer = fork.Process(target=write_until_killed, args=(shared, str(number), writing))
-        writer.start()
-        os.close(writing)
-        writers.append((writer, os.fdopen(reading)))
-    lines = [pipe.readline() for _, pipe in writers]  # all are in the middle of writing now
-    for writer, _ in writers:
-        os.kill(writer.pid, signal.SIGKILL)
-    for writer, pipe in writers:
-        lines += pipe
-        pipe.close()
-        writer.join(timeout=30)
-        assert writer.exitcode == -signal.SIGKILL
+    def write(name: str, acknowledge: int) -> None:
+        cache = open_cache(shared, read_only=False)
+        for i in range(1_000_000):
+            put(cache, f"{name} {i}", f"text {i} " * 20)
+            os.write(acknowledge, f"{name} {i}\n".encode())
+
+    acknowledged = killed(write, "0123")
     cache = open_cache(shared, read_only=True)
-    acknowledged = {line.strip() for line in lines if line.endswith("\n")}
     assert len(acknowledged) >= 4 and all(cache.get_any(query) for query in acknowledged)
     assert all(cache.get_any(query) == text for query, text in entries_of(cache))
 

@@ -5,8 +5,10 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 fork = multiprocessing.get_context("fork")
 NOBODY = 65534
@@ -45,3 +47,24 @@ def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bo
         if isinstance(outcome, BaseException):
             raise outcome
     return outcomes
+
+
+def killed(work: Callable[[str, int], None], names: Sequence[str], after_s: float = 0.0) -> set[str]:
+    """`work(name, file descriptor)` in a process each, all killed once each has written a line; the whole lines."""
+    workers = []
+    for name in names:
+        reading, writing = os.pipe()
+        worker = fork.Process(target=work, args=(name, writing))
+        worker.start()
+        os.close(writing)
+        workers.append((worker, os.fdopen(reading)))
+    lines = [pipe.readline() for _, pipe in workers]  # all are in the middle of it now
+    time.sleep(after_s)
+    for worker, _ in workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    for worker, pipe in workers:
+        lines += pipe
+        pipe.close()
+        worker.join(timeout=30)
+        assert worker.exitcode == -signal.SIGKILL
+    return {line.strip() for line in lines if line.endswith("\n")}

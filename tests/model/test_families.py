@@ -39,7 +39,6 @@ EXACT = {
     "qwen2": {}, "qwen3": {}, "llama": {}, "mistral": {"sliding_window": 4}, "ministral3": {}, "smollm3": {},
     "olmo2": {}, "olmo3": SLIDING, "phi3": {}, "granite": {}, "glm": {}, "glm4": {}, "exaone4": SLIDING,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-   
     "arcee": {}, "hunyuan_v1_dense": {}, "ernie4_5": {},
     "lfm2": HYBRID | {"layer_types": ["conv", "full_attention", "conv"]},
     "qwen3_5_text": GATED_DELTA,

@@ -126,28 +126,25 @@ for _ in range(1200):
     os.chdir("d")
 time.sleep(30)
 """
-REMOVED_OPEN_FILES = """
+HOLD_REMOVED_FILES = """
 import os, time
-files = []
-for i in range(20):
-    files.append(open("file", "wb"))
-    os.remove("file")
-    files[-1].write(bytes(20 << 20))
-time.sleep(30)
-"""
-REMOVED_FILES_OF_A_THREAD = """
-import ctypes, os, threading, time
-libc = ctypes.CDLL(None)
-CLOSE_RANGE, CLOSE_RANGE_UNSHARE = 436, 2
 def hold():
-    libc.syscall(CLOSE_RANGE, 9999, 9999, CLOSE_RANGE_UNSHARE)
     files = []
     for i in range(20):
         files.append(open("file", "wb"))
         os.remove("file")
         files[-1].write(bytes(20 << 20))
     time.sleep(30)
-threading.Thread(target=hold).start()
+"""
+REMOVED_OPEN_FILES = f"{HOLD_REMOVED_FILES}\nhold()"
+REMOVED_FILES_OF_A_THREAD = f"""{HOLD_REMOVED_FILES}
+import ctypes, threading
+libc = ctypes.CDLL(None)
+CLOSE_RANGE, CLOSE_RANGE_UNSHARE = 436, 2
+def hold_alone():
+    libc.syscall(CLOSE_RANGE, 9999, 9999, CLOSE_RANGE_UNSHARE)
+    hold()
+threading.Thread(target=hold_alone).start()
 """
 REMOVED_FILES_WITHOUT_THE_FIRST_THREAD = f"{REMOVED_FILES_OF_A_THREAD}\nlibc.syscall(WORLD['exit'], 0)"
 REMOVED_MAPPED_FILES = """

@@ -58,19 +58,19 @@ def is_public(address: str) -> bool:
             return True
     if any(ip in block for block in _RESERVED) or str(ip) in _CLOUD_SERVICES:
         return False
-    if _is_own(ip):
-        return False
-    return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved)
+    return ip.is_global and not (ip.is_private or ip.is_multicast or ip.is_reserved or _is_own(ip))
 
 
 def _is_own(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether an interface of this machine has the address."""
+    """Return whether an interface of this machine has the address. Raises OSError where that is not to be found out."""
     try:
         with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.bind((str(ip), 0))
             return True
-    except OSError:  # it is another machine's, or of a protocol that this one lacks
-        return False
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        return False  # it is another machine's, or of a protocol that this one lacks
 
 
 class _CheckedResolver(ThreadedResolver):

@@ -10,11 +10,10 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-from helpers.forked import fork, in_processes
+from helpers.forked import in_processes, killed
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
@@ -137,33 +136,16 @@ def test_eight_writers_lose_no_row(path):
     assert get(cache, "7 499") == "text" * 100
 
 
-def write_until_killed(path: Path, name: str, acknowledge: int) -> None:
-    cache = CacheFile(path)
-    for i in range(1_000_000):
-        put(cache, f"{name} {i}", f"text {i} " * 20)
-        os.write(acknowledge, f"{name} {i}\n".encode())
-
-
 def test_killed_writers_lose_no_acknowledged_row(path):
+    def write(name: str, acknowledge: int) -> None:
+        cache = CacheFile(path)
+        for i in range(1_000_000):
+            put(cache, f"{name} {i}", f"text {i} " * 20)
+            os.write(acknowledge, f"{name} {i}\n".encode())
+
     acknowledged: set[str] = set()
     for attempt in range(6):
-        writers = []
-        for number in range(8):
-            reading, writing = os.pipe()
-            writer = fork.Process(target=write_until_killed, args=(path, f"{attempt}.{number}", writing))
-            writer.start()
-            os.close(writing)
-            writers.append((writer, os.fdopen(reading)))
-        lines = [pipe.readline() for _, pipe in writers]  # all are in the middle of writing now
-        time.sleep(0.05)
-        for writer, _ in writers:
-            os.kill(writer.pid, signal.SIGKILL)
-        for writer, pipe in writers:
-            lines += pipe
-            pipe.close()
-            writer.join(timeout=30)
-            assert writer.exitcode == -signal.SIGKILL
-        acknowledged |= {line.strip() for line in lines if line.endswith("\n")}
+        acknowledged |= killed(write, [f"{attempt}.{number}" for number in range(8)], after_s=0.05)
         cache = CacheFile(path)  # checks the file too
         recorded = {query for query, _ in entries_of(cache)}
         cache.close()
