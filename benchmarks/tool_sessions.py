@@ -23,9 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arpo.config.tools import PythonConfig
-from arpo.tools.base import CannotFork, ToolContext
+from arpo.tools.base import ToolContext
 from arpo.tools.python import PythonTool
 from extras.tools.notebook import Notebook, NotebookConfig, NotebookTool
+from extras.tools.session_tool import CannotFork
 
 NUM_SESSIONS = 256
 CONCURRENCY = 8

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from arpo.errors import UserError
 from arpo.ranks import Ranks
 from arpo.tools.base import Tool, ToolContext, ToolResult, ToolRunner
-from arpo.tools.sessions import Sessions
+from arpo.tools.sessions import make_sessions
 
 T = TypeVar("T")
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads it before it is cut
@@ -114,7 +114,7 @@ class TeamToolRunner(ToolRunner):
         super().__init__(tools)
         self.team = team
         if not team.is_first:
-            self.sessions = Sessions(tools, None)
+            self.sessions = make_sessions(tools, None)
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         if self.team.is_first:

@@ -19,8 +19,7 @@ from arpo.errors import UserError
 from arpo.growing import GroupState, Live
 from arpo.sampling.carry_over import Begun, Carried, CarryOver
 from arpo.sampling.plain import from_plain, to_plain
-from arpo.tools.session_records import RecordedCall
-from arpo.tools.sessions import Owner
+from arpo.tools.sessions import Owner, RecordedCall
 from arpo.trajectory import Prompt
 
 COMPRESSION = 1

@@ -143,6 +143,8 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
             return FunctionTool(found)
         if not (hasattr(found, "tag") and hasattr(found, "run")) and not hasattr(found, "tools"):
             raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
+        if hasattr(found, "open") and not hasattr(found, "make_sessions"):
+            raise UserError(f"tools.names={name} has `open`: derive it from SessionTool (docs/extending.md)")
         return found
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")

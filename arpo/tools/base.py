@@ -12,16 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arpo.errors import UserError
-from arpo.tools.interface import CannotFork, SessionLost, SessionTool, Tool, ToolContext, ToolResult, answer
-from arpo.tools.sessions import CLOSE_TIMEOUT_S, Sessions
+from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
+from arpo.tools.sessions import make_sessions
 
-__all__ = [
-    "CannotFork", "MutedTool", "PricedTool", "SessionLost", "SessionTool", "Tool", "ToolContext", "ToolResult",
-    "ToolRunner",
-]  # fmt: skip
+__all__ = ["MutedTool", "PricedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 30.0
 TELL_AFTER_S = 600.0
 """A rank that does nothing but wait for tools says so each time that this long has passed."""
 
@@ -39,7 +37,7 @@ class PricedTool:
 
     def __getattr__(self, name: str) -> Any:
         """Have the sessions of a tool that has any."""
-        if name not in ("open", "fork", "close", "max_sessions", "may_branch", "session_name"):
+        if name not in ("make_sessions", "open", "fork", "close", "max_sessions", "may_branch", "session_name"):
             raise AttributeError(name)
         return getattr(self.tool, name)
 
@@ -83,7 +81,7 @@ class ToolRunner:
         self.num_pending = 0
         self._generation = self._num_generations = 0  # the rollout that runs now takes no result of another one's calls
         self._parked: tuple[int, int, list] | None = None  # of `park`: generation, calls without a result, results
-        self.sessions = Sessions(tools, self._loop)
+        self.sessions = make_sessions(tools, self._loop)
         """Those of the trajectories in tools that have any."""
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:

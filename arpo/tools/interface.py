@@ -1,4 +1,4 @@
-"""The interface of a tool: what a call gets, what it returns, and the sessions of a tool with state."""
+"""The interface of a tool: what a call gets, and what it returns."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Tool(Protocol):
     """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
 
     A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`. `run` may
-    have a parameter `context`, a ToolContext. A tool with state is a `SessionTool`.
+    have a parameter `context`, a ToolContext. A tool with state also has `make_sessions`
+    (arpo/tools/sessions.py).
     """
 
     tag: str
@@ -87,55 +88,6 @@ class ToolSet(Protocol):
 
     def tools(self) -> Mapping[str, Tool]:
         """Return the tools, by tag. One with a method `take_counts` has its counts logged, as tools/NAME."""
-
-
-class SessionTool(Protocol):
-    """A tool that keeps a session per trajectory: one that has `open`.
-
-    A session begins with the trajectory's first call of the tool, and is closed when the trajectory ends, however it
-    ends. Calls of a session come one after the other. A branch gets a session in the state at which it left its parent:
-    by `fork`, where the tool has that method; else a new session answers the parent's calls again (a replay).
-    """
-
-    tag: str
-    max_sessions: int
-    """Most sessions at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
-    may_branch: bool
-    """False: no trajectory branches while it has such a session."""
-    session_name: str
-    """Optional. Tools with the same one share a trajectory's session; their `open`, `fork` and `close` are alike."""
-
-    async def open(self, context: ToolContext) -> Any:
-        """Return a new session. The same context (but for the trajectory and the turn) must give the same state."""
-
-    async def run(self, argument: str, context: ToolContext, session: Any) -> ToolResult: ...
-
-    async def fork(self, session: Any, context: ToolContext) -> Any:
-        """Return a copy that shares nothing with the session. Optional. Raises CannotFork for one that must be replayed
-        instead. `context` is that of the session's newest call."""
-
-    async def close(self, session: Any) -> None:
-        """Release the session, also in the middle of a call that is given up."""
-
-    async def aclose(self) -> None: ...
-
-
-class CannotFork(Exception):
-    """Raised by `fork` for a session that cannot be copied exactly: the branch replays its calls."""
-
-
-class SessionLost(Exception):
-    """Raised by `run` where the session is gone through a failure of ours: its calls are replayed in a new one."""
-
-
-def is_stateful(tool: Tool) -> bool:
-    """Return whether the tool keeps sessions."""
-    return hasattr(tool, "open")
-
-
-def session_name(tool: Tool) -> str:
-    """Return what its sessions are known by: the tag of a tool that shares them with no other one."""
-    return getattr(tool, "session_name", tool.tag)
 
 
 @functools.cache

@@ -1,350 +1,87 @@
-"""The sessions of tools with state: one per trajectory and tool, and how a branch gets one in its parent's state.
-
-A session's name is the tag of its tool. Tools that share one (those of a ToolSet) give it a name of their own.
-
-A branch begins at the end of a tool result, but it is started later, when its parent has gone on decoding and may have
-called the tool again (a rule of `branching.RULES` sees the next turn's first tokens; the budget may make a claim wait
-longer; AEPO's pilot ends first). So where a decision can follow, and the tool can `fork`, a copy is made at the result,
-before the parent's next call, and kept until it is settled that no branch needs it. A branch takes that copy. Where
-there is none, it opens a session at its first call and runs its parent's calls before the fork again: for tools
-without `fork`, where a copy found no free place, and for retrospective selectors, which fork after all have ended.
-
-No limit can make trajectories wait for each other for ever. A copy never waits: without a free place there is none.
-So at most max_sessions - 1 copies exist, the remaining session belongs to a trajectory that grows and ends, and its
-place is the next one's. Who holds a session of another tool does not wait either, but goes over the limit, and is not
-copied. The sessions of a trajectory take their places one after the other: none waits while another gets one.
-"""
+"""What the rollout tells of its trajectories, for tools that keep a state for each and bring the sessions."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from arpo.tools.interface import (
-    SessionLost,
-    SessionTool,
-    Tool,
-    ToolContext,
-    ToolResult,
-    answer,
-    is_stateful,
-    session_name,
-)
-from arpo.tools.session_records import Copy, Own, RecordedCall, Session, close_handle, recorded, replay, try_to_fork
+from arpo.tools.interface import Tool, ToolContext, ToolResult
 
-CLOSE_TIMEOUT_S = 30.0
-NUM_TRIES = 2
-"""Times that a call is tried whose session is lost under it."""
 Owner = tuple[str, str]
 """A trajectory: (prompt_id, trajectory_id)."""
-logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call that a session has answered."""
+
+    turn: int
+    tag: str
+    argument: str
+    answer: tuple[str, bool]
+    """(text, ok) of the result."""
+    history: str
+    """Digest of the session's calls up to this one; see ToolContext.history."""
 
 
 class Sessions:
-    """All sessions of a runner. The methods without `async` may be called from any thread, return at once (`end_all`
-    excepted), and take effect in the order of the calls; without a stateful tool they do nothing."""
+    """Those of a runner, all of whose tools are without state: there are none, and every method does nothing.
 
-    def __init__(self, tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None):
-        """`loop` None: another process has the sessions, and this one only answers `refusal`."""
-        stateful = {tag: tool for tag, tool in tools.items() if is_stateful(tool)}
-        self.tools: dict[str, SessionTool] = stateful if loop else {}
-        """Those with sessions here, by tag."""
-        self._by_name = {session_name(tool): tool for tool in self.tools.values()}
-        """Who opens, copies and closes the sessions of a name."""
-        self._unbranchable = {tag for tag, tool in stateful.items() if not getattr(tool, "may_branch", True)}
-        self._loop = loop
-        limits = {name: getattr(tool, "max_sessions", 0) for name, tool in self._by_name.items()}
-        self._places = {name: asyncio.Semaphore(limit) for name, limit in limits.items() if limit}
-        self._sessions: dict[Owner, Own] = {}
-        self._copies: dict[str, dict[tuple[int, str], dict[str, Copy]]] = {}
-        """prompt_id -> (turn, trajectory_id) -> session's name -> the state before that turn, for branches there."""
-        self._calls: set[asyncio.Task] = set()
-        self._tasks: set[asyncio.Task] = set()
-        self._told: set[tuple[str, type]] = set()
-        self._parked: tuple[dict, dict, set, set] | None = None
+    All but `call` may be called from any thread, and take effect in the order of the calls.
+    """
+
+    tools: Mapping[str, Tool] = {}
+    """Tools whose calls `call` answers, by tag."""
+
+    async def call(self, tag: str, argument: str, context: ToolContext | None) -> ToolResult:
+        """Answer a call in its trajectory's session."""
+        raise KeyError(tag)
 
     def refusal(self, tags: Iterable[str]) -> str:
         """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
-        return next((tag for tag in tags if tag in self._unbranchable), "") if self._unbranchable else ""
+        return ""
 
     def name_of(self, tag: str) -> str:
         """Return the name of the sessions that answer a tool's calls."""
-        return session_name(self.tools[tag]) if tag in self.tools else tag
-
-    # ---- what the rollout tells
+        return tag
 
     def mark(self, owner: Owner, turn: int) -> None:
         """A branch may begin at this turn: keep the state as it is now, before the trajectory's next call."""
-        self._post(self._mark, owner, turn)
 
     def fork(self, owner: Owner, turn: int, child: Owner) -> None:
         """`child` has branched from `owner`, and shares all turns before this one."""
-        self._post(self._fork, owner, turn, child)
 
     def retain(self, prompt_id: str, places: Iterable[tuple[int, str]]) -> None:
         """Branches can begin at these (turn, trajectory_id) only: copies of others go."""
-        if self.tools:
-            self._post(self._retain, prompt_id, set(places))
 
     def end(self, owner: Owner) -> None:
         """The trajectory has ended; close what it has open."""
-        self._post(self._end, owner)
 
     def forget(self, prompt_id: str) -> None:
         """All trajectories of the prompt have ended, and none can branch any more."""
-        self._post(self._forget, prompt_id)
 
     def end_all(self) -> None:
         """Give up calls that still run, and close everything. Blocks until that is done."""
-        if self.tools and self._loop.is_running():
-            try:
-                asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                logger.warning("sessions of %s are still open after %g s", ", ".join(self.tools), CLOSE_TIMEOUT_S)
 
     def park(self) -> None:
-        """Set all sessions aside until `unpark`; their calls go on. Idle ones give their places to those that wait."""
-        self._run(self._park)
+        """Set all sessions aside until `unpark`; their calls go on."""
 
     def unpark(self) -> None:
         """Take up what `park` has set aside, if there is anything."""
-        self._run(self._unpark)
 
     def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
         """Return (trajectory, name, calls that it has answered) of all sessions, those that are parked, if any are."""
-        return self._run(self._records) or []
+        return []
 
     def restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
         """Give a trajectory a session that begins with a replay of these calls."""
-        self._post(self._restore, owner, name, calls)
 
-    def _run(self, work: Callable[[], Coroutine]) -> Any:
-        """Return what comes of the work on the loop, which is short; None without a stateful tool."""
-        if self.tools and self._loop.is_running():
-            return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
-        return None
 
-    def _post(self, action: Any, *arguments: Any) -> None:
-        if self.tools:
-            self._loop.call_soon_threadsafe(action, *arguments)
+def make_sessions(tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None) -> Sessions:
+    """Return those that a tool with state brings (its `make_sessions`), else none.
 
-    # ---- on the loop: a call
-
-    async def call(self, tag: str, argument: str, context: ToolContext | None) -> ToolResult:
-        """Answer a call in its trajectory's session. Calls of a session are answered in the order of their start."""
-        assert context is not None, f"the {tag} tool has sessions, and this call belongs to no trajectory"
-        tool = self.tools[tag]
-        name = session_name(tool)
-        own = self._sessions.setdefault(context.owner, Own())
-        session = own.setdefault(name, Session())
-        task = asyncio.current_task()
-        self._calls.add(task)
-        try:
-            async with session.lock:
-                try:
-                    return await self._answer(tool, own, argument, context)
-                finally:
-                    if self._is_wanted(name) and any(own is one for one in self._parked[0].values()):
-                        await self._close(tool, session)
-        finally:
-            self._calls.discard(task)
-
-    async def _answer(self, tool: SessionTool, own: Own, argument: str, context: ToolContext) -> ToolResult:
-        session, before = own[session_name(tool)], ToolResult("", ok=True)
-        for tries_left in reversed(range(NUM_TRIES)):
-            try:
-                if not session.is_open:
-                    before = await self._begin(tool, own, context)
-                    if before.infra_error:
-                        return before
-                session.context = replace(context, history=session.history)
-                result = await answer(tool, argument, session.context, session.handle)
-                break
-            except SessionLost:
-                await self._close(tool, session)
-                if not tries_left:
-                    raise
-        if not result.infra_error:
-            session.calls.append(recorded(tool, session, context.turn, argument, result))
-        return replace(
-            result, replayed=before.replayed, replay_mismatches=before.replay_mismatches, cost=result.cost + before.cost
-        )
-
-    async def _begin(self, tool: SessionTool, own: Own, context: ToolContext) -> ToolResult:
-        """Give a session its state: from its copy, else by opening one and replaying its calls."""
-        session = own[session_name(tool)]
-        source = session.source
-        handle = await asyncio.shield(source.task) if source else None
-        session.source = None
-        if handle is not None and source.claims == 1:  # nobody else wants it
-            source.claims, session.handle, session.has_place = 0, handle, source.has_place
-            session.is_open = True
-            return ToolResult("", ok=True)
-        try:
-            session.has_place = await self._take_place(session_name(tool), own)
-            if handle is not None:
-                session.handle = await self._finished(tool, try_to_fork(tool, handle, context, self._told))
-                session.is_open = session.handle is not None
-        finally:
-            self._release(source)
-        if session.is_open:
-            return ToolResult("", ok=True)
-        session.handle = await self._finished(tool, tool.open(replace(context, history="")))
-        session.is_open = True
-        return await replay(self.tools, session, context)
-
-    async def _finished(self, tool: SessionTool, making: Coroutine) -> Any | None:
-        """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""
-        task = self._spawn(making)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self._spawn(self._close_made(tool, task))
-            raise
-
-    async def _close_made(self, tool: SessionTool, task: asyncio.Task) -> None:
-        [handle] = await asyncio.gather(task, return_exceptions=True)
-        if handle is not None and not isinstance(handle, BaseException):
-            await close_handle(tool, handle)
-
-    # ---- on the loop: places, copies, ends
-
-    async def _take_place(self, name: str, own: Own) -> bool:
-        """Wait for a place under the tool's limit. Return whether one was taken, which must be given back."""
-        places = self._places.get(name)
-        if places is None:
-            return False
-        async with own.taking:
-            if places.locked() and any(s.has_place or s.source for other, s in own.items() if other != name):
-                return False
-            if self._is_wanted(name):
-                for session in [s[name] for s in self._parked[0].values() if name in s and s[name].has_place]:
-                    self._spawn(self._finish(self._by_name[name], session))  # its next call replays
-            await places.acquire()
-            return True
-
-    def _is_wanted(self, name: str) -> bool:
-        """Return whether a parked session must not keep its place: its trajectory stands still while others wait."""
-        return self._parked is not None and name in self._places and self._places[name].locked()
-
-    def _give_place_back(self, name: str, holder: Session | Copy) -> None:
-        if holder.has_place:
-            holder.has_place = False
-            self._places[name].release()
-
-    async def _make_copy(self, copy: Copy, session: Session) -> Any | None:
-        name = session_name(copy.tool)
-        places = self._places.get(name)
-        async with session.lock:
-            if not session.is_open or (places and (places.locked() or not session.has_place)):
-                return None
-            if places:
-                copy.has_place = await places.acquire()  # at once: one is free
-            handle = await try_to_fork(copy.tool, session.handle, session.context, self._told)
-            if handle is None:
-                self._give_place_back(name, copy)
-            return handle
-
-    def _mark(self, owner: Owner, turn: int) -> None:
-        copies = {}
-        for name, session in self._sessions.get(owner, {}).items():
-            tool = self._by_name[name]
-            if tool.tag in self._unbranchable or not hasattr(tool, "fork") or not session.calls:
-                continue
-            copy = session.source or session.newest_copy
-            if copy is None or not copy.claims or copy.num_calls != len(session.calls):
-                copy = session.newest_copy = Copy(tool, len(session.calls))
-                copy.task = self._spawn(self._make_copy(copy, session))
-            copy.claims += 1
-            copies[name] = copy
-        self._copies.setdefault(owner[0], {})[turn, owner[1]] = copies
-
-    def _fork(self, owner: Owner, turn: int, child: Owner) -> None:
-        copies = self._copies.get(owner[0], {}).get((turn, owner[1]), {})
-        for name, session in self._sessions.get(owner, {}).items():
-            if calls := [call for call in session.calls if call.turn < turn]:
-                source = copies.get(name)
-                if source:
-                    source.claims += 1
-                self._sessions.setdefault(child, Own())[name] = Session(calls, source)
-
-    def _retain(self, prompt_id: str, places: set[tuple[int, str]]) -> None:
-        copies = self._copies.get(prompt_id, {})
-        for place in copies.keys() - places:
-            for copy in copies.pop(place).values():
-                self._release(copy)
-
-    def _release(self, copy: Copy | None) -> None:
-        if copy:
-            copy.claims -= 1
-            if not copy.claims:
-                self._spawn(self._drop(copy))
-
-    def _end(self, owner: Owner) -> None:
-        for name, session in self._sessions.get(owner, {}).items():
-            self._spawn(self._finish(self._by_name[name], session))
-
-    def _forget(self, prompt_id: str) -> None:
-        self._retain(prompt_id, set())
-        self._copies.pop(prompt_id, None)
-        for owner in [owner for owner in self._sessions if owner[0] == prompt_id]:
-            self._end(owner)
-            del self._sessions[owner]
-
-    async def _drop(self, copy: Copy) -> None:
-        handle = await copy.task
-        if handle is not None:
-            await close_handle(copy.tool, handle)
-            self._give_place_back(session_name(copy.tool), copy)
-
-    async def _finish(self, tool: SessionTool, session: Session) -> None:
-        async with session.lock:
-            source, session.source = session.source, None
-            self._release(source)
-            await self._close(tool, session)
-
-    async def _close(self, tool: SessionTool, session: Session) -> None:
-        if session.is_open:
-            session.is_open = False
-            await close_handle(tool, session.handle)
-        session.handle = None
-        self._give_place_back(session_name(tool), session)
-
-    async def _park(self) -> None:
-        self._parked = self._sessions, self._copies, self._calls, self._tasks
-        self._sessions, self._copies, self._calls, self._tasks = {}, {}, set(), set()
-
-    async def _unpark(self) -> None:
-        if self._parked:
-            later = self._tasks
-            self._sessions, self._copies, calls, self._tasks = self._parked
-            self._parked, self._calls = None, {call for call in calls if not call.done()}
-            if later:  # which close what the rollout in between has ended
-                self._spawn(asyncio.wait(later))
-
-    async def _records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
-        sessions = self._parked[0] if self._parked else self._sessions
-        return [(owner, name, list(s.calls)) for owner, own in sessions.items() for name, s in own.items()]
-
-    def _restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
-        if name in self._by_name:
-            self._sessions.setdefault(owner, Own())[name] = Session(calls)
-
-    def _spawn(self, work: Coroutine) -> asyncio.Task:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _end_all(self) -> None:
-        calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        for prompt_id in {owner[0] for owner in self._sessions} | self._copies.keys():
-            self._forget(prompt_id)
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+    `loop` runs the calls; None: another process has the sessions, and these only answer `refusal`.
+    """
+    makers = [tool.make_sessions for tool in tools.values() if hasattr(tool, "make_sessions")]
+    return makers[0](tools, loop) if makers else Sessions()

@@ -156,7 +156,7 @@ class VirtualTools:
     def __init__(self, time: VirtualTime, rank: int, latency_s: Callable[[str], float], text: str, result_tokens: int):
         self.time, self.rank, self.latency_s, self.text, self.result_tokens = time, rank, latency_s, text, result_tokens
         self.tools = {"search": None}
-        self.sessions = Sessions({}, None)
+        self.sessions = Sessions()
         self.pending: list[tuple[float, str]] = []
         self.parked: list[tuple[float, str]] = []
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from arpo.protocol.prompts import About
-from arpo.tools.interface import CannotFork, ToolContext, ToolResult
+from arpo.tools.interface import ToolContext, ToolResult
 from arpo.tools.threads import on_thread
+from extras.tools.session_tool import CannotFork, SessionTool
 
 LOOK = "look"
 """The argument that shows the newest observation again, the first one before any step."""
@@ -47,7 +48,7 @@ class Episode:
         return {"return": self.total_reward, "terminated": self.terminated, "truncated": self.truncated}
 
 
-class EnvironmentTool:
+class EnvironmentTool(SessionTool):
     """Takes the action that the argument names, and answers with the observation.
 
     A subclass has `tag`, `about` and `make`.
@@ -57,8 +58,6 @@ class EnvironmentTool:
 
     tag: str
     about: About
-    max_sessions = 0
-    may_branch = True
     copies_exactly = False
     """True where `copy.deepcopy` gives an environment that goes on alike. Else a branch replays its parent's actions in
     a new one, which a seeded environment answers alike; where it does not, tools/replay_mismatch says so."""

@@ -23,13 +23,14 @@ from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.cache.cache import PYTHON
 from arpo.tools.cache.rows import cache_key
-from arpo.tools.interface import CannotFork, SessionLost, ToolContext, ToolResult
+from arpo.tools.interface import ToolContext, ToolResult
 from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, shorten, strip_fences
 from arpo.tools.sandbox.client import GRACE_S
 from arpo.tools.sandbox.host_process import Tier
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import Reply
 from extras.tools.notebook_jail.client import SessionClient, open_session
+from extras.tools.session_tool import CannotFork, SessionLost, SessionTool
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Notebook:
     is_closed: bool = False
 
 
-class NotebookTool(PythonTool):
+class NotebookTool(PythonTool, SessionTool):
     """Runs cells in the trajectory's notebook; see the module. Without a session (`run(code)`), in one of its own."""
 
     tag = "notebook"
@@ -78,7 +79,6 @@ class NotebookTool(PythonTool):
         "notebook", "Run Python code, and show what it prints. Variables and functions stay, files do not.", "code",
         "The code. Print what you need.",
     )  # fmt: skip
-    may_branch = True
 
     def __init__(self, cfg: NotebookConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
         """Raises as PythonTool; also for a session_cpu_s that is less than a call may take."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from arpo.errors import require
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
-from arpo.tools.interface import CannotFork, ToolContext, ToolResult
+from arpo.tools.interface import ToolContext, ToolResult
+from extras.tools.session_tool import CannotFork, SessionTool
 
 STEPS_PER_LOOK = 10_000
 """Instructions of SQLite's machine between two looks at their number."""
@@ -57,7 +58,7 @@ class SqlConfig:
             require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
 
 
-class SqlTool:
+class SqlTool(SessionTool):
     """Runs statements in the trajectory's database, and shows the rows of the last one that has any."""
 
     tag = "sql"

@@ -13,10 +13,11 @@ from helpers.scripted_rollout import ANSWER, play, prompt
 
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolRunner
+from arpo.tools.base import ToolContext, ToolRunner
 from arpo.tools.sandbox.client import Sandbox
 from arpo.tools.sandbox.host import NUM_SPARES
 from extras.tools.notebook import ENDED, Notebook, NotebookConfig, NotebookTool
+from extras.tools.session_tool import CannotFork, SessionLost
 
 LONG = RolloutConfig(
     group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from helpers.notebooks import CONTEXT, answers_to, cells, talk, texts
 
-from arpo.tools.base import CannotFork, ToolContext, ToolResult, ToolRunner
+from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from extras.tools.notebook import Notebook
+from extras.tools.session_tool import CannotFork
 
 
 def test_a_fork_has_the_state_and_shares_none_of_what_follows(forking):

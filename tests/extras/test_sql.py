@@ -11,7 +11,8 @@ from helpers.mounts import under_mount
 from helpers.scripted_rollout import ANSWER, play, prompt
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.tools.base import CannotFork, ToolContext, ToolResult
+from arpo.tools.base import ToolContext, ToolResult
+from extras.tools.session_tool import CannotFork
 from extras.tools.sql import SqlConfig, SqlTool, statements
 
 SETUP = "CREATE TABLE films (name TEXT, year INTEGER); INSERT INTO films VALUES ('Alien', 1979), ('Heat', 1995);"

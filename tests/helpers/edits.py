@@ -21,8 +21,9 @@ Edit = tuple[str, str]
 
 
 def edits_of(title: str) -> list[Edit]:
-    """The code blocks of a section of docs/extending.md, each with the paragraph above it."""
-    page = (ROOT / "docs" / "extending.md").read_text()
+    """The code blocks of a section of docs/extending.md, or the page on tools, each with the paragraph above it."""
+    pages = [ROOT / "docs" / "extending.md", ROOT / "extras" / "tools" / "README.md"]
+    page = next(text for text in (page.read_text() for page in pages) if f"\n## {title}\n" in text)
     section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     pieces = re.split(r"```python\n(.*?)```", section, flags=re.DOTALL)
     edits: list[Edit] = []

@@ -6,7 +6,8 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from arpo.tools.base import CannotFork, SessionLost, ToolContext, ToolResult
+from arpo.tools.base import ToolContext, ToolResult
+from extras.tools.session_tool import CannotFork, SessionLost, SessionTool
 
 
 class LeftOpen(BaseException):
@@ -14,7 +15,7 @@ class LeftOpen(BaseException):
 
 
 @dataclass
-class Notes:
+class Notes(SessionTool):
     """Answers with all that its session has been told so far: "a", then "a b". Branches replay."""
 
     tag: str = "search"

@@ -18,9 +18,10 @@ from arpo.tools.cache.cache import MCP
 from arpo.tools.cache.recorder import Recorder
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
-from arpo.tools.interface import SessionLost, ToolContext, ToolResult
+from arpo.tools.interface import ToolContext, ToolResult
 from extras.tools.mcp.config import McpServer
 from extras.tools.mcp.connection import Connection, ConnectionLost, program_of
+from extras.tools.session_tool import SessionLost, SessionTool
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
@@ -69,7 +70,7 @@ class McpTool:
         await self.service.aclose()
 
 
-class McpSessionTool(McpTool):
+class McpSessionTool(McpTool, SessionTool):
     """A tool of a server that each trajectory has for itself: a process, or a connection over HTTP.
 
     The server's tools share the trajectory's session. There is no copying it, so branches replay it.

@@ -15,6 +15,7 @@ from arpo.retrospective import EXPANSIONS
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import PricedTool, ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory
+from extras.tools.sessions import ToolSessions
 from train_rl import console_text
 
 LONG = RolloutConfig(
@@ -371,9 +372,7 @@ def test_a_retrospective_selector_is_refused_alike(selector):
 
 
 def test_a_runner_of_another_rank_keeps_no_sessions_but_refuses_alike():
-    from arpo.tools.sessions import Sessions
-
-    elsewhere = Sessions({"search": Notes(may_branch=False), "python": Notes("python")}, None)
+    elsewhere = ToolSessions({"search": Notes(may_branch=False), "python": Notes("python")}, None)
     assert elsewhere.refusal(["python"]) == "" and elsewhere.refusal(["python", "search"]) == "search"
     elsewhere.mark(("p", "0"), 1)
     elsewhere.end_all()

@@ -1,4 +1,4 @@
-"""The records that `Sessions` keeps of a trajectory's session: its calls, and the copies that wait for branches."""
+"""The records that `ToolSessions` keeps of a trajectory's session: its calls, and the copies that wait for branches."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from arpo.tools.interface import CannotFork, SessionTool, ToolContext, ToolResult, answer, session_name
+from arpo.tools.interface import ToolContext, ToolResult, answer
+from arpo.tools.sessions import RecordedCall
+
+if TYPE_CHECKING:
+    from extras.tools.session_tool import SessionTool
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """A call that a session has answered."""
+class CannotFork(Exception):
+    """Raised by `fork` for a session that cannot be copied exactly: the branch replays its calls."""
 
-    turn: int
-    tag: str
-    argument: str
-    answer: tuple[str, bool]
-    """(text, ok) of the result."""
-    history: str
-    """Digest of the session's calls up to this one; see ToolContext.history."""
+
+class SessionLost(Exception):
+    """Raised by `run` where the session is gone through a failure of ours: its calls are replayed in a new one."""
+
+
+def session_name(tool: SessionTool) -> str:
+    """Return what its sessions are known by: the tag of a tool that shares them with no other one."""
+    return getattr(tool, "session_name", tool.tag)
 
 
 @dataclass
