@@ -10,6 +10,7 @@ from helpers.sft_world import build_sft_world
 from transformers import AutoModelForCausalLM
 
 from arpo.log import read_metrics
+from extras.card import card_of
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_the_loss_falls_on_training_and_validation_conversations(trained):
 
 def test_the_run_leaves_a_model_that_loads(trained):
     model = AutoModelForCausalLM.from_pretrained(trained / "hf")
-    assert "by supervised fine-tuning with tool calls, 12 steps" in (trained / "hf" / "README.md").read_text()
+    assert "by supervised fine-tuning with tool calls, 12 steps" in card_of((trained / "hf").resolve().parent)
     assert model.config.num_hidden_layers == 2
 
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from arpo.bounded import read_yaml
-from arpo.checkpoint.card import card_of
 from arpo.checkpoint.checkpoints import NotWritten, errors_of_all_ranks, verify
 from arpo.checkpoint.safe_reader import SafeReader
 from arpo.config.sections import ModelConfig
@@ -42,7 +41,7 @@ def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = 
     problem = [""]
     if dist.get_rank() == 0:
         try:
-            write_hf(tensors, folder, source, card=card_of(folder.parent, source))
+            write_hf(tensors, folder, source)
             if link:
                 point_to(folder, link)
         except (OSError, SafetensorError) as error:
@@ -80,12 +79,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapte
         lora.write_adapter(trained, folder, base=cfg.path, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
     else:
         dtype = source_dtype(cfg.path)
-        write_hf(
-            ((name, p.detach().to(dtype)) for name, p in lora.merged_parameters(hf)),
-            folder,
-            cfg.path,
-            card=card_of(checkpoint, cfg.path),
-        )
+        write_hf(((name, p.detach().to(dtype)) for name, p in lora.merged_parameters(hf)), folder, cfg.path)
 
 
 def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -124,9 +118,9 @@ def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
     return ModelConfig(path=model)
 
 
-def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str, *, card: str = "") -> None:
-    """Write whole tensors by name, the card if there is one, and all else from `source` (of a vision-language model its
-    vision tower too), to a folder that then replaces `folder`."""
+def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
+    """Write whole tensors by name, and all else from `source` (of a vision-language model its vision tower too), to a
+    folder that then replaces `folder`."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     temporary = folder.with_name(folder.name + ".tmp")
@@ -144,8 +138,6 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
         with contextlib.suppress(OSError):  # a model folder need not have one
             GenerationConfig.from_pretrained(source).save_pretrained(temporary)
         AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(temporary)
-        if card:
-            (temporary / "README.md").write_text(card, encoding="utf-8")
     except BaseException:
         shutil.rmtree(temporary)
         raise

@@ -1,10 +1,14 @@
-"""The card (README.md) of an exported model: what it was trained from, on and how. It holds no key and no local path.
+"""Writes the card (README.md) of an exported model: what it was trained from, on and how; no key and no local path.
+
+    python -m extras.card runs/NAME/hf                              then: hf upload OWNER/NAME runs/NAME/hf
+    python -m extras.card runs/NAME/checkpoints/step_000100 OUT     of an export elsewhere
 
 A licence is that which the base model's own card names; cards of ours hand it on, with the base model's name.
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +20,7 @@ from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.run_folder import settings_of
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import parse
-from arpo.errors import UserError
+from arpo.errors import UserError, exit_with
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -46,15 +50,13 @@ The licence of {{ source }} is not known here: look it up before you pass this m
 {% endfor %}"""
 
 
-def card_of(checkpoint: Path, source: str) -> str:
-    """Return the card of RUN/checkpoints/step_N, whose run began with the model `source`; "" where RUN is no run."""
+def card_of(checkpoint: Path) -> str:
+    """Return the card of RUN/checkpoints/step_N. Raises UserError where RUN is no run."""
     from huggingface_hub import ModelCard, ModelCardData
 
     run = checkpoint.resolve().parent.parent
-    try:
-        settings = settings_of(run)
-    except UserError:
-        return ""
+    settings = settings_of(run)
+    source = settings["model.path"]
     data = {key: str(settings.get(key) or "") for key in ("data.train", "data.valid")}
     on_hub = {wanted.repo for name in data.values() if (wanted := parse(name))}
     before, is_local = _head_of(source), Path(source).is_dir()
@@ -111,3 +113,24 @@ def _chosen(settings: dict[str, Any]) -> dict[str, str]:
 
 def _plain(value: Any) -> str:
     return str(value).rsplit("/", 1)[-1].replace("|", "\\|")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.card", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="RUN/hf, or RUN/checkpoints/step_000100")
+    parser.add_argument("out", type=Path, nargs="?", help="the export, where it is not the checkpoint's own")
+    args = parser.parse_args()
+    given = args.checkpoint.resolve()
+    checkpoint = given.parent if given.name == "hf" else given
+    card = (args.out or checkpoint / "hf") / "README.md"
+    try:
+        card.write_text(card_of(checkpoint), encoding="utf-8")
+    except UserError as error:
+        exit_with(error)
+    except OSError as error:
+        exit_with(UserError(f"{card}: cannot be written ({error.strerror}); name the folder of the export"))
+    print(card)
+
+
+if __name__ == "__main__":
+    main()

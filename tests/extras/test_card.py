@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from arpo.checkpoint.card import card_of
 from arpo.config.load import load_config
 from arpo.config.run_folder import save_config
+from extras.card import card_of, main
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -19,7 +19,9 @@ def export(runs: Path, name: str, root: type, source: str, *flags: str) -> Path:
     exported = runs / name / "checkpoints" / "step_000020" / "hf"
     exported.mkdir(parents=True)
     save_config(cfg, runs / name / "config.yaml")
-    (exported / "README.md").write_text(card_of(exported.parent, source))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["card", str(exported)])
+        main()
     return exported
 
 
@@ -73,7 +75,7 @@ def test_a_run_that_begins_with_one_of_ours_hands_on_base_and_licence(tmp_path, 
 def test_a_setting_that_was_changed_on_the_way_is_the_one_that_is_named(base, tmp_path):
     checkpoint = export(tmp_path, "r", RLConfig, str(base), "--data.train", "rows.jsonl").parent
     (tmp_path / "r" / "changes.jsonl").write_text(json.dumps({"step": 10, "changes": {"optim.lr": [1e-6, 5e-7]}}))
-    assert "| `optim.lr` | 5e-07 |" in card_of(checkpoint, str(base))
+    assert "| `optim.lr` | 5e-07 |" in card_of(checkpoint)
 
 
 @pytest.mark.parametrize("head", ["", "---\n- a\n---\n", "---\na: [\n---\n", "---\nlicense: \xff\n---\n"])
@@ -83,5 +85,16 @@ def test_a_base_whose_card_cannot_be_read_has_no_licence(base, tmp_path, head):
     assert "The licence of Qwen2.5-3B is not known here" in (exported / "README.md").read_text()
 
 
-def test_a_folder_that_no_run_made_has_no_card(tmp_path):
-    assert card_of(tmp_path / "checkpoints" / "step_000001", "Owner/Model-7B") == ""
+def test_a_folder_that_no_run_made_has_no_card(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["card", str(tmp_path / "checkpoints" / "step_000001")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and f"{tmp_path}" in capsys.readouterr().err
+
+
+def test_an_export_elsewhere_gets_the_card_of_its_checkpoint(base, tmp_path, monkeypatch):
+    exported, out = export(tmp_path, "r", RLConfig, str(base), "--data.train", "rows.jsonl"), tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr("sys.argv", ["card", str(exported.parent), str(out)])
+    main()
+    assert (out / "README.md").read_text() == (exported / "README.md").read_text()
