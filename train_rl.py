@@ -102,7 +102,6 @@ from arpo.checkpoint import Saver
 from arpo.data import PromptOrder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
-from arpo.growing import forecast
 from arpo.log import RunLog
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
@@ -158,7 +157,7 @@ def main(cfg: RLConfig) -> None:
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    for line in filter(None, (forecast(cfg.rollout, cfg.branching), checks.half_chosen_aepo(cfg.branching, cfg.loss))):
+    for line in checks.said_at_start(cfg.rollout, cfg.branching, cfg.loss):
         log.line(line)
     sampler = Sampler(
         engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from arpo.branching import BranchBudget, Evidence, Path, initial_rollouts
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol.calls import LIMIT_REACHED, TOOL_LIMIT_REACHED
+from arpo.protocol.stop_watch import StopWatch
 from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
 
 
@@ -30,35 +30,6 @@ class Decision:
         if not self.wants:
             return "declined"
         return "branched" if num_children else "no_budget"
-
-
-@dataclass
-class StopWatch:
-    """Looks for a stop string that lies across the cut of a turn. To the engine that goes on with the turn the tokens
-    before the cut are prompt, in which it looks for nothing."""
-
-    window: list[int]
-    """Last tokens before the cut, and those sampled since."""
-    num_left: int
-    """Tokens after which no stop string can reach back over the cut."""
-
-    @classmethod
-    def at_cut(cls, turn_ids: list[int], stops: Sequence[str]) -> StopWatch | None:
-        """Return that of a turn of which these tokens are sampled; None where there is nothing to watch."""
-        longest = max(map(len, stops), default=1) - 1  # each token of a stop string has a character of it, or more
-        return cls(turn_ids[-longest:], longest) if turn_ids and longest else None
-
-    def find(
-        self, token_ids: list[int], decode: Callable[[Sequence[int]], str], stops: Sequence[str]
-    ) -> tuple[int, str] | None:
-        """Return how many of the next tokens make such a string complete, and the string; None where there is none."""
-        for count, token in enumerate(token_ids[: self.num_left], 1):
-            self.window.append(token)
-            text = decode(self.window)
-            if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
-                return count, min(ends)[1]
-        self.num_left -= min(len(token_ids), self.num_left)
-        return None
 
 
 @dataclass
@@ -174,25 +145,6 @@ class GroupState:
         for trajectory in trajectories:
             trajectory.check()
         return Group(self.prompt, trajectories)
-
-
-def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
-    """Return a line that says how many roots, forks and decisions a prompt has under these settings."""
-    size, calls = rollout.group_size, rollout.max_tool_calls
-    if cfg.selector == "none":
-        return f"branching: none, {size} roots a prompt"
-    roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
-    begins = f"{roots} root" + "s" * (roots > 1)
-    afterwards = f"{cfg.selects_afterwards} in {cfg.expansion_rounds} rounds"
-    if is_retrospective(cfg.selector):
-        return f"branching: {begins}, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
-    most_roots = size if cfg.dynamic_budget else roots
-    most_decisions = most_roots * calls + (size - most_roots) * max(calls - 1, 0)
-    return (
-        f"branching: at least {begins}, at most {size - roots} forks a prompt in at most "
-        f"{most_decisions} decisions by {cfg.selector}, after up to {calls} calls; the rest "
-        + (f"by {afterwards}" if cfg.spill else "are fresh roots")
-    )
 
 
 def refused(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:

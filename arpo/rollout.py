@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
-from arpo.branching import tokens_to_measure, turn_entropy
 from arpo.engine import Chunk, Engine, SamplingSpec
-from arpo.growing import Decision, GroupState, Live, StopWatch, number_of, refused
+from arpo.growing import Decision, GroupState, Live, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
+from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
@@ -121,7 +121,7 @@ class Rollout:
         self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching, self.statistics, self.score = cfg, branching, statistics, score
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
-        self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
+        self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
         self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
         self.num_unfinished = 0
@@ -235,7 +235,7 @@ class Rollout:
         live.top_logprobs += chunk.top_logprobs
         turn.end = turn.result_end = len(trajectory.token_ids)
         if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
-            live.measured(turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
+            live.measured(br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
             if self.branching.compat == "paper":
                 self.decide(live)
         if chunk.finish:

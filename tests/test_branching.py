@@ -17,7 +17,7 @@ from arpo.branching import (
     upstream_branch_probability,
     upstream_turn_entropy,
 )
-from arpo.growing import forecast
+from arpo.config.checks import forecast
 from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig, RolloutConfig
 from arpo.trajectory import BranchDecision, SignalStatistics
 

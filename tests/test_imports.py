@@ -24,7 +24,7 @@ PURE_CORE = [
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
 EVERYBODYS = {
     "arpo",
-    "arpo.bounded",
+    "arpo.config.bounded",
     "arpo.errors",
     "arpo.options",
     "arpo.config",

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import arpo.checkpoint.manifest as manifest
-from arpo.bounded import read_json
 from arpo.checkpoint.safe_reader import SafeReader
+from arpo.config.bounded import read_json
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import TrainedCritic

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from arpo.bounded import read_yaml
 from arpo.checkpoint.checkpoints import NotWritten, errors_of_all_ranks, verify
 from arpo.checkpoint.safe_reader import SafeReader
+from arpo.config.bounded import read_yaml
 from arpo.config.sections import ModelConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from arpo.bounded import read_json
+from arpo.config.bounded import read_json
 
 MANIFEST = "manifest.json"
 Files = dict[str, list[int]]

@@ -10,7 +10,7 @@ from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, UpdateConfig
 from arpo.config.tools import SearchConfig
 from arpo.errors import require
-from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
+from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 
 NEED_REWARDS = names_of("retrospective", "NEED_REWARDS")
 
@@ -166,3 +166,27 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
     if branching.selector != "aepo" or not missing:
         return ""
     return f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
+
+
+def said_at_start(rollout: RolloutConfig, branching: BranchingConfig, loss: LossConfig) -> list[str]:
+    """Return the lines that a run begins with: what its branching will be, and what it lacks."""
+    return [line for line in (forecast(rollout, branching), half_chosen_aepo(branching, loss)) if line]
+
+
+def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
+    """Return a line that says how many roots, forks and decisions a prompt has under these settings."""
+    size, calls = rollout.group_size, rollout.max_tool_calls
+    if cfg.selector == "none":
+        return f"branching: none, {size} roots a prompt"
+    roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
+    begins = f"{roots} root" + "s" * (roots > 1)
+    afterwards = f"{cfg.selects_afterwards} in {cfg.expansion_rounds} rounds"
+    if is_retrospective(cfg.selector):
+        return f"branching: {begins}, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
+    most_roots = size if cfg.dynamic_budget else roots
+    most_decisions = most_roots * calls + (size - most_roots) * max(calls - 1, 0)
+    return (
+        f"branching: at least {begins}, at most {size - roots} forks a prompt in at most "
+        f"{most_decisions} decisions by {cfg.selector}, after up to {calls} calls; the rest "
+        + (f"by {afterwards}" if cfg.spill else "are fresh roots")
+    )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from arpo.bounded import compose_yaml
+from arpo.config.bounded import compose_yaml
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.run_folder import pin_config
 from arpo.errors import PrintableRecord, UserError, exit_with

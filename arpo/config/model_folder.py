@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from arpo.bounded import parse_json, read_file
+from arpo.config.bounded import parse_json, read_file
 from arpo.errors import UserError
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
-from arpo.bounded import parse_json, read_file, read_yaml
+from arpo.config.bounded import parse_json, read_file, read_yaml
 from arpo.config.contents import contents_of, keep_code, start_of
 from arpo.config.facts import leaves, may_change
 from arpo.config.sections import RunConfig

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from arpo.bounded import check_plain, parse_json
+from arpo.config.bounded import check_plain, parse_json
 from arpo.errors import UserError
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arpo.bounded import parse_json, read_file
+from arpo.config.bounded import parse_json, read_file
 from arpo.config.contents import NOT_RECORDED, start_of
 from arpo.config.facts import leaves
 from arpo.errors import UserError

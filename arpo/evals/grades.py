@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from arpo.bounded import parse_json, read_file
+from arpo.config.bounded import parse_json, read_file
 from arpo.errors import UserError
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from arpo.bounded import read_json
+from arpo.config.bounded import read_json
 from arpo.config.contents import weights_digest
 from arpo.config.evals import EvalSection
 from arpo.config.facts import leaves, sampling_settings

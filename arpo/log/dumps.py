@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
-from arpo.bounded import parse_json
+from arpo.config.bounded import parse_json
 from arpo.errors import UserError
 from arpo.trajectory import BranchDecision, Group, ToolCall, Trajectory, Turn
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from arpo.bounded import parse_json
+from arpo.config.bounded import parse_json
 from arpo.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from arpo.bounded import inflate, parse_json, read_file
 from arpo.branching import Evidence
+from arpo.config.bounded import inflate, parse_json, read_file
 from arpo.errors import UserError
 from arpo.growing import GroupState, Live
 from arpo.sampling.carry_over import Begun, Carried, CarryOver

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from arpo.bounded import check_plain
+from arpo.config.bounded import check_plain
 from arpo.data import read_rows
 from arpo.errors import UserError
 from arpo.protocol import FORMS

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from arpo.bounded import parse_json
+from arpo.config.bounded import parse_json
 from arpo.config.named import find, is_own
 from arpo.errors import UserError
 from arpo.tools.cache.rows import DamagedEntry, Row, unpack

@@ -8,7 +8,7 @@ import time
 import unicodedata
 import zlib
 
-from arpo.bounded import inflate, parse_json
+from arpo.config.bounded import inflate, parse_json
 
 FORMAT = 1
 MAX_QUERY_CHARS = 512

@@ -9,8 +9,8 @@ import zlib
 
 import pytest
 
-from arpo.bounded import inflate, read_file
 from arpo.checkpoint.export import model_of_run
+from arpo.config.bounded import inflate, read_file
 from arpo.config.load import load_config
 from arpo.config.model_folder import read_json
 from arpo.config.run_folder import settings_of
