@@ -12,18 +12,20 @@ by `checked_call` (calls.py), so that errors, records and caches are the same in
 no JSON turns them into the types of the tool's schema first. Help and errors take the names from `FORMS`.
 """
 
-from arpo.protocol import hermes, llama, tags
+from arpo.protocol import hermes, llama, tags, xml
 from arpo.protocol.codec import Codec
 from arpo.protocol.form import Form
 from arpo.protocol.hermes import HermesCodec
 from arpo.protocol.llama import LlamaCodec
 from arpo.protocol.tags import TagsCodec
+from arpo.protocol.xml import XmlCodec
 
-__all__ = ["FORMS", "Codec", "Form", "HermesCodec", "LlamaCodec", "TagsCodec"]
+__all__ = ["FORMS", "Codec", "Form", "HermesCodec", "LlamaCodec", "TagsCodec", "XmlCodec"]
 
 FORMS: dict[str, Form] = {
     "tags": tags.FORM,
     "hermes": hermes.FORM,
     "llama": llama.FORM,
+    "xml": xml.FORM,
 }
 """protocol.format -> the form."""

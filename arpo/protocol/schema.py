@@ -139,6 +139,24 @@ def argument_of(schema: ToolSchema, arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
 
 
+def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
+    """Return what a bare text means as a value of an argument: the text where that may be of any type, or of no other.
+
+    >>> value_of(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}}), "a", "4")
+    4
+    """
+    inner = schema.properties.get(argument)
+    if not inner:
+        return text
+    words = {"true": True, "false": False, "null": None, "none": None}  # Python's and JSON's
+    try:
+        word = text.strip().lower()
+        value = words[word] if word in words else read_json(text)
+    except ValueError:
+        return text
+    return text if _mismatch(value, inner, schema.parameters, "", 0) else value
+
+
 def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
     """Return the checked arguments that the text of a call stands for, or the one-line error that the model reads."""
     if schema.text_argument:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import ceil
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from arpo.errors import UserError
 from arpo.protocol.calls import TRUNCATION_MARK, UNKNOWN, Call, escape_tags, tag_pattern
@@ -37,6 +37,11 @@ class TemplateCodec(Codec):
     """The form in which the template must write calls, for messages."""
     tools_mark: str
     """What a system message of a file contains that lists tools itself."""
+    forms: ClassVar[list[type[TemplateCodec]]] = []
+    """The codecs of this kind."""
+
+    def __init_subclass__(cls) -> None:
+        TemplateCodec.forms.append(cls)
 
     def __init__(self, tokenizer, *, tools: Sequence[ToolSchema], enable_thinking: bool = False):
         self.schemas = {schema.name: schema for schema in tools}
@@ -74,7 +79,9 @@ class TemplateCodec(Codec):
         if not called.startswith(without):  # the prompt opens a thought, or holds an empty one
             without = self._template([QUESTION], generation=False)
         turn = called.removeprefix(without).partition(self.tokenizer.eos_token)[0]
-        if self.parse_calls(turn, {UNKNOWN: tool}) != [Call(MARK, tag=UNKNOWN)]:  # what the model will write like this
+        right = [form for form in self.forms if form.parse_calls(turn, {UNKNOWN: tool}) == [Call(MARK, tag=UNKNOWN)]]
+        if type(self) not in right:  # what the model will write like this
+            fix = f"it writes {right[0].call_form}: set protocol.format={right[0].format}" if right else fix
             raise UserError(f"{name}: the chat template does not write {self.call_form}; {fix}")
         if MARK not in self._after_calls([UNKNOWN], [MARK]):
             raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
@@ -101,7 +108,7 @@ class TemplateCodec(Codec):
         """Return the error of a system message that asks for calls in tags, as those of the published files do."""
         called = tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system"))
         return called and (
-            f"a prompt's system message speaks of {called[0]}, but protocol.format={self.format} has calls in JSON; "
+            f"a prompt's system message speaks of {called[0]}, but protocol.format={self.format} has no tags; "
             "set data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
         )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from arpo.protocol import Codec, HermesCodec, LlamaCodec, TagsCodec
+from arpo.protocol import Codec, HermesCodec, LlamaCodec, TagsCodec, XmlCodec
 from arpo.protocol.schema import ToolSchema
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
@@ -18,13 +18,13 @@ LLAMA_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The pieces in which Llama 3's tokenizers take a text: the line breaks behind a header are always one."""
+"""The pieces in which Llama 3's tokenizers take a text, and about Qwen's: line breaks in a row are always one."""
 FAMILIES = ("qwen2_5", "qwen3", "llama3_1", "smollm2")
 
 
 def words_of(family: str) -> pre_tokenizers.PreTokenizer:
     """Parts a text into what may become one token."""
-    if family != "llama3_1":
+    if family not in ("llama3_1", *XML_FAMILIES):
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     pattern = pre_tokenizers.Split(Regex(LLAMA_WORDS), behavior="isolated")
     return pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -59,6 +59,9 @@ HERMES_TOKENS = {
     "qwen2_5": ("<tool_call>", "</tool_call>"),
     "qwen3": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
     "hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "qwen3_5": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    "nemotron_3": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
 }
 """Tags for which these families have tokens, which are not special to the tokenizer."""
 
@@ -73,10 +76,21 @@ SCHEMAS = [one_text("python", "code"), one_text("search", "query")]
 
 
 def hermes_codec(family: str, *, enable_thinking: bool = True, special: bool = False, **changes: str) -> HermesCodec:
+    return HermesCodec(blocks_tokenizer(family, special, **changes), tools=SCHEMAS, enable_thinking=enable_thinking)
+
+
+XML_FAMILIES = ("qwen3_coder", "qwen3_5", "nemotron_3")
+
+
+def xml_codec(family: str, *, enable_thinking: bool = True, special: bool = False, **changes: str) -> XmlCodec:
+    return XmlCodec(blocks_tokenizer(family, special, **changes), tools=SCHEMAS, enable_thinking=enable_thinking)
+
+
+def blocks_tokenizer(family: str, special: bool = False, **changes: str) -> PreTrainedTokenizerFast:
     tokenizer = family_tokenizer(family, **changes)
     tokens = HERMES_TOKENS.get(family, ())
     tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in tokens], special_tokens=special)
-    return HermesCodec(tokenizer, tools=SCHEMAS, enable_thinking=enable_thinking)
+    return tokenizer
 
 
 def llama_codec(**changes: str) -> LlamaCodec:

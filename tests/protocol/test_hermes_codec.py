@@ -200,10 +200,10 @@ def test_calls_in_a_thought_that_the_generation_prompt_opened_are_none():
     ("family", "changes", "message"),
     [
         ("smollm2", {}, "ignores tools, .*protocol.format=tags"),
-        ("llama3_1", {}, "does not write calls as <tool_call> .*protocol.format=tags"),
+        ("llama3_1", {}, "does not write calls as <tool_call> .*: set protocol.format=llama$"),
         ("qwen2_5", {"<tool_call>": "<function>"}, "does not write calls as <tool_call>"),
-        ("qwen3_5", {}, "does not write calls as <tool_call> JSON"),
-        ("nemotron_3", {}, "does not write calls as <tool_call> JSON"),
+        ("qwen3_5", {}, "does not write calls as <tool_call> JSON .*it writes .*XML.*: set protocol.format=xml$"),
+        ("nemotron_3", {}, "does not write calls as <tool_call> JSON.*: set protocol.format=xml$"),
         ("qwen2_5", {"message.role == \"tool\"": "false"}, "leaves out the results"),
         ("qwen2_5", {"'\\n</tool_response>'": "raise_exception('no')"}, "no turns for calls and results .*: no[)]"),
     ],

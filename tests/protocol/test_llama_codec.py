@@ -109,7 +109,7 @@ def test_sampled_tokens_are_parsed(codec, end):
     ("family", "changes", "message"),
     [
         ("smollm2", {}, "ignores tools, which protocol.format=llama needs"),
-        ("qwen2_5", {}, 'does not write a call as a turn of {"name": ..., "parameters": {...}} alone'),
+        ("qwen2_5", {}, 'does not write a call as a turn of {"name": ..., "parameters": {...}} alone; .*=hermes$'),
         ("llama3_1", {"turn('assistant', '{": "turn('assistant', 'I call {"}, "does not write a call as a turn of"),
         ("llama3_1", {"message.role == 'tool'": "false", "turn(message.role, message.content | trim)":
                       "turn(message.role, '' if message.role == 'tool' else message.content | trim)"},
@@ -127,7 +127,7 @@ def test_a_template_of_another_form_is_refused_in_one_line(family, changes, mess
         tokenizer.chat_template, tokenizer.name_or_path = template, "models/m"
         LlamaCodec(tokenizer, tools=SCHEMAS)
     said = str(error.value)
-    assert said.startswith("models/m: ") and "\n" not in said and "protocol.format=tags" in said
+    assert said.startswith("models/m: ") and "\n" not in said and "protocol.format=" in said
 
 
 # ---- SFT
@@ -172,7 +172,7 @@ def test_system_messages_that_list_tools_get_no_second_list_and_those_of_tags_ar
         return codec.tokenizer.decode(codec.render_conversation(dialogue(f"s:{system}", "u:q", "a:1")).token_ids)
 
     assert '"name": "python"' in text_of("be brief") and '"name": "python"' not in text_of('Use {"parameters": {}}')
-    with pytest.raises(ValueError, match=r"speaks of <search>.*protocol\.format=llama has calls in JSON"):
+    with pytest.raises(ValueError, match=r"speaks of <search>.*protocol\.format=llama has no tags"):
         codec.render_conversation(dialogue("s:Write <search> query </search>.", "u:q", "a:1"))
 
 

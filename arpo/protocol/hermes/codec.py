@@ -19,6 +19,11 @@ class HermesCodec(TemplateCodec):
 
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
         asked = self._template([QUESTION], generation=False)
-        whole = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
-        calls = whole[whole.index("<tool_call>") : whole.rindex(self.tokenizer.eos_token)]
-        return text + "\n" * bool(text) + calls
+        alone, behind = (
+            self._template([QUESTION, {**message, "content": said}], generation=False).removeprefix(asked)
+            for said in ("", text)
+        )
+        calls = alone[alone.index("<tool_call>") : alone.rindex(self.tokenizer.eos_token)]
+        before = behind.rpartition(calls)[0]
+        space = before[len(before.rstrip()) :]  # one line break of Qwen3's template, two of Qwen3.5's
+        return text.rstrip() + space + calls if text else calls

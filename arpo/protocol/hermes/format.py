@@ -38,7 +38,7 @@ class HermesRules(FormatRules):
             return "unopened_call"
         if not all(is_closed for _, is_closed in bodies):
             return "unclosed_call"
-        if not all(is_well_formed(body, KEYS) for body, _ in bodies):
+        if any(self.name_of(body) is None for body, _ in bodies):
             return "malformed_call"
         return "call_without_result" if bodies and not has_result else ""
 
@@ -47,6 +47,11 @@ class HermesRules(FormatRules):
         for (text, by_model), (results, _) in pairwise(segments):
             if by_model:
                 for (body, _), result in zip(call_bodies(text), _RESULT.findall(results), strict=False):
-                    if is_well_formed(body, KEYS) and not _ERROR.match(result):
-                        answered.add(json.loads(body)["name"])
+                    if (name := self.name_of(body)) and not _ERROR.match(result):
+                        answered.add(name)
         return answered
+
+    @staticmethod
+    def name_of(body: str) -> str | None:
+        """Return the name of the tool that a well-formed block calls; None for any other."""
+        return json.loads(body)["name"] if is_well_formed(body, KEYS) else None

@@ -13,10 +13,11 @@ from arpo.protocol.messages import BadRow, Conversation, whole_call
 def parse_row(row: dict) -> Conversation:
     """Parse one conversation of any style, with the calls of <tool_call> blocks in fields. Raises BadRow."""
     conversation = parse_json_row(row)
-    return conversation._replace(messages=[_with_fields(message) for message in conversation.messages])
+    return conversation._replace(messages=[with_fields(message) for message in conversation.messages])
 
 
-def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
+def with_fields(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls in <tool_call> blocks, in JSON, are fields. Raises BadRow."""
     bodies = call_bodies(message["content"]) if message["role"] == "assistant" else []
     if not bodies:
         return message

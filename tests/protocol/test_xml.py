@@ -1,0 +1,155 @@
+"""Calls in XML: which texts are calls, and what the model reads of those that are wrong."""
+
+import json
+
+import pytest
+
+from arpo.protocol.schema import ToolSchema
+from arpo.protocol.xml.text import A_CALL, parse_calls, read_function
+
+NUMBER = {"type": "number"}
+ADD = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+TOOLS = {"python": ToolSchema("python", "Runs code.", CODE), "add": ToolSchema("add", "Adds.", ADD)}
+
+
+def block(name: str, *, closed: bool = True, **texts: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n" + "</tool_call>" * closed
+
+
+PYTHON, SUM = block("python", code="print('</function>')\n"), block("add", b="2", a="1.5")
+
+
+def calls_of(text: str) -> list[tuple[str, str, str | None]]:
+    return [(call.tag, call.argument, call.error_kind) for call in parse_calls(text, TOOLS)]
+
+
+def test_a_tool_of_one_text_gets_it_bare_and_another_gets_canonical_json_of_the_types_of_its_schema():
+    assert calls_of(f"I add.\n\n{SUM}\n{PYTHON}") == [
+        ("add", '{"a": 1.5, "b": 2}', None), ("python", "print('</function>')", None),
+    ]  # fmt: skip
+    assert calls_of("<tool_call><function=python><parameter=code>1</parameter></function></tool_call>")[0][1] == "1"
+
+
+@pytest.mark.parametrize("text", ["", "\\boxed{4}", f"<think>or {SUM}?</think>4", f"<think>{SUM}", "<function=add>"])
+def test_a_turn_without_a_block_has_no_calls(text):
+    assert parse_calls(text, TOOLS) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "tag", "kind", "error"),
+    [
+        ('<tool_call>{"name": "python", "arguments": {}}</tool_call>', "unknown", "bad_xml", A_CALL),
+        ("<tool_call></tool_call>", "unknown", "bad_xml", "not one whole function"),
+        (SUM.replace("</function>", ""), "unknown", "bad_xml", "not one whole function"),
+        (SUM.replace("</function>", "x</function>"), "unknown", "bad_xml", "not one whole function"),
+        (SUM.replace("</parameter>\n<", "<", 1), "add", "bad_arguments", 'needs the argument "a"'),
+        (SUM.replace("</tool_call>", "").replace("</function>", ""), "unknown", "unclosed_call", "cut off"),
+        (block("Python", code="1"), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
+        (block("python"), "python", "bad_arguments", 'needs the argument "code"'),
+        (block("add", a="one", b="2"), "add", "bad_arguments", '"a" of add must be a number, not "one"'),
+        (block("add", a="[" * 5000, b="2"), "add", "bad_arguments", '"a" of add must be a number'),
+        (block("add", a="1e999", b="2"), "add", "bad_arguments", "not finite"),
+        (block("python", code="x", y="1"), "python", "bad_arguments", 'no argument "y"'),
+        (block("python", code=" \n"), "python", "empty_call", 'the argument "code" of python is empty'),
+    ],
+)
+def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
+    [call] = parse_calls(text, TOOLS)
+    assert (call.tag, call.error_kind) == (tag, kind)
+    assert call.error.startswith("Error: ") and error in call.error and len(call.error) < 300
+
+
+def test_whole_functions_whose_block_is_not_closed_are_calls():
+    assert calls_of(block("add", b="2", a="1.5", closed=False)) == calls_of(SUM)
+
+
+def test_parameters_that_never_end_are_read_in_no_time():
+    """Looked for from each begin on, they would take the square of their number."""
+    assert read_function(f"<function=f>{'<parameter=a>' * 200_000}</function>") is None
+
+
+# ---- vLLM's own parser as an oracle
+
+PROPERTIES = {
+    "s": {"type": "string"}, "i": {"type": "integer"}, "n": {"type": "number"}, "b": {"type": "boolean"},
+    "a": {"type": "array"}, "o": {"type": "object"}, "any": {}, "e": {"enum": ["1", "x"]},
+    "m": {"type": ["string", "null"]}, "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+}  # fmt: skip
+TEXTS = [
+    "", "a", "1", "-2", "1.5", "2.0", "1e3", "true", "False", "null", "None", "[1]", '{"k": [null]}', '"q"', " 1 ",
+    "\n", "a\nb", "\n\na\n\n", "<b>&amp;</b>", "</think>", "</tool>", "é", "1e999", "[1", "print('x')  ", "<parameter>",
+]  # fmt: skip
+BLOCKS = [
+    PYTHON.replace("</function>')", "')"), SUM, block("f"), block("é", a="<x>"), "<tool_call></tool_call>",
+    "<tool_call>x</tool_call>", '<tool_call>{"name": "f"}</tool_call>', "<tool_call><function=f></tool_call>",
+    block("f", a="1", closed=False), "<tool_call><function=f><parameter=a>1</function></tool_call>",
+    "<tool_call><function=f>x</function></tool_call>", "<function=f><parameter=a>1</parameter></function>",
+]  # fmt: skip
+ALONE = ("{}", "I call.\n\n{}", "{}\n", "\n\n{}", "{} Then I go on.")
+
+
+@pytest.fixture(scope="module")
+def their_calls():
+    pytest.importorskip("vllm")
+    from helpers.families import blocks_tokenizer
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+    from vllm.parser.engine.adapters import make_adapters
+    from vllm.parser.qwen3 import (
+        Qwen3Parser,
+    )  # qwen3_coder and qwen3_xml; by these names it wants a parser of Mistral's
+
+    tokenizer = blocks_tokenizer("qwen3_5")
+    function = {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}
+    tools = [ChatCompletionToolsParam(type="function", function=function)]
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "q"}], model="m", tools=tools)
+
+    def calls(text: str) -> list[tuple[str, dict]]:
+        parser = make_adapters(Qwen3Parser)[1](tokenizer, tools)
+        found = parser.extract_tool_calls(text, request).tool_calls
+        return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+
+    return calls
+
+
+@pytest.mark.slow
+def test_vllms_own_parser_gives_values_the_same_types(their_calls):
+    """Where it hands on a text that is of none of the types, ours is an error that the model reads."""
+    schema = ToolSchema("f", "", {"type": "object", "properties": PROPERTIES})
+    num_same = num_errors = 0
+    for name in PROPERTIES:
+        for text in TEXTS:
+            [(_, theirs)] = their_calls(block("f", **{name: text}))
+            [call] = parse_calls(block("f", **{name: text}), {"f": schema})
+            if call.error_kind:
+                assert (name, text) not in {("s", text), ("any", text)}, (name, text)
+                assert isinstance(theirs[name], str) or (name, text) in THEIRS_ONLY, (name, text, theirs)
+                num_errors += 1
+            else:
+                ours = json.loads(call.argument)
+                assert ours == theirs or (name, text) in OURS_ONLY, (name, text, ours, theirs)
+                num_same += 1
+    assert num_same > 120 and num_errors > 60
+
+
+THEIRS_ONLY: set = set()
+OURS_ONLY: set = set()
+
+
+@pytest.mark.slow
+def test_vllms_own_parser_finds_the_same_calls(their_calls):
+    """It also takes functions outside of blocks, and functions and parameters that do not end."""
+    texts = [around.replace("{}", one) for one in BLOCKS for around in ALONE]
+    texts += [f"{a}\n{b}" for a in BLOCKS for b in BLOCKS]
+    num_calls = num_stricter = 0
+    for text in texts:
+        theirs = their_calls(text)
+        schemas = {name: ToolSchema(name, "", {"additionalProperties": True}) for name, _ in theirs}
+        calls = parse_calls(text, schemas)
+        ours = [(call.tag, json.loads(call.argument)) for call in calls if not call.error_kind]
+        if ours != theirs:
+            num_stricter += 1
+            print(repr(text), ours, theirs, [c.error_kind for c in calls])
+        num_calls += len(ours)
+    assert 0, (num_calls, num_stricter)
