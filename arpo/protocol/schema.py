@@ -154,7 +154,7 @@ def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
         value = words[word] if word in words else read_json(text)
     except ValueError:
         return text
-    return text if _mismatch(value, inner, schema.parameters, "", 0) else value
+    return text if isinstance(value, str) or _mismatch(value, inner, schema.parameters, "", 0) else value
 
 
 def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arpo.protocol.schema import ToolSchema
+from arpo.protocol.schema import ToolSchema, check_arguments
 from arpo.protocol.xml.text import A_CALL, parse_calls, read_function
 
 NUMBER = {"type": "number"}
@@ -81,13 +81,12 @@ TEXTS = [
     "", "a", "1", "-2", "1.5", "2.0", "1e3", "true", "False", "null", "None", "[1]", '{"k": [null]}', '"q"', " 1 ",
     "\n", "a\nb", "\n\na\n\n", "<b>&amp;</b>", "</think>", "</tool>", "é", "1e999", "[1", "print('x')  ", "<parameter>",
 ]  # fmt: skip
-BLOCKS = [
-    PYTHON.replace("</function>')", "')"), SUM, block("f"), block("é", a="<x>"), "<tool_call></tool_call>",
-    "<tool_call>x</tool_call>", '<tool_call>{"name": "f"}</tool_call>', "<tool_call><function=f></tool_call>",
-    block("f", a="1", closed=False), "<tool_call><function=f><parameter=a>1</function></tool_call>",
-    "<tool_call><function=f>x</function></tool_call>", "<function=f><parameter=a>1</parameter></function>",
+WHOLE = [PYTHON.replace("</function>')", "')"), SUM, block("f"), block("é", z="<x>")]
+BROKEN = [
+    "<tool_call></tool_call>", "<tool_call>x</tool_call>", '<tool_call>{"name": "f"}</tool_call>',
+    "<tool_call><function=f></tool_call>", "<tool_call><function=f><parameter=z>1</function></tool_call>",
+    "<tool_call><function=f>x</function></tool_call>", "<function=f><parameter=z>1</parameter></function>",
 ]  # fmt: skip
-ALONE = ("{}", "I call.\n\n{}", "{}\n", "\n\n{}", "{} Then I go on.")
 
 
 @pytest.fixture(scope="module")
@@ -115,41 +114,37 @@ def their_calls():
 
 @pytest.mark.slow
 def test_vllms_own_parser_gives_values_the_same_types(their_calls):
-    """Where it hands on a text that is of none of the types, ours is an error that the model reads."""
+    """But None is what the templates write for null, and what is of none of an argument's types is an error here."""
     schema = ToolSchema("f", "", {"type": "object", "properties": PROPERTIES})
+    others = {("m", "None"): None, ("u", "2.0"): 2.0, ("u", "1e3"): 1000.0}
     num_same = num_errors = 0
     for name in PROPERTIES:
         for text in TEXTS:
             [(_, theirs)] = their_calls(block("f", **{name: text}))
             [call] = parse_calls(block("f", **{name: text}), {"f": schema})
             if call.error_kind:
-                assert (name, text) not in {("s", text), ("any", text)}, (name, text)
-                assert isinstance(theirs[name], str) or (name, text) in THEIRS_ONLY, (name, text, theirs)
+                assert check_arguments(schema, theirs) or (name, text.strip()) == ("b", "1"), (name, text, theirs)
                 num_errors += 1
             else:
-                ours = json.loads(call.argument)
-                assert ours == theirs or (name, text) in OURS_ONLY, (name, text, ours, theirs)
+                assert json.loads(call.argument)[name] == others.get((name, text), theirs[name]), (name, text, theirs)
                 num_same += 1
-    assert num_same > 120 and num_errors > 60
-
-
-THEIRS_ONLY: set = set()
-OURS_ONLY: set = set()
+    assert num_same > 100 and num_errors > 60
 
 
 @pytest.mark.slow
 def test_vllms_own_parser_finds_the_same_calls(their_calls):
-    """It also takes functions outside of blocks, and functions and parameters that do not end."""
-    texts = [around.replace("{}", one) for one in BLOCKS for around in ALONE]
-    texts += [f"{a}\n{b}" for a in BLOCKS for b in BLOCKS]
-    num_calls = num_stricter = 0
-    for text in texts:
+    """It also takes functions outside of blocks, and what is left of broken ones; here the model reads an error."""
+    around = ("{}", "I call.\n\n{}", "{}\n", "\n\n{}", "{} Then I go on.")
+    whole = [one.replace("{}", text) for text in WHOLE for one in around] + [f"{a}\n{b}" for a in WHOLE for b in WHOLE]
+    whole.append(f"{SUM}\n{block('f', z='1', closed=False)}")
+    broken = [one.replace("{}", text) for text in BROKEN for one in around]
+    broken += [f"{a}\n{b}" for one in BROKEN for text in WHOLE for a, b in ((one, text), (text, one))]
+    num_calls = 0
+    for text in [*whole, *broken]:
         theirs = their_calls(text)
         schemas = {name: ToolSchema(name, "", {"additionalProperties": True}) for name, _ in theirs}
         calls = parse_calls(text, schemas)
         ours = [(call.tag, json.loads(call.argument)) for call in calls if not call.error_kind]
-        if ours != theirs:
-            num_stricter += 1
-            print(repr(text), ours, theirs, [c.error_kind for c in calls])
+        assert ours == theirs or (text in broken and all(call in theirs for call in ours)), (text, theirs)
         num_calls += len(ours)
-    assert 0, (num_calls, num_stricter)
+    assert num_calls > 50
