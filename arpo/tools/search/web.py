@@ -78,6 +78,12 @@ def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
     return [Passage(_text(row, text_field), _link(row, "link")) for row in tree.get("organic", [])]
 
 
+def _retriever_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
+    """Return what the common retrievers understand: Search-R1's, verl's, slime's and miles' read `queries`, and the
+    first two of these fail where no scores are asked for; SkyRL's reads `query`."""
+    return {"queries": [query], "query": query, "topk": cfg.num_passages, "return_scores": True}
+
+
 def _retrieved(tree: Any) -> list[Passage]:
     """Return the passages of {"result": [[{"document": {"contents"}}, ...]]}, the answer to a list of one query.
 
@@ -140,7 +146,7 @@ SERVICES: dict[str, Service] = {
         params=_web_params,
     ),
     "http": Service(
-        payload=lambda cfg, query: {"queries": [query], "topk": cfg.num_passages},
+        payload=_retriever_payload,
         passages=_retrieved,
         params=lambda cfg: {"url": cfg.url, "top_k": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS},
     ),

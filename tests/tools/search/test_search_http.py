@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import requests
+from aiohttp import web
 from helpers.forked import in_processes
 from helpers.redis_server import redis_server
 from helpers.web_service import (
@@ -24,6 +26,7 @@ from helpers.web_service import (
     slowly,
     ten_megabytes,
 )
+from pydantic import BaseModel, ValidationError
 
 from arpo.config.load import load_config
 from arpo.config.run_folder import save_config
@@ -143,8 +146,80 @@ def test_another_location_is_not_answered_from_the_cache_but_older_caches_are_re
 
 def test_the_retriever_gets_one_query_and_the_number_of_passages(service):
     result = ask(SearchTool(retriever(service, top_k=5)), "otters")
-    assert service.requests[-1].body == b'{"queries":["otters"],"topk":5}'
+    assert service.requests[-1].body == b'{"queries":["otters"],"query":"otters","topk":5,"return_scores":true}'
     assert service.requests[-1].path == "/retrieve" and result.ok and result.text == "Page 1: otters swim"
+
+
+class Queries(BaseModel):
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = False
+
+
+class OneQuery(BaseModel):
+    query: str
+    topk: int | None = 3
+    return_scores: bool = False
+
+
+PASSAGES = [{"id": str(i), "contents": f'"Otter {i}"\nswims'} for i in range(9)]
+
+
+def batch_search(num_queries: int, topk: int, return_score: bool):
+    """As theirs, a pair only where scores are asked for."""
+    found, scores = [PASSAGES[:topk]] * num_queries, [[1.0] * topk] * num_queries
+    return (found, scores) if return_score else found
+
+
+def search_r1_and_verl(body: dict) -> dict:
+    request = Queries(**body)
+    results, scores = batch_search(len(request.queries), request.topk or 3, request.return_scores)
+    return {"result": [scored(*one) if request.return_scores else one[0] for one in zip(results, scores, strict=True)]}
+
+
+def slime_and_miles(body: dict) -> dict:
+    request = Queries(**body)
+    found = batch_search(len(request.queries), request.topk or 3, request.return_scores)
+    return {"result": [scored(*one) for one in zip(*found, strict=True)] if request.return_scores else found}
+
+
+def skyrl(body: dict) -> dict:
+    request = OneQuery(**body)
+    found = batch_search(1, request.topk, request.return_scores)
+    return {"result": [scored(*one) for one in zip(*found, strict=True)] if request.return_scores else found}
+
+
+def scored(documents: list[dict], scores: list[float]) -> list[dict]:
+    return [{"document": document, "score": score} for document, score in zip(documents, scores, strict=True)]
+
+
+def answering(endpoint):
+    """Their endpoints behind a real server: 422 for a body that the model refuses, 500 where the code fails."""
+
+    async def behaviour(request: web.Request) -> web.Response:
+        try:
+            return web.json_response(endpoint(await request.json()))
+        except ValidationError:
+            return web.Response(status=422)
+        except ValueError:
+            return web.Response(status=500)
+
+    return behaviour
+
+
+@pytest.mark.parametrize("endpoint", [search_r1_and_verl, slime_and_miles, skyrl])
+def test_the_retrievers_of_others_answer(service, endpoint):
+    service.then(answering(endpoint))
+    result = ask(SearchTool(retriever(service, top_k=2)), "otters")
+    assert result.ok and result.text == 'Page 1: "Otter 0" swims\nPage 2: "Otter 1" swims'
+
+
+@pytest.mark.parametrize(("endpoint", "status"), [(search_r1_and_verl, 500), (skyrl, 422)])
+def test_what_is_sent_is_what_they_need(service, endpoint, status):
+    """The endpoints above refuse a body of queries alone, as the real ones do."""
+    service.then(answering(endpoint))
+    response = requests.post(service.url, json={"queries": ["otters"], "topk": 2}, timeout=20)
+    assert response.status_code == status
 
 
 @pytest.mark.parametrize(("backend", "field"), [("brightdata", "description"), ("serper", "snippet")])
