@@ -70,8 +70,8 @@ class SearchConfig:
     """local: jsonl file, one {"title", "text"} or {"contents"} object per line, or {"key", "text"}: then only the key
     is indexed. The index is built once, beside the corpus (or in the user's cache folder where that is read-only)."""
     url: Annotated[str, MAY_CHANGE, ONLINE] = ""
-    """http: address that POST {"queries", "topk"} goes to, like http://host:8000/retrieve; brightdata, serper: a
-    gateway to use instead of the service's own address."""
+    """http: address of a retriever (docs/tools.md says what it is sent), like http://host:8000/retrieve; brightdata,
+    serper: a gateway to use instead of the service's own address."""
     zone: Annotated[str, MAY_CHANGE, Needs(BACKEND, "brightdata")] = ""
     """brightdata: name of your SERP API zone."""
     market: Annotated[str, ENGINES] = "auto"

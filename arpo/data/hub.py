@@ -26,11 +26,12 @@ from arpo.errors import UserError
 SUFFIXES = (".parquet", ".jsonl", ".json")
 TIMEOUT_S = 30.0
 TRAIN_FILES = {
+    "PeterJinGo/nq_hotpotqa_train": "train.parquet",
     "dongguanting/ARPO-SFT-54K": "final_*.jsonl",
     "dongguanting/ARPO-RL-Reasoning-10K": "train_10k.parquet",
     "dongguanting/ARPO-RL-DeepSearch-1K": "hard_search*.parquet",
 }
-"""The papers' data sets: pattern of the file to train on, which may have others beside it."""
+"""The papers' data sets and Search-R1's: pattern of the file to train on, which may have others beside it."""
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^:]+))?(?::(?P<file>.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -28,7 +28,7 @@ from arpo.protocol.format_rules import last_box, model_text
 from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.math_answer import math_accuracy
-from arpo.rewards.qa import option_letter, qa_accuracy, tokens, wanted_option
+from arpo.rewards.qa import exact_match, qa_accuracy
 from arpo.trajectory import Prompt, Trajectory, Turn
 
 Metric = Literal["math", "qa", "reward"]
@@ -85,16 +85,6 @@ def extract_prediction(segments: list[tuple[str, bool]]) -> str:
         box = last_box(blocks[-1])
         return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
     return last_box(text.rpartition("</think>")[2]) or ""
-
-
-def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """Return 1.0 if prediction and an answer are the same tokens (without case, punctuation, articles), else 0.0."""
-
-    def same(answer: str) -> bool:
-        letter = wanted_option(answer)
-        return option_letter(prediction) == letter if letter else tokens(prediction) == tokens(answer)
-
-    return float(any(map(same, answers)))
 
 
 def _math_grade(record: Record, prediction: str) -> Grade:

@@ -52,8 +52,11 @@ def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema])
         path = local_file(file)
         if path.stem in found or file.endswith(f"{MUTED}{path.suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
-        found[path.stem] = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
-        check_offered(found[path.stem], codec.tools, file)
+        prompts = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
+        check_offered(prompts, codec.tools, file)
+        if len({prompt.data_source for prompt in prompts}) > 1:  # which are reported one by one
+            prompts = [replace(p, meta={"split": p.data_source} | p.meta) for p in prompts]
+        found[path.stem] = prompts
     system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
     sets = []
     for name, prompts in found.items():

@@ -2,7 +2,7 @@ r"""The reward of a finished trajectory: by rule, by one's own function (custom.
 
 By rule it is -1 if the format is wrong; 0 if the format is right and the answer wrong; else the accuracy of the answer,
 plus 0.1 if all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is
-mathematical equality for math and token F1 for questions.
+mathematical equality for math and token F1 for questions, or an exact match where the rows say so.
 
 >>> score(r"<think>t</think><answer>\boxed{4}</answer>", ["4"], "gsm8k").total
 1.0
@@ -20,7 +20,7 @@ from arpo.protocol.format_rules import Segments
 from arpo.protocol.tags import PAPER_TOOLS
 from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
-from arpo.rewards.qa import qa_accuracy
+from arpo.rewards.qa import exact_match, qa_accuracy
 from arpo.rewards.terms import RewardResult, Terms, score_terms
 from arpo.rewards.upstream import upstream_score
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
@@ -30,7 +30,8 @@ __all__ = ["RewardResult", "load_custom", "score", "score_by_rule", "score_group
 TOOL_BONUS = 0.1
 
 RewardFn = Callable[[str, list[str]], float]
-ABILITIES: dict[str, RewardFn] = {"math": math_accuracy, "qa": qa_accuracy}
+ABILITIES: dict[str, RewardFn] = {"math": math_accuracy, "qa": qa_accuracy, "fact-reasoning": exact_match}
+"""A prompt's `ability` -> accuracy. The last one is that of Search-R1's rows."""
 REWARDS: dict[str, RewardFn] = {
     **dict.fromkeys(("aime24", "aime25", "math500", "math", "gsm8k"), math_accuracy),
     **dict.fromkeys(("hotpotqa", "2wiki", "musique", "bamboogle", "SimpleQA", "webwalker", "xbench"), qa_accuracy),

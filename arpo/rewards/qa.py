@@ -72,3 +72,13 @@ def qa_accuracy(prediction: str, answers: list[str]) -> float:
         return float(option_letter(prediction) == letter) if letter else token_f1(prediction, answer)
 
     return max(map(one, answers))
+
+
+def exact_match(prediction: str, answers: list[str]) -> float:
+    """Return 1.0 if prediction and an answer are the same tokens (without case, punctuation, articles), else 0.0."""
+
+    def same(answer: str) -> bool:
+        letter = wanted_option(answer)
+        return option_letter(prediction) == letter if letter else tokens(prediction) == tokens(answer)
+
+    return float(any(map(same, answers)))

@@ -11,6 +11,7 @@ from helpers.files import write_jsonl, write_parquet
 
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 from arpo.errors import UserError
+from arpo.rewards import accuracy_function
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_published_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the published data files are not here")
@@ -222,3 +223,26 @@ def test_a_queue_begins_as_a_draw_goes_on_over_epochs_and_holds_no_prompt_twice(
     # whatever of it a step has used, the next one goes on behind
     for index, num_drawn in queue[3:]:
         assert order.queue(num_drawn - 1, 1) == [(index, num_drawn)]
+
+
+def test_search_r1s_rows_are_their_question_without_its_instructions_and_an_exact_match_is_their_reward(tmp_path):
+    """Rows as qa_search_train_merge.py of Search-R1 writes them, with FlashRAG's fields."""
+    rows = [
+        {
+            "id": f"train_{i}", "question": "who is it?", "golden_answers": ["Ada Lovelace", "Lovelace"],
+            "metadata": {"context": ["a page"]}, "data_source": source, "ability": "fact-reasoning",
+            "prompt": [{"role": "user", "content": "After <information>, <answer>. Question: who is it?"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["Ada Lovelace", "Lovelace"]}},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i, source in enumerate(("nq", "hotpotqa"))
+    ]  # fmt: skip
+    prompts = load_prompts(write_parquet(tmp_path / "train.parquet", rows))
+    assert [p.messages for p in prompts] == [[{"role": "user", "content": "who is it?"}]] * 2
+    assert [(p.data_source, p.answers) for p in prompts] == [
+        (s, ["Ada Lovelace", "Lovelace"]) for s in ("nq", "hotpotqa")
+    ]
+    assert "metadata" not in prompts[0].meta
+    for prompt in prompts:
+        measure = accuracy_function(prompt.answers, prompt.data_source, prompt.meta["ability"])
+        assert [measure(text, prompt.answers) for text in ("the lovelace", "Ada, Countess of Lovelace")] == [1.0, 0.0]

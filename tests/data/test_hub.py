@@ -23,6 +23,7 @@ TRAIN = b'{"question": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer"
 REPOS = {
     "datasets/o/one": {"README.md": b"# one", "data/questions.jsonl": TRAIN},
     "datasets/o/two": {"main/train.jsonl": TRAIN, "main/test.jsonl": TRAIN},
+    "datasets/PeterJinGo/nq_hotpotqa_train": {"train.parquet": b"rows", "test.parquet": b"rows"},
     "datasets/dongguanting/ARPO-RL-DeepSearch-1K": {"gaia_test.jsonl": TRAIN, "hard_search_1k.parquet": b"rows"},
 }
 
@@ -115,6 +116,8 @@ def test_of_the_papers_data_sets_the_file_to_train_on_is_known(server):
     name = "dongguanting/ARPO-RL-DeepSearch-1K"
     assert hub.pin("data.train", name) == f"{name}@{COMMIT}:hard_search_1k.parquet"
     assert hub.pin("data.valid", f"{name}:gaia_test.jsonl") == f"{name}@{COMMIT}:gaia_test.jsonl"
+    search_r1 = "PeterJinGo/nq_hotpotqa_train"
+    assert hub.pin("data.train", search_r1) == f"{search_r1}@{COMMIT}:train.parquet"
 
 
 def test_what_cannot_be_had_is_one_line_that_begins_with_the_option(server, tmp_path, monkeypatch):
