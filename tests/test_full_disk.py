@@ -70,6 +70,7 @@ def run_on_small_disk(tmp_path: Path, *args: str) -> list[str]:
     command = [*within, sys.executable, "-c", RUN, str(disk), str(copies), *args]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr  # TensorBoard's thread
     return done.stdout.splitlines()
 
 
@@ -87,6 +88,7 @@ def test_a_run_goes_on_over_a_full_disk_and_its_rows_come_when_there_is_room(tmp
     assert sum("metrics.jsonl: cannot write" in line for line in told) == 2  # once for each time that it is full
     assert any("metrics.jsonl: the 2 rows that waited are written" in line for line in told)
     assert sum("cannot write the trajectory dump (No space left on device)" in line for line in told) == 3
+    assert sum("run.trackers: tensorboard failed (OSError: [Errno 28]" in line for line in told) == 1
     assert told[-1] == "ended"
 
 

@@ -5,10 +5,12 @@ Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flag
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import io
 import json
+import locale
 import logging
 import os
 import re
@@ -142,9 +144,17 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
     """
     logging.setLogRecordFactory(PrintableRecord)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run_or_exit(check_encoding, locale.getpreferredencoding(False))
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
     return cfg
+
+
+def check_encoding(name: str) -> None:
+    """Raise UserError unless files are read as UTF-8. Else torch's compiler fails on a file of its own, and where it
+    is tried again it says "duplicate template name" (seen in torch 2.13)."""
+    if codecs.lookup(name).name != "utf-8":
+        raise UserError(f"Python reads files as {name} here, and torch's are UTF-8; set PYTHONUTF8=1")
 
 
 def run_or_exit(function: Callable[[T], C], argument: T) -> C:

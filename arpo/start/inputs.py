@@ -6,11 +6,13 @@ rows are read; all of it is read, with the same checks, once the script runs.
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from arpo.config.contents import file_digest
 from arpo.config.model_folder import check_model_folder
 from arpo.config.named import find, is_own
 from arpo.config.run_folder import check_run_folder, claim_folder
@@ -76,6 +78,9 @@ def check_evaluation(cfg: Any) -> None:
 def _check_run(cfg: Any) -> None:
     """Check what the trainings have in common; the Hub is asked last."""
     check_run_folder(cfg.run, cfg)
+    files = [local_file(path) for path in (cfg.data.train, cfg.data.valid) if path]
+    if os.environ.get("RANK", "0") == "0" and len({file_digest(file) for file in files}) < len(files):
+        print(f"warning: data.valid={cfg.data.valid} is the training data, so validation says nothing of new questions")
     check_installed(cfg.run.trackers)
     check_hub_model("model.path", cfg.model.path)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arpo.config.sections import EngineConfig, ModelConfig
+from arpo.engine.arguments import CPU_HEAD_SIZES
 from arpo.engine.weight_sync import expected_parameters
 from arpo.errors import UserError
 
@@ -40,6 +41,7 @@ class Sizes(NamedTuple):
     vocab: int
     state_numbers_per_row: int = 0
     """Of the layers with gated delta, whatever the length of the row"""
+    head_dim: int = 0
 
 
 def sizes_of(path: str) -> Sizes | None:
@@ -59,6 +61,7 @@ def sizes_of(path: str) -> Sizes | None:
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
             state_numbers_per_row=num_recurrent and num_recurrent * state_numbers(config),
+            head_dim=head_dim,
         )
     except (UserError, OSError, ValueError, AttributeError):  # what is wrong with the folder is the loader's to say
         return None
@@ -159,7 +162,13 @@ def describe(job: Job, gpu_bytes: float) -> str:
 
 
 def check_memory(job: Job | None, device: torch.device) -> None:
-    """Log what the job needs of this GPU. Raises UserError where that cannot be. Does nothing on a CPU."""
+    """Log what the job needs of this GPU. Raises UserError where that cannot be, and for an engine on the CPU that has
+    no kernel for the model's heads."""
+    if job and job.engine and device.type == "cpu" and job.sizes.head_dim not in CPU_HEAD_SIZES:
+        raise UserError(
+            f"model.path={job.model.path}: heads of {job.sizes.head_dim} numbers, and vLLM's CPU kernels have "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; take another model, or a GPU"
+        )
     if job is None or device.type != "cuda":
         return
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory

@@ -54,8 +54,9 @@ class Shape:
     @property
     def sizes(self) -> Sizes:
         return Sizes(
-            self.parameters, self.kv_numbers_per_token, self.kv_heads, self.hidden, self.intermediate, self.vocab
-        )
+            self.parameters, self.kv_numbers_per_token, self.kv_heads, self.hidden, self.intermediate, self.vocab,
+            head_dim=self.head_dim,
+        )  # fmt: skip
 
 
 def shape_from_json(c: dict) -> Shape:

@@ -79,11 +79,13 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(folder, root, flags, wo
     assert "\n" not in str(error.value)
 
 
-def test_files_that_can_be_used_pass(folder, tiny_model_dir):
+def test_files_that_can_be_used_pass_and_validation_on_the_training_data_is_told(folder, tiny_model_dir, capsys):
     model = ["--model.path", str(tiny_model_dir)]
     short = ["--data.max_prompt_tokens", "64", *SHORT]
     check_rl(load_config(RLConfig, [*model, *short, "--data.train", "good.jsonl", "--data.valid", "good.jsonl"]))
+    assert capsys.readouterr().out.startswith("warning: data.valid=good.jsonl is the training data")
     check_sft(load_config(SFTConfig, [*model, "--data.train", "talks.jsonl"]))
+    assert not capsys.readouterr().out
     check_evaluation(
         load_config(EvalConfig, [*model, *SHORT, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"])
     )

@@ -15,6 +15,7 @@ import torch
 
 from arpo.config.load import load_config
 from arpo.config.sections import EngineConfig, ModelConfig
+from arpo.engine.arguments import CPU_HEAD_SIZES
 from arpo.errors import UserError
 from arpo.start.memory import (
     GIB,
@@ -129,6 +130,19 @@ def test_on_a_cpu_nothing_is_checked_or_said(job, caplog):
     with caplog.at_level("INFO", logger="arpo"):
         check_memory(job("qwen3_14b", "--engine.gpu_memory_utilization", "1.0"), torch.device("cpu"))
     assert not caplog.messages
+
+
+def test_on_a_cpu_heads_without_a_kernel_are_refused_where_there_is_an_engine(job):
+    odd = replace(job("qwen3_14b"), sizes=shape_from_json(MODELS["qwen3_14b"] | {"head_dim": 40}).sizes)
+    with pytest.raises(UserError, match=r"heads of 40 numbers, and vLLM's CPU kernels have 32, 64, .*, 512; take"):
+        check_memory(odd, torch.device("cpu"))
+    check_memory(replace(odd, engine=None), torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_the_head_sizes_of_vllms_cpu_kernels_are_those_of_the_installed_version():
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    assert tuple(backend.CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
 
 
 SHAPE = shape_from_json(MODELS["qwen2.5_7b"])
