@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import NoReturn
+
+
+AFTER_TORCHRUN = """
+import os, select, sys
+try:
+    has_ended = select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60)[0]
+except ProcessLookupError:
+    has_ended = True
+if has_ended:
+    print(sys.argv[2], file=sys.stderr)
+"""
+"""Program that waits for the end of a process, up to a minute, and prints a line."""
 
 
 class UserError(Exception):
@@ -45,13 +56,21 @@ def exit_with(error: UserError) -> NoReturn:
     line = printable(f"error: {error}")
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
-        print(line, file=sys.stderr)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            # torchrun's own report comes last on the screen, and ends with this in the place of a traceback.
-            info = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": info}}))
+        say_at_the_end(line)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training rank has a handler, which would only note it
         time.sleep(10)
-        print(line.replace("error", f"error (rank {rank})", 1), file=sys.stderr)
+        say_at_the_end(line.replace("error", f"error (rank {rank})", 1))
     sys.exit(2)
+
+
+def say_at_the_end(line: str, *, now: bool = True) -> None:
+    """Print why this process ends. Under torchrun the line is printed (now and) when that has ended, since its report
+    of what it started is long, and knows nothing of reasons."""
+    if now:
+        print(line, file=sys.stderr, flush=True)
+    restarts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    if "TORCHELASTIC_RUN_ID" in os.environ and restarts[0] == restarts[1]:
+        command = [sys.executable, "-I", "-S", "-c", AFTER_TORCHRUN, str(os.getppid()), line]
+        nothing = subprocess.DEVNULL
+        subprocess.Popen(command, start_new_session=True, stdin=nothing, stdout=nothing)

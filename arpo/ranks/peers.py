@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from arpo.errors import say_at_the_end
+
 BEAT_S = 1.0
 DIAGNOSIS_BEATS = 4
 """Number of beats to wait after a connection broke; a rank without a new sign by then is the one that is missing."""
@@ -138,6 +140,8 @@ class Watch:
         """Print one line for the error of a broken connection or a time limit. This is the process's excepthook."""
         if not is_lost_connection(error):
             sys.__excepthook__(kind, error, traceback)
+            if self.is_first_to_tell():
+                say_at_the_end(f"error (rank {self.rank}): {first_words(error) or kind.__name__}", now=False)
             return
         sys.stderr = sys.__stderr__  # torch calls this hook with a buffer in its place, which `end` would never empty
         self.failed_at = where([frame for frame, _ in walk_tb(traceback)][-1])  # the stack itself is gone by now
@@ -157,19 +161,21 @@ class Watch:
 
     def end(self, what: str, *, alone: bool = False) -> NoReturn:
         """Print the line and exit at once: a thread may hang in a collective. alone: the store cannot be asked."""
-        try:
-            told = not alone and self.store.add("told", 1) > 1  # one line, not one from each survivor
-        except dist.DistError:
-            told = False
-        if not told:
-            print(
+        if alone or self.is_first_to_tell():
+            say_at_the_end(
                 f"error (rank {self.rank}): {what}; limits: {self.limits}. The same command, or torchrun "
-                "--max-restarts, continues from the newest checkpoint.",
-                file=sys.stderr,
+                "--max-restarts, continues from the newest checkpoint."
             )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+    def is_first_to_tell(self) -> bool:
+        """Return whether no other rank has said why the run ends: one line is enough, not one from each survivor."""
+        try:
+            return self.store.add("told", 1) == 1
+        except dist.DistError:
+            return True
 
 
 def nccl_backends() -> list[Any]:

@@ -202,13 +202,20 @@ def test_a_script_ends_with_code_2_on_rank_0_only():
 
 @pytest.mark.slow
 def test_under_torchrun_the_last_line_on_the_screen_is_ours():
-    """Only a rule of "=" comes after it."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_rl.py"],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    *_, last, rule = done.stderr.splitlines()
-    assert last.split("traceback : ")[1].startswith("error: command line: data.train is empty") and not rule.strip("=")
+    first, *_, rule, last = [line for line in done.stderr.splitlines() if line.startswith(("error", "==="))]
+    assert first == last == done.stderr.splitlines()[-1] and not rule.strip("=") and done.returncode == 1
+    assert last.startswith("error: command line: data.train is empty")
+
+
+@pytest.mark.slow
+def test_where_files_are_not_read_as_utf8_one_line_says_so():
+    other = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "train_rl.py"], cwd=ROOT, capture_output=True, text=True, env=other)
+    assert done.returncode == 2 and "; set PYTHONUTF8=1" in done.stderr and done.stderr.count("\n") == 1
 
 
 OVERLAYS = ("demo_hard", "demo_long")
