@@ -1,4 +1,5 @@
-"""Bad input is answered with one line that names the file, the field and the fix, and with exit code 2."""
+"""Bad input is answered with one line that names the file, the field and the fix, and with exit code 2; so is a
+function of the user's that does not return."""
 
 from __future__ import annotations
 
@@ -8,8 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
+
+logger = logging.getLogger(__name__)
 
 
 AFTER_TORCHRUN = """
@@ -39,6 +45,38 @@ def printable(text: str) -> str:
     r"""Return a text that a terminal shows and does not obey: with control characters, but for tabs and line breaks,
     written out ("\x1b"). What strangers' services and files say is part of our lines."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+SAY_AFTER_S, GIVE_UP_S = 60.0, 1800.0
+"""Times after which a function of the user's that has not returned is named, and ends the run."""
+asked_to_stop = threading.Event()
+"""Set by a signal that asks a training to stop."""
+
+
+@contextmanager
+def watched(what: str) -> Iterator[None]:
+    """Name `what` where the block does not end, and end the run after a limit, or when it was asked to stop."""
+    done = threading.Event()
+    threading.Thread(target=wait_or_end, args=(done, lambda: what), name="arpo-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
+    """Wait for an event, as `watched` does; `what` is asked for what it waits for, in words."""
+    if done.wait(SAY_AFTER_S):
+        return
+    limit = f"; the run ends where it has not within {GIVE_UP_S:g} s"
+    logger.warning("%s has not returned for %g s%s", what(), SAY_AFTER_S, limit)
+    started = time.monotonic() - SAY_AFTER_S
+    while not done.wait(1.0):
+        seconds = time.monotonic() - started
+        if seconds > GIVE_UP_S or asked_to_stop.is_set():
+            say_at_the_end(printable(f"error: {what()} has not returned for {seconds:.0f} s"))
+            sys.stdout.flush()
+            os._exit(2)  # no exception reaches a thread that hangs
 
 
 def require(ok: object, message: str) -> None:

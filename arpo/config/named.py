@@ -131,12 +131,12 @@ def module_of(path: str, setting: str) -> ModuleType:
         sys.modules[name] = module  # dataclasses and pickle look their module up there
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"{setting}: cannot be imported ({brief(error)})") from error
         _modules[path] = module
     return _modules[path]
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """Return kind and text of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -12,12 +12,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
+MAX_VISITS = 10_000
+"""Pairs of a value and a schema that are compared in a call. What is left then is the tool's to check: a schema whose
+choices refer to itself doubles them at each level."""
 MAX_NESTING = 100
 """Levels of a call's JSON. What checks and writes it calls itself once per level, and Python forbids a thousand."""
 MAX_SHOWN_CHARS = 60
@@ -116,13 +119,14 @@ def check_arguments(schema: ToolSchema, arguments: Any) -> str:
     for required in schema.required:
         if required not in arguments:
             return f'Error: {name} needs the argument "{required}"; it takes {_a_call(schema)}.'
+    left = iter(range(MAX_VISITS))
     others = schema.parameters.get("additionalProperties", False)  # unlike JSON schema: a slip should be read as one
     for argument, value in arguments.items():
         if argument not in schema.properties and others is False:
             takes = _a_call(schema) if schema.properties else "no arguments"
             return f"Error: {name} has no argument {_shown(argument)}; it takes {takes}."
         inner = schema.properties.get(argument, others)
-        if wrong := _mismatch(value, inner, schema.parameters, f'"{argument}"', 0):
+        if wrong := _mismatch(value, inner, schema.parameters, f'"{argument}"', 0, left):
             place, need, found = wrong
             return f"Error: the argument {place} of {name} must be {need}, not {_shown(found)}."
     return ""
@@ -193,17 +197,19 @@ def read_json(text: str) -> Any:
 # ---- checking
 
 
-def _mismatch(value: Any, schema: Any, root: Mapping, place: str, depth: int) -> tuple[str, str, Any] | None:
+def _mismatch(
+    value: Any, schema: Any, root: Mapping, place: str, depth: int, left: Iterator[int]
+) -> tuple[str, str, Any] | None:
     """Return (place, what it must be, what it is) of the first value that a schema does not allow; None for none."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or next(left, None) is None:
         return None
     if "$ref" in schema:
-        return _mismatch(value, _referred(schema["$ref"], root), root, place, depth + 1)
+        return _mismatch(value, _referred(schema["$ref"], root), root, place, depth + 1, left)
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if choices is not None and not any(choice == value and type(choice) is type(value) for choice in choices):
         return place, ("" if len(choices) == 1 else "one of ") + ", ".join(map(_as_json, choices)), value
     for ways in filter(None, (schema.get("anyOf"), schema.get("oneOf"))):
-        found = [_mismatch(value, way, root, place, depth + 1) for way in ways]
+        found = [_mismatch(value, way, root, place, depth + 1, left) for way in ways]
         if all(found):
             inside = next((one for one in found if one[0] != place), None)  # the type is right, what it holds is not
             return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
@@ -213,7 +219,7 @@ def _mismatch(value: Any, schema: Any, root: Mapping, place: str, depth: int) ->
     parts = [(part, place) for part in schema.get("allOf") or ()]
     inner = ((value, part, place) for part, place in parts)
     for one, part, where in [*inner, *_members(value, schema, place)]:
-        if wrong := _mismatch(one, part, root, where, depth + 1):
+        if wrong := _mismatch(one, part, root, where, depth + 1, left):
             return wrong
     if isinstance(value, dict):
         for name in schema.get("required") or ():

@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+from arpo.errors import asked_to_stop
 from arpo.ranks.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        asked_to_stop.clear()
         for number in SIGNALS:
             signal.signal(number, self._note)
 
@@ -44,6 +46,7 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.asked = True
+        asked_to_stop.set()
 
 
 def a_peer_is_gone() -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from arpo.config.named import brief, find
-from arpo.errors import UserError
+from arpo.errors import UserError, watched
 from arpo.protocol import Codec
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
@@ -139,7 +139,7 @@ def _batch(custom: CustomReward, pairs: Sequence[tuple[Trajectory, Prompt]]) -> 
 def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
     """Return the results of (where, arguments) calls; those of an async function run at the same time."""
 
-    def failed(where: str, error: Exception) -> UserError:
+    def failed(where: str, error: BaseException) -> UserError:
         return UserError(f"{custom.place} failed on {where} ({brief(error)})")
 
     def checked(result: object) -> object:
@@ -151,8 +151,9 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
         async def one(where: str, arguments: tuple) -> object:
             async with slots:
                 try:
-                    return checked(await custom.function(*arguments))
-                except Exception as error:
+                    with watched(f"{custom.place} on {where}"):
+                        return checked(await custom.function(*arguments))
+                except (Exception, SystemExit) as error:
                     raise failed(where, error) from error
 
         try:
@@ -167,8 +168,9 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
     results = []
     for where, arguments in calls:
         try:
-            results.append(checked(custom.function(*arguments)))
-        except Exception as error:
+            with watched(f"{custom.place} on {where}"):
+                results.append(checked(custom.function(*arguments)))
+        except (Exception, SystemExit) as error:
             raise failed(where, error) from error
     return results
 

@@ -145,6 +145,8 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
             raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
         if hasattr(found, "open") and not hasattr(found, "make_sessions"):
             raise UserError(f"tools.names={name} has `open`: derive it from SessionTool (docs/extending.md)")
+        if hasattr(found, "run") and not inspect.iscoroutinefunction(found.run):
+            raise UserError(f"tools.names={name}: run must be a coroutine; write `async def run`")
         return found
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from arpo.errors import UserError
+from arpo.errors import UserError, wait_or_end
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 
@@ -20,6 +23,7 @@ __all__ = ["MutedTool", "PricedTool", "Tool", "ToolContext", "ToolResult", "Tool
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
+NOT_THE_USERS = str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent)
 TELL_AFTER_S = 600.0
 """A rank that does nothing but wait for tools says so each time that this long has passed."""
 
@@ -76,6 +80,8 @@ class ToolRunner:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
         self._thread.start()
+        self._closing, self._pulse = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="arpo-tools-watch", daemon=True).start()
         self._told: set[tuple[str, type]] = set()
         self._running: Counter[str] = Counter()  # calls by tool
         self.num_pending = 0
@@ -83,6 +89,23 @@ class ToolRunner:
         self._parked: tuple[int, int, list] | None = None  # of `park`: generation, calls without a result, results
         self.sessions = make_sessions(tools, self._loop)
         """Those of the trajectories in tools that have any."""
+
+    def _watch(self) -> None:
+        """End the run where a tool blocks the loop for long, and with it all other calls."""
+        while not self._closing.wait(1.0):
+            self._pulse = pulse = threading.Event()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(pulse.set)
+                wait_or_end(pulse, self._blocker)
+
+    def _blocker(self) -> str:
+        """Return the function of a tool that the loop is in, in words."""
+        frame, found = sys._current_frames().get(self._thread.ident), None
+        while frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS):
+            frame, found = frame.f_back, frame
+        code = found and found.f_code
+        name = f"{Path(code.co_filename).name}:{found.f_lineno} {code.co_name}" if code else "a tool"
+        return f"{name}, which blocks the loop of the tools (asyncio.to_thread would not),"
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         """Begin a call; its result comes out of `collect` under `call_id`. A tool with sessions needs the context."""
@@ -103,7 +126,7 @@ class ToolRunner:
             self._done.put((generation, call_id, result))
         except UserError as error:
             self._done.put((generation, call_id, error))
-        except Exception as error:  # whatever it is: hours of training must not end with it
+        except (Exception, SystemExit) as error:  # whatever it is: hours of training must not end with it
             self._tell_of(tool.tag, error)
             text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
@@ -113,7 +136,7 @@ class ToolRunner:
         finally:
             self._running[tool.tag] -= 1
 
-    def _tell_of(self, tag: str, error: Exception) -> None:
+    def _tell_of(self, tag: str, error: BaseException) -> None:
         """Show the traceback of the first exception of each kind; how many follow is a metric."""
         kind = (tag, type(error))
         if kind not in self._told:
@@ -180,6 +203,8 @@ class ToolRunner:
                 asyncio.run_coroutine_threadsafe(tool.aclose(), self._loop).result(timeout=CLOSE_TIMEOUT_S)
             except Exception:
                 logger.warning("the %s tool could not be closed", tool.tag, exc_info=True)
+        self._closing.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
         self._loop.close()
+        self._pulse.set()  # the last one may have come too late

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema
 from arpo.trajectory import ToolCall
 
@@ -96,7 +97,10 @@ def _wanted(run: Callable) -> frozenset[str]:
 
 
 async def answer(tool: Tool, argument: str, context: ToolContext | None, session: Any = None) -> ToolResult:
-    """Run a call, with what the tool's `run` has parameters for."""
+    """Run a call, with what the tool's `run` has parameters for. Raises UserError where it returns something else."""
     wanted = _wanted(getattr(type(tool), "run", tool.run))
     given = {"context": context, "session": session}
-    return await (tool.run(argument, **{name: given[name] for name in wanted}) if wanted else tool.run(argument))
+    result = await (tool.run(argument, **{name: given[name] for name in wanted}) if wanted else tool.run(argument))
+    if not isinstance(result, ToolResult):
+        raise UserError(f"the {tool.tag} tool: run returned {type(result).__name__}; return a ToolResult")
+    return result

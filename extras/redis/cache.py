@@ -7,7 +7,7 @@ Its keys there are
     arpo:cache:1:entry:<key>     hash {id, backend, query, value, negative, created_s}, as a row of the file
     arpo:cache:1:query:<sha256>  list of the entries of a query, in the order of recording
 
-A server that is lost in mid-run costs a recording run its cache, with one warning; a replay ends with a UserError.
+A server that is lost in mid-run costs a recording run its cache until it is back; a replay ends with a UserError.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from extras.redis.rate_limit import RedisRateLimit
 
 _ROOT = f"{PREFIX}cache:1:"
 _ENTRY, _QUERY, _LAST_ID = (f"{_ROOT}{name}" for name in ("entry:", "query:", "last_id"))
+MAX_PAUSE_S = 60.0
 _BATCH = 1000
 """Most commands of one round trip."""
 
@@ -52,6 +53,7 @@ class RedisCache(Cache):
     def __init__(self, url: str, *, read_only: bool = False, setting: str = "tools.search.cache"):
         """Raises UserError where no server answers, or redis-py is not installed."""
         super().__init__(describe(url), read_only=read_only)
+        self._pause_s = 0.0
         self._client = connect(url, setting)
         import redis
 
@@ -78,6 +80,15 @@ class RedisCache(Cache):
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
         """Keep an answer unless there is one already; it replaces an expired "no results"."""
         self.write(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
+
+    def give_up(self, error: Exception) -> None:
+        """Go on without the server for a second, and for twice as long each time that it is still away, up to a minute.
+        Raises UserError in a replay."""
+        before_s = self._use_again_s
+        super().give_up(error)
+        now_s = time.monotonic()
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if now_s - before_s < MAX_PAUSE_S else 1.0
+        self._use_again_s = now_s + self._pause_s
 
     def can_still_read(self, error: Exception) -> bool:
         return isinstance(error, self._refusals)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from arpo.tools.http.policy import LocalRateLimit
 from extras.redis.client import PREFIX, connect, describe
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 60.0
 # The server's clock, so that nodes need not agree on the time. The key goes when that time has passed.
 _TAKE = """
 local parts = redis.call('TIME')
@@ -30,22 +32,22 @@ class RedisRateLimit(LocalRateLimit):
         self.name, self.url = name, url
         self._client = connect(url, setting)
         self._script = self._client.register_script(_TAKE)
-        self._is_lost = False
+        self._again_s = 0.0  # by time.monotonic()
 
     def take(self) -> float:
         """Take the next turn; return the seconds until it comes. Raises redis.RedisError."""
         return float(self._script(keys=[f"{PREFIX}rate:{self.name}"], args=[repr(self.calls_per_s)]))
 
     async def acquire(self) -> None:
-        """Return when the next call may start. A process that loses the server warns once, and limits itself alone."""
+        """Return when the next call may start. A process that loses the server limits itself alone for a minute."""
         import redis
 
-        if not self._is_lost:
+        if time.monotonic() >= self._again_s:
             try:
                 return await asyncio.sleep(await asyncio.to_thread(self.take))
             except redis.RedisError as error:
                 logger.warning("%s: rate limit lost (%s); this process limits itself alone", describe(self.url), error)
-                self._is_lost = True
+                self._again_s = time.monotonic() + AGAIN_S
         await asyncio.sleep(super().take())
 
     def close(self) -> None:

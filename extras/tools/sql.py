@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 from dataclasses import dataclass
 
 from arpo.errors import require
@@ -21,8 +22,13 @@ STEPS_PER_LOOK = 10_000
 """Instructions of SQLite's machine between two looks at their number."""
 PAGE_BYTES = 4096
 MAX_CELL_CHARS = 200
-LIMITS = {sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000, sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1000}
-"""Bytes of a value or a row, and of a pattern: one instruction, which nothing stops, may make a value in our memory."""
+LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 51_200,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1000,
+    sqlite3.SQLITE_LIMIT_COLUMN: 200,
+}
+"""Bytes of a value or a row, and of a pattern, and columns: one instruction, which nothing stops, may make, search or
+compare values in our memory. A row that the data made larger can be read no more."""
 READABLE_PRAGMAS = {"table_info", "table_list", "index_list", "index_info", "foreign_key_list"}
 OUTSIDE = {
     "random", "randomblob", "last_insert_rowid", "changes", "total_changes", "load_extension", "fts3_tokenizer",
@@ -45,17 +51,26 @@ class SqlConfig:
     setup_column: str = "sql"
     """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
     max_sessions: int = 1024
-    """Most databases of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits."""
-    max_mib: int = 64
+    """Most databases of a rank at a time, copies for branches included. Who needs one more waits."""
+    max_mib: int = 4
     """Largest size of a database in MiB."""
+    total_mib: int = 4096
+    """Largest size of all databases of a rank in MiB, which max_sessions of max_mib must not exceed: they are in its
+    own memory."""
     max_steps: int = 50_000_000
     """Most instructions of SQLite's machine in a call: about a second, but the same everywhere."""
+    deadline_s: float = 20.0
+    """Longest time of a call in seconds: some instructions take a thousand times as long as others."""
     max_rows: int = 50
     """Most rows of a result that are shown."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_sessions", 0), ("max_mib", 1), ("max_steps", 10_000), ("max_rows", 1)):
-            require(getattr(self, name) >= least, f"{name}={getattr(self, name)} must be at least {least}")
+        least = {"max_sessions": 1, "max_mib": 1, "max_steps": 10_000, "deadline_s": 0.1, "max_rows": 1}
+        for name, number in least.items():
+            require(getattr(self, name) >= number, f"{name}={getattr(self, name)} must be at least {number}")
+        together = f"max_sessions={self.max_sessions} databases of max_mib={self.max_mib}"
+        fits = self.max_sessions * self.max_mib <= self.total_mib
+        require(fits, f"{together} may take more than total_mib={self.total_mib}; lower one of them, or raise that")
 
 
 class SqlTool(SessionTool):
@@ -91,6 +106,7 @@ class SqlTool(SessionTool):
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         database.execute(f"PRAGMA max_page_count = {self.cfg.max_mib * 2**20 // PAGE_BYTES}")
+        database.set_authorizer(_authorize_setup)
         return database
 
     def _confined(self, database: sqlite3.Connection) -> sqlite3.Connection:
@@ -116,16 +132,27 @@ class SqlTool(SessionTool):
                 reason = "too much to sort or to compare"
             return bool(reason)
 
+        def interrupt() -> None:
+            nonlocal reason
+            reason = f"more than {self.cfg.deadline_s:g} s"
+            database.interrupt()
+
         shown = "(no rows)"
         database.set_progress_handler(must_stop, STEPS_PER_LOOK)
+        timer = threading.Timer(self.cfg.deadline_s, interrupt)
+        timer.start()
         try:
             for statement in statements(text):
+                if reason:  # between two statements there was nothing to interrupt
+                    raise sqlite3.OperationalError
                 cursor = database.execute(statement)
                 if cursor.description:
                     shown = self._table(cursor)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            return ToolResult(f"Error: {reason or error}", ok=False, error_kind="step_limit" if reason else "error")
+            kind = "error" if not reason else "timeout" if reason.endswith(" s") else "step_limit"
+            return ToolResult(f"Error: {reason or error}", ok=False, error_kind=kind)
         finally:
+            timer.cancel()
             database.set_progress_handler(None, 0)
         return ToolResult(shown, ok=True)
 
@@ -167,6 +194,11 @@ def _temporary_folder() -> str:
 def _free_bytes(folder: str) -> int:
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+def _authorize_setup(action: int, *_: str | None) -> int:
+    """Allow what a row of the data may do before its database is used: all but other files."""
+    return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_ATTACH else sqlite3.SQLITE_OK
 
 
 def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:

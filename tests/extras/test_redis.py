@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.forked import in_processes, killed
 from helpers.processes import free_port
-from helpers.redis_server import REDIS, redis_server
+from helpers.redis_server import HANG_S, REDIS, redis_server
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
@@ -252,6 +252,41 @@ def test_a_server_lost_in_mid_run_costs_a_recording_one_warning_and_ends_a_repla
         assert [record.levelname for record in caplog.records] == ["WARNING"] and "goes on without" in caplog.text
         with pytest.raises(UserError, match="cannot read the cache"):
             get(replay, "otter")
+
+
+def test_a_server_that_was_away_is_used_again(tmp_path, caplog):
+    with redis_server(tmp_path) as server:
+        cache = open_cache(server.cache)
+        put(cache, "otter", "wet")
+        server.process.kill()
+        server.process.wait()
+        assert get(cache, "otter") is None and get(cache, "otter") is None and len(caplog.records) == 1
+        again = subprocess.Popen(server.process.args, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + HANG_S
+        try:
+            while get(cache, "fox") is None and time.monotonic() < deadline:
+                put(cache, "fox", "red")
+                time.sleep(0.1)
+            assert get(cache, "fox") == "red"
+        finally:
+            again.kill()
+            again.wait()
+
+
+def test_each_time_that_it_is_still_away_it_is_left_alone_for_longer(tmp_path, monkeypatch):
+    with redis_server(tmp_path) as server:
+        cache = open_cache(server.cache)
+    now_s, pauses = 1000.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for _ in range(9):
+        assert cache.usable
+        cache.give_up(OSError("away"))
+        pauses.append(cache._use_again_s - now_s)
+        now_s = cache._use_again_s
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    now_s += 100
+    cache.give_up(OSError("away"))
+    assert cache._use_again_s - now_s == 1
 
 
 # ---- the rate limit

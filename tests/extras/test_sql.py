@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers.mounts import under_mount
@@ -65,7 +66,8 @@ def test_several_statements_run_in_order_and_the_last_rows_are_shown():
     ("SELECT '\0'", "null character"),
     ("SELECT length(hex(zeroblob(300000000)))", "too big"),
     ("SELECT replace(printf('%.*c', 90000, 'a'), 'a', printf('%.*c', 90000, 'b'))", "too big"),
-    ("SELECT printf('%.*c', 900000, 'a') LIKE '%' || printf('%.*c', 40000, 'a') || 'b'", "too complex"),
+    ("SELECT printf('%.*c', 50000, 'a') LIKE '%' || printf('%.*c', 40000, 'a') || 'b'", "too complex"),
+    (f"SELECT {', '.join(['zeroblob(50000)'] * 300)}", "too many columns"),
     ("SELECT fts3_tokenizer('simple')", "function: fts3_tokenizer"),  # refused, or not there at all
 ])  # fmt: skip
 def test_errors_are_text_that_the_model_reads(call, words):
@@ -78,12 +80,33 @@ def test_a_query_that_never_ends_and_a_database_that_grows_hit_their_limits():
     small = SqlConfig(max_steps=200_000, max_mib=1, max_rows=2)
     stopped, full, cut = ask(
         endless,
-        f"CREATE TABLE t AS {' UNION ALL '.join(['SELECT zeroblob(900000)'] * 2)}",
+        f"CREATE TABLE t AS {' UNION ALL '.join(['SELECT zeroblob(50000)'] * 30)}",
         "SELECT 1 UNION SELECT 2 UNION SELECT 3",
         cfg=small,
     )
     assert stopped.error_kind == "step_limit" and "more than 200000 steps" in stopped.text
     assert not full.ok and "full" in full.text and cut.text == "1\n1\n2\n..."
+
+
+NUMBERS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 100000) SELECT"
+COSTLY = [
+    f"{NUMBERS} sum(instr(zeroblob(50000), CAST(zeroblob(25000) || x AS BLOB))) FROM n",
+    f"{NUMBERS} sum(hex(zeroblob(20000)) LIKE '%' || hex(zeroblob(400)) || x) FROM n",
+    f"{NUMBERS} count(DISTINCT zeroblob(50000) || x) FROM n",
+]
+
+
+@pytest.mark.parametrize("call", COSTLY)
+def test_a_call_of_few_but_costly_steps_is_interrupted(call):
+    started = time.monotonic()
+    stopped, after = ask(f"{call}; {call}", "SELECT count(*) FROM films", cfg=SqlConfig(deadline_s=0.2))
+    assert stopped.error_kind == "timeout" and stopped.text == "Error: more than 0.2 s"
+    assert after.text == "count(*)\n2" and time.monotonic() - started < 60
+
+
+def test_all_databases_together_have_a_limit():
+    with pytest.raises(ValueError, match="max_sessions=1024 databases of max_mib=64 may take more than total_mib=4096"):
+        SqlConfig(max_mib=64)
 
 
 SORT = """
@@ -111,6 +134,8 @@ def test_rows_that_are_sorted_fill_no_disk(tmp_path):
 def test_a_row_whose_script_fails_is_named():
     with pytest.raises(ValueError, match="p7: the column sql cannot be run: no such table: x"):
         ask("SELECT 1", context=ToolContext("p7", "0", 0, row={"sql": "INSERT INTO x VALUES (1)"}))
+    with pytest.raises(ValueError, match="cannot be run: not authorized"):
+        ask("SELECT 1", context=ToolContext("p7", "0", 0, row={"sql": "ATTACH 'other.db' AS x"}))
 
 
 def test_a_copy_shares_nothing_and_an_open_transaction_allows_none():

@@ -1,6 +1,7 @@
 """Schemas of tools: made from functions, checked against calls, written as the text of a call and read back."""
 
 import json
+import time
 from typing import Any, Literal, Optional
 
 import pytest
@@ -170,6 +171,19 @@ def test_schemas_of_servers_refer_nest_and_leave_open():
     assert check_arguments(open_one, {"a": 1}) == "" and "must be an integer" in check_arguments(open_one, {"a": "b"})
     assert check_arguments(ToolSchema("log", "Log.", {"additionalProperties": {}}), {"a": "b"}) == ""
     assert "it takes no arguments" in check_arguments(ToolSchema("now", "Now.", {"type": "object"}), {"a": 1})
+
+
+@pytest.mark.parametrize("form", ["anyOf", "allOf", "oneOf"])
+@pytest.mark.parametrize("value, schema", [(1, {}), ([[1] * 300] * 300, {"items": {"$ref": "#/$defs/A"}})])
+def test_a_schema_that_refers_to_itself_is_followed_for_a_while_and_allows_the_rest(form, value, schema):
+    parameters = {
+        "properties": {"x": {"$ref": "#/$defs/A"}, "n": {"type": "integer"}},
+        "$defs": {"A": {form: [{"$ref": "#/$defs/A"}] * 40, **schema}},
+    }
+    started = time.monotonic()
+    tool = ToolSchema("t", "", parameters)
+    assert check_arguments(tool, {"x": value}) == "" and time.monotonic() - started < 10
+    assert "must be an integer" in check_arguments(tool, {"n": "1", "x": value})
 
 
 @pytest.mark.parametrize("text", [" a\n b ", '{"code": "x"}', "", "ü"])

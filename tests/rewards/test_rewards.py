@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -376,6 +378,9 @@ def test_a_reward_of_whole_batches_is_refused_where_rewards_are_needed_one_by_on
     ("source", "message"),
     [
         ("def f(d, s, g, e): return 1 / 0", r"mine\.py: f failed on prompt q-0, trajectory 0 \(ZeroDivisionError"),
+        ("def f(d, s, g, e): raise SystemExit(3)", r"mine\.py: f failed on prompt q-0, trajectory 0 \(SystemExit: 3"),
+        ("async def f(d, s, g, e): exit(3)", r"mine\.py: f failed on prompt q-0, trajectory . \(SystemExit: 3"),
+        ("exit(3)", r"cannot be imported \(SystemExit: 3"),
         ("def f(samples): raise KeyError('x')", r"mine\.py: f failed on 2 samples from prompt q-0"),
         ("def f(samples): return [1.0]", r"returned 1 scores for 2 samples"),
         ("def f(d, s, g, e): return None", r"prompt q-0, trajectory 0: returned None"),
@@ -390,6 +395,29 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
     group = make_group()
     with pytest.raises(UserError, match=message):
         score_groups([group], RewardConfig(), load_custom("reward.file", f"{tmp_path}/mine.py:f"), tools=LOADED)
+
+
+STUCK = """
+import sys, threading, time
+from arpo import errors
+from arpo.rewards.custom import load_custom, _call
+errors.SAY_AFTER_S, errors.GIVE_UP_S = 0.2, float(sys.argv[2])
+if "stop" in sys.argv:
+    errors.asked_to_stop.set()
+_call(load_custom("reward.file", sys.argv[1]), [("prompt q", (1, 2, 3, 4))])
+"""
+
+
+@pytest.mark.parametrize("source", ["def f(a, b, c, d): time.sleep(600)", "async def f(a, b, c, d): time.sleep(600)"])
+@pytest.mark.parametrize("args", [("0.5",), ("600", "stop")])
+def test_a_reward_that_does_not_return_is_named_and_ends_the_run(tmp_path, source, args):
+    """After a limit, or where the run was asked to stop."""
+    (tmp_path / "mine.py").write_text(f"import time\n{source}")
+    command = [sys.executable, "-c", STUCK, f"{tmp_path}/mine.py:f", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    named, last = done.stderr.splitlines()
+    assert named.startswith(f"{tmp_path}/mine.py: f on prompt q has not returned for 0.2 s; the run ends where")
+    assert last.startswith(f"error: {tmp_path}/mine.py: f on prompt q has not returned for ") and done.returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
     write_jsonl(Path("offers.jsonl"), [QUESTION | {"tools": ["pyhton"]}])
     Path("half.parquet").write_bytes(b"PAR1 and no more")
     Path("model").mkdir()
-    Path("t.py").write_text("class Tool: ...\n")
+    Path("t.py").write_text("class Tool: ...\nclass Plain:\n    tag = 'p'\n    def run(self, text): ...\n")
     return tmp_path
 
 
@@ -63,6 +63,7 @@ def folder(tmp_path, monkeypatch):
             ["--data.train", "good.jsonl", "--tools.names", "python", "t.py:Tool"],
             "t.py:Tool is no tool: a class with",
         ),
+        (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "t.py:Plain"], "Plain: run must be a coroutine"),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
         (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),

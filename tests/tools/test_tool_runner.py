@@ -1,11 +1,15 @@
 """An exception of a tool costs one trajectory, except where the run cannot go on."""
 
 import asyncio
+import subprocess
+import sys
+import time
 
 import pytest
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
 
+from arpo import errors
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.sampling.health import ToolHealth
@@ -24,6 +28,55 @@ def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog):
     assert rollout_metrics([group]).values()["tools/search/failed_exception"] == SHORT.group_size
     assert not ToolHealth().may_train([group])
     assert [record.exc_info[0] for record in caplog.records] == [RecursionError]  # shown once
+
+
+def test_a_tool_that_ends_the_process_costs_its_trajectory_and_one_that_returns_no_result_is_named():
+    def ends(_):
+        raise SystemExit(4)
+
+    [group] = play(call_then_answer, tools=[EchoTool("search", ends)])
+    assert all(t.stop_reason == StopReason.ERROR for t in group.trajectories)
+
+    class Plain(EchoTool):
+        async def run(self, argument):
+            return "text"
+
+    with pytest.raises(UserError, match="the search tool: run returned str; return a ToolResult"):
+        play(call_then_answer, tools=[Plain("search")])
+
+
+STUCK = """
+import time
+from arpo import errors
+from arpo.tools.base import ToolRunner
+errors.SAY_AFTER_S = errors.GIVE_UP_S = 0.5
+
+class Stuck:
+    tag = "stuck"
+    async def run(self, argument):
+        time.sleep(600)
+
+runner = ToolRunner({"stuck": Stuck()})
+runner.start("call", "stuck", "x")
+runner.collect(block=True)
+"""
+
+
+def test_a_tool_that_blocks_the_loop_of_all_tools_is_named_and_ends_the_run():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
+    named, last = done.stderr.splitlines()
+    assert named.startswith(
+        "<string>:10 run, which blocks the loop of the tools (asyncio.to_thread would not), has not"
+    )
+    assert last.startswith("error: <string>:10 run, which blocks") and done.returncode == 2
+
+
+def test_a_closed_runner_is_not_taken_for_a_blocked_one(caplog, monkeypatch):
+    monkeypatch.setattr(errors, "SAY_AFTER_S", 0.01)
+    runner = ToolRunner({})
+    runner.close()
+    time.sleep(1.5)
+    assert "has not returned" not in caplog.text
 
 
 def test_a_user_error_of_a_tool_ends_the_rollout():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -63,8 +64,13 @@ class Cache:
     remedy: str
 
     def __init__(self, path: str | Path, *, read_only: bool):
-        self.path, self.read_only, self.usable = path, read_only, True
-        self._write_again_s: float | None = None  # by time.monotonic()
+        self.path, self.read_only = path, read_only
+        self._use_again_s = -math.inf  # by time.monotonic(), as is the next
+        self._write_again_s: float | None = None
+
+    @property
+    def usable(self) -> bool:
+        return time.monotonic() >= self._use_again_s
 
     def guarded(self, action: Callable[[], T]) -> T | None:
         """Return what the action returns; None where the cache cannot be used."""
@@ -99,7 +105,7 @@ class Cache:
             raise UserError(f"{self.path}: cannot read the cache ({error}); {self.remedy}") from None
         if self.usable:
             logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
-        self.usable = False
+        self._use_again_s = math.inf
 
     @staticmethod
     def imported_rows(entries: dict[str, str]) -> Iterator[Row]:

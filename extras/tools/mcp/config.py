@@ -27,8 +27,19 @@ from arpo.errors import UserError, require
 MODES = ("live", "record", "replay", "replay_strict")
 PROGRAM, ADDRESS = Needs("command", use="PROGRAM"), Needs("url", use="ADDRESS")
 DURATION_S = Between(0.001, 86400.0)
-SECRET_NAMES = ("key", "token", "secret", "password", "passwd", "credential", "credentials", "auth")
+SECRET_NAMES = (
+    "key", "token", "secret", "password", "passwd", "pwd", "credential", "credentials", "auth", "authorization",
+    "cookie",
+)  # fmt: skip
 """Ends of names whose values must not stand in a config."""
+_SECRET = re.compile(
+    r"\b(?i:bearer|basic)\s+[^\s$]|://[^/\s@:]*:[^/\s@$][^/\s@]*@"
+    r"|\b(?:sk-|[spr]k_|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|AIza|ya29\.|eyJ)[\w-]{8}"
+    rf"|^['\"]?[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?[^\s'\"$/-]"
+    r"|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)\b[\w-]{24}"
+)
+"""Texts that are, or have in them, a key as services give it, a password in an address, a value beside such a name, or
+24 letters and digits that are no word."""
 _PLAIN = re.compile(r"true|false|[\d.]+", re.IGNORECASE)
 """Values of env and headers that may stand there as they are; all others are $NAME."""
 _LEAST_SECRET_CHARS = 4
@@ -43,12 +54,12 @@ class McpServer:
     command: str = ""
     """Program that speaks MCP on its standard input and output. Every rank starts its own."""
     args: Annotated[tuple[str, ...], PROGRAM] = ()
-    """Its arguments."""
+    """Its arguments; $NAME is a variable of the environment, and the only way in which a key may stand there."""
     env: Annotated[tuple[tuple[str, str], ...], PROGRAM] = ()
     """Its environment beside PATH, HOME, USER, LOGNAME, SHELL and TERM: $NAME, a variable of ours; numbers, true and
     false may stand there as they are."""
     url: str = ""
-    """Address of a streamable HTTP server, like http://host:8000/mcp."""
+    """Address of a streamable HTTP server, like http://host:8000/mcp; with $NAME likewise."""
     headers: Annotated[tuple[tuple[str, str], ...], ADDRESS] = ()
     """Headers of every request to it, likewise."""
     prefix: str = ""
@@ -89,16 +100,20 @@ class McpServer:
 
     def secrets(self) -> dict[str, str]:
         """Return the variables of the environment that the entry refers to. Raises UserError for a missing one."""
-        names = {name for _, text in (*self.env, *self.headers) for name in Template(text).get_identifiers()}
+        texts = (self.url, *self.args, *(text for _, text in (*self.env, *self.headers)))
+        names = {name for text in texts for name in Template(text).get_identifiers()}
         for name in sorted(names):
             if name not in os.environ:
                 raise UserError(f"MCP server {self.label} needs {name} in the environment; set it")
         return {name: os.environ[name] for name in sorted(names)}
 
     def resolved(self, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Return `env` or `headers` with the values of the environment. For the server only, never to be written."""
-        values = self.secrets()
-        return {name: Template(text).safe_substitute(values) for name, text in pairs}
+        """Return `env` or `headers` as `filled`."""
+        return {name: self.filled(text) for name, text in pairs}
+
+    def filled(self, text: str) -> str:
+        """Return a text with the values of the environment. For the server only, never to be written."""
+        return Template(text).safe_substitute(self.secrets())
 
     def redacted(self, text: str) -> str:
         """Return a text of the server in which no value of the environment stands that was given to it."""
@@ -176,14 +191,14 @@ def _check_secrets(server: McpServer, where: str) -> None:
             variable = "$" + re.sub("[^A-Za-z0-9_]", "_", name).upper()
             why = "the config is copied into the run's folder, so a value that may be secret stands in the environment"
             is_plain = not text or (_PLAIN.fullmatch(text) and not names_secret(name))
-            require(is_plain or Template(text).get_identifiers(), f"{where}.{key}.{name}: {why}; write {variable} here")
+            is_plain = is_plain or (Template(text).get_identifiers() and not _SECRET.search(text))
+            require(is_plain, f"{where}.{key}.{name}: {why}; write {variable} here")
     for arg, following in pairwise([*server.args, ""]):
-        name, is_pair, own = arg.partition("=")
-        value = own if is_pair else following
-        is_secret = name.startswith("-") and names_secret(name) and not value.startswith(("-", "/"))
-        require(
-            not (is_secret and value),
-            f"{where}.args: {name} may be a secret, which messages would show; give it by env",
-        )
-    is_secret = any(names_secret(name) for name, _ in parse_qsl(urlsplit(server.url).query))
-    require(not is_secret, f"{where}.url may have a secret in it; put it into the environment, and $NAME into headers")
+        follows = arg.startswith("-") and names_secret(arg) and not following.startswith(("-", "/", "$"))
+        name = arg.partition("=")[0] if arg.startswith("-") else "one"
+        is_secret = _SECRET.search(arg) or (follows and following)
+        require(not is_secret, f"{where}.args: {name} may be a secret, which messages would show; write $NAME there")
+    pairs = parse_qsl(urlsplit(server.url).query)
+    is_secret = any(names_secret(name) and not value.startswith("$") for name, value in pairs)
+    is_secret = is_secret or _SECRET.search(server.url)
+    require(not is_secret, f"{where}.url may have a secret in it; write $NAME there, or into headers")

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,13 +42,19 @@ SESSION_LOST = "Session terminated"
 """The same for an HTTP server that does not know our session any more."""
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
-    record.exc_info = None
-    return True
+MAX_LOG_LINES = 20
+"""Most lines of each logger of the client, which may say one for each line of garbage that it reads."""
+_num_lines: Counter[str] = Counter()
 
 
-for name in ("stdio", "streamable_http", "session"):  # their errors show what a server wrote, maybe a key of it
-    logging.getLogger(f"mcp.client.{name}").addFilter(_without_traceback)
+def _few_and_short(record: logging.LogRecord) -> bool:
+    record.exc_info = None  # it shows what a server wrote, maybe a key of it
+    _num_lines[record.name] += 1
+    return _num_lines[record.name] <= MAX_LOG_LINES
+
+
+for name in ("stdio", "streamable_http", "session"):
+    logging.getLogger(f"mcp.client.{name}").addFilter(_few_and_short)
 
 
 class ConnectionLost(ConnectionError):
@@ -237,9 +244,9 @@ class OpenClient:
                 timeout = httpx2.Timeout(server.start_s, read=2 * server.deadline_s)
                 options = {"headers": server.resolved(server.headers), "event_hooks": {"response": [note]}}
                 http = await stack.enter_async_context(httpx2.AsyncClient(timeout=timeout, **options))
-                transport = streamable_http_client(server.url, http_client=http)
+                transport = streamable_http_client(server.filled(server.url), http_client=http)
             else:
-                command = [str(GUARD), str(os.getpid()), program_of(server), *server.args]
+                command = [str(GUARD), str(os.getpid()), program_of(server), *map(server.filled, server.args)]
                 parameters = StdioServerParameters(
                     command=sys.executable, args=["-I", *command], env=server.resolved(server.env)
                 )

@@ -1,6 +1,7 @@
 """MCP servers that die, hang, are busy, forget, or speak an older protocol; and what a run leaves of them."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from helpers.processes import free_port, is_running
 
 from arpo.errors import UserError
 from extras.tools.mcp.config import McpServer, parse_server
+from extras.tools.mcp.connection import GUARD, MAX_LOG_LINES
 from extras.tools.mcp.tool import mcp_schemas
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
@@ -102,6 +104,54 @@ running.all()
             trainer.send_signal(signal.SIGKILL)
     servers = {int(line.split()[0]) for line in log.read_text().splitlines()}
     wait_for(lambda: not any(map(is_running, {*servers, child})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["ends", "hangs", "trainer"])
+def test_a_daemon_of_a_server_ends_with_it(tmp_path, ending):
+    """Also where the server must be killed, or the trainer is."""
+    note = tmp_path / "daemon"
+    program = f"""
+import os, sys, time
+for _ in range(2):  # a session of its own, and nobody's child
+    if os.fork():
+        break
+    os.setsid()
+else:
+    open({str(note)!r}, "w").write(str(os.getpid()) + " ")
+    time.sleep(600)
+{"time.sleep(600)" if ending == "hangs" else "sys.stdin.read()"}
+"""
+    code = f"""
+import os, signal, subprocess, sys
+guard = [sys.executable, "-I", {str(GUARD)!r}, str(os.getpid()), sys.executable, "-c", {program!r}]
+child = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+print(child.pid, flush=True)
+sys.stdin.readline()
+child.stdin.close()
+if {ending == "hangs"}:
+    os.killpg(child.pid, signal.SIGKILL)
+child.wait()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as trainer:
+        wait_for(lambda: note.exists() and note.read_text().endswith(" "))
+        daemon = int(note.read_text())
+        assert is_running(daemon)
+        if ending == "trainer":
+            trainer.kill()
+        else:
+            trainer.stdin.write("end\n")
+            trainer.stdin.flush()
+        wait_for(lambda: not is_running(daemon))
+        trainer.kill()
+
+
+def test_a_servers_garbage_is_a_few_lines_of_the_log(caplog):
+    logger = logging.getLogger("mcp.client.stdio")
+    for number in range(1000):
+        logger.error("Failed to parse JSONRPC message %d", number)
+    assert len(caplog.records) <= MAX_LOG_LINES
 
 
 def server_of(one: dict) -> McpServer:

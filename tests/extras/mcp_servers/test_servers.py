@@ -97,9 +97,17 @@ def test_an_earlier_versions_key_is_told_where_servers_stand_now():
         ({"command": "a", "mode": "replay"}, r"mode=replay is ignored unless cache=FILE"),
         ({"command": "a", "mode": "again", "cache": "c"}, "mode must be one of live, record"),
         ({"command": "a", "prefix": "a b"}, "prefix may have letters, digits and"),
-        ({"command": "a", "args": ["--api-key", "abc"]}, "args: --api-key may be a secret.*by env"),
+        ({"command": "a", "args": ["--api-key", "abc"]}, r"args: --api-key may be a secret.*; write \$NAME there"),
         ({"command": "a", "args": ["x", "--access_token=abc"]}, "args: --access_token may be a secret"),
+        ({"command": "a", "args": ["--header", "Authorization: Bearer abcd"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["X-Api-Key: abc"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["postgresql://me:abc@host/db"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["-e", "PGPASSWORD=abc"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["ghp_abc0123456789"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["Zk3abcdefghiJKLMNopqrstuvw"]}, "args: one may be a secret"),
+        ({"command": "a", "env": {"A": "Bearer abc $B"}}, r"env\.A: .*; write \$A here"),
         ({"url": "http://h/mcp?apiKey=abc"}, "url may have a secret in it"),
+        ({"url": "http://h/sk-abc0123456789/mcp"}, "url may have a secret in it"),
         ({"command": "a", "env": {"API_KEY": "abc"}}, r"env\.API_KEY: .*; write \$API_KEY here"),
         ({"command": "a", "env": {"HARMLESS": "abc"}}, r"env\.HARMLESS: .*; write \$HARMLESS here"),
         ({"command": "a", "env": {"MY_KEY": 123456}}, r"env\.MY_KEY: .*; write \$MY_KEY here"),
@@ -117,7 +125,7 @@ def test_an_entry_that_makes_no_sense_is_told_in_one_line(entry, message):
 @pytest.mark.parametrize("url", ["http://me:swordfish@h/mcp", "http://swordfish@h/mcp", "localhost:8000"])
 @pytest.mark.parametrize("more", [{}, {"cache": "c", "mode": "replay"}])
 def test_a_url_that_is_none_or_has_a_password_is_refused_before_anything_is_written(url, more):
-    with pytest.raises(UserError, match=r"^url of an MCP server") as error:
+    with pytest.raises(UserError, match=r"^url of an MCP server|\.url may have a secret") as error:
         tool_schemas(config({"url": url} | more))
     assert "swordfish" not in str(error.value)
 
@@ -139,6 +147,20 @@ def test_what_only_looks_like_a_secret_may_stand_in_a_file():
         "--key",
     ]
     assert list(parse_server(json.dumps({"command": "a", "args": args}), "x").args) == args
+
+
+def test_keys_stand_anywhere_as_names_of_the_environment_and_only_the_server_gets_them(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "swordfish")
+    args = ["--api-key", "$MY_KEY", "--token=$MY_KEY", "Authorization: Bearer ${MY_KEY}", "postgres://me:$MY_KEY@h/db"]
+    server = parse_server(json.dumps({"command": "a", "args": args}), "x")
+    assert [server.filled(arg) for arg in server.args] == [
+        arg.replace("${MY_KEY}", "swordfish").replace("$MY_KEY", "swordfish") for arg in args
+    ]
+    far = parse_server(json.dumps({"url": "http://h/mcp?key=$MY_KEY"}), "x")
+    assert far.filled(far.url).endswith("=swordfish") and "swordfish" not in f"{far.label} {server.label}"
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(UserError, match="needs MY_KEY in the environment"):
+        far.secrets()
 
 
 def test_nothing_that_a_server_says_shows_what_it_was_given(monkeypatch):
