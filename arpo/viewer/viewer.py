@@ -148,8 +148,12 @@ def page_of(run: Path, dump: Dump, max_groups: int) -> bytes:
     """Return the page of a dump, still without what concerns the whole run (with_run_data)."""
     groups, num_groups = read_groups(dump.paths, dump.grades, max_groups)
     data = {"title": title_of(run, dump), "num_groups": num_groups, "groups": groups}
+    try:
+        script = script_json(data).encode()
+    except RecursionError:
+        raise UserError(f"{dump.paths[0]}: a trajectory is nested too deep; drop its line or dump again") from None
     # mtime 0: the same dump makes the same page, byte for byte
-    packed = base64.b64encode(gzip.compress(script_json(data).encode(), 6, mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(script, 6, mtime=0)).decode()
     return template().replace("@@STAMP@@", stamp_of(run, dump, max_groups)).replace("@@DATA@@", packed).encode()
 
 

@@ -43,11 +43,15 @@ class NotebookConfig(PythonConfig):
     max_sessions: int = 256
     """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
     a process, which may keep memory_mib."""
+    total_mib: int = 16384
+    """Most that the notebooks of a rank may keep between their calls, all together, in MiB (what they share with others
+    counts for each). Beyond it the largest one's process ends; the trajectory's next call replays its cells."""
     cgroup: Literal["none"] = "none"
     """A cgroup is one call's; the limits of a notebook, whose processes stay, are polled."""
 
     def __post_init__(self) -> None:
         require(self.max_sessions >= 0, f"max_sessions={self.max_sessions} must be at least 0")
+        require(self.total_mib >= 1, f"total_mib={self.total_mib} must be at least 1")
 
 
 ENDED = "The notebook has ended; the next call begins a new one, without the variables."
@@ -62,6 +66,8 @@ class Notebook:
     cells: list[str] = field(default_factory=list)
     """Cells that were answered from the cache, and must run before the next one."""
     is_closed: bool = False
+    kept_bytes: int = 0
+    """Memory of the process, beside what all share; 0 while it runs a cell."""
 
 
 class NotebookTool(PythonTool, SessionTool):
@@ -88,6 +94,7 @@ class NotebookTool(PythonTool, SessionTool):
         super().__init__(cfg, tier=tier, grace_s=grace_s)
         self.max_sessions = cfg.max_sessions
         self._params["session_cpu_s"] = cfg.session_cpu_s
+        self._open: dict[int, Notebook] = {}
 
     def limits(self, cfg: NotebookConfig) -> CallLimits:
         sessions = str(Path(__file__).with_name("notebook_jail").resolve())
@@ -100,7 +107,11 @@ class NotebookTool(PythonTool, SessionTool):
         return super()._reason(reply)
 
     async def open(self, context: ToolContext) -> Notebook:
-        return Notebook()
+        return self._noted(Notebook())
+
+    def _noted(self, session: Notebook) -> Notebook:
+        self._open[id(session)] = session
+        return session
 
     async def run(
         self, argument: str, context: ToolContext | None = None, session: Notebook | None = None
@@ -142,6 +153,7 @@ class NotebookTool(PythonTool, SessionTool):
                     session.process = process
                     if session.is_closed:  # meanwhile
                         process.close()
+                session.kept_bytes = 0
                 try:
                     reply = session.process.run(cell)
                 except (OSError, EOFError, ValueError) as error:
@@ -150,7 +162,20 @@ class NotebookTool(PythonTool, SessionTool):
                     session.process.close()
                     session.process = None
             session.cells.clear()
+            session.kept_bytes = reply.memory_bytes
+            self._make_room()
             return reply
+
+    def _make_room(self) -> None:
+        """End processes of notebooks, the largest first, until all together keep no more than total_mib."""
+        while True:
+            notebooks = list(self._open.values())
+            if sum(one.kept_bytes for one in notebooks) <= self.cfg.total_mib << 20:
+                return
+            largest = max(notebooks, key=lambda one: one.kept_bytes)
+            largest.kept_bytes = 0
+            if process := largest.process:
+                process.close()  # its next call finds it lost
 
     async def fork(self, session: Notebook, context: ToolContext) -> Notebook:
         process = None
@@ -161,9 +186,10 @@ class NotebookTool(PythonTool, SessionTool):
                 process = None
             if process is None:
                 raise CannotFork("threads, open files or processes cannot be copied")
-        return Notebook(process, list(session.cells))
+        return self._noted(Notebook(process, list(session.cells), kept_bytes=session.kept_bytes))
 
     async def close(self, session: Notebook) -> None:
         session.is_closed = True
+        self._open.pop(id(session), None)
         if session.process:
             session.process.close()

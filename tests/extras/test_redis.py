@@ -256,7 +256,7 @@ def test_a_server_lost_in_mid_run_costs_a_recording_one_warning_and_ends_a_repla
 
 def test_a_server_that_was_away_is_used_again(tmp_path, caplog):
     with redis_server(tmp_path) as server:
-        cache = open_cache(server.cache)
+        cache = open_cache(server.cache, read_only=False)
         put(cache, "otter", "wet")
         server.process.kill()
         server.process.wait()
@@ -275,7 +275,7 @@ def test_a_server_that_was_away_is_used_again(tmp_path, caplog):
 
 def test_each_time_that_it_is_still_away_it_is_left_alone_for_longer(tmp_path, monkeypatch):
     with redis_server(tmp_path) as server:
-        cache = open_cache(server.cache)
+        cache = open_cache(server.cache, read_only=False)
     now_s, pauses = 1000.0, []
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for _ in range(9):

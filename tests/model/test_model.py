@@ -1,6 +1,7 @@
 """The reference is always the Hugging Face model's own forward pass, full logits, one row at a time, in float32."""
 
 import json
+import resource
 import shutil
 import sysconfig
 from dataclasses import replace
@@ -24,6 +25,7 @@ from arpo.batch import collate
 from arpo.config.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
+from arpo.model.chat_template import excess_of
 from arpo.model.head import token_logprobs
 from arpo.tree import collate_tree
 
@@ -385,6 +387,29 @@ def test_a_tokenizer_that_is_hardly_the_models_is_a_warning(tiny_model_dir, tmp_
     load_tokenizer(str(folder))
     told = [line for line in caplog.messages if line.endswith(f"the model {vocab_size}; do they belong together?")]
     assert len(told) == warns
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, more", [(ENDLESS, "5 s of CPU time"), ("{% if tools %}{{ 'a' * 10 ** 10 }}{% endif %}", "1 GiB")]
+)
+def test_a_chat_template_without_end_is_refused_before_the_run(tiny_model_dir, tmp_path, template, more):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(
+        UserError, match=rf"model: its chat template \(chat_template\.jinja, .* more than {more}.* for a "
+    ):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("protocol/chat_templates/*.jinja")), ids=str)
+def test_published_chat_templates_are_rendered_in_a_second(file):
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert excess_of(file.read_text()) == ""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime - started.ru_utime - started.ru_stime < 1
 
 
 def test_a_folder_without_tokenizer_files_is_one_line(tmp_path):

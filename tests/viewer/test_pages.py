@@ -192,6 +192,18 @@ def test_a_damaged_dump_beside_the_one_asked_for_is_left_out_with_a_warning(run,
     assert f"warning: left out: {damaged}:1: not a trajectory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("depth", [300, 900, 980])
+def test_a_dump_that_is_nested_almost_too_deep_to_be_read_is_one_line(run, depth):
+    dump = run / "trajectories" / "step_000009.jsonl.gz"
+    row = read_dump(dump)[0]
+    deep = "[" * depth + "]" * depth
+    write_dump(dump, json.dumps(row | {"answers": ["deep"]}).replace('["deep"]', deep) + "\n")
+    try:
+        viewer.main([str(run), "--step", "9"])
+    except SystemExit as end:
+        assert end.code == 2
+
+
 def test_a_report_is_linked_where_there_is_one(run):
     assert run_data_of(write_page(run))["reports"] == []
     for place in ("report.md", "eval/report.md"):

@@ -31,6 +31,8 @@ class Reply:
     wall_s: float = 0.0
     is_open: bool = False
     """True where the code ran in a session that goes on."""
+    memory_bytes: int = 0
+    """Memory that such a session keeps."""
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:

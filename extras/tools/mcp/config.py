@@ -194,9 +194,9 @@ def _check_secrets(server: McpServer, where: str) -> None:
             is_plain = is_plain or (Template(text).get_identifiers() and not _SECRET.search(text))
             require(is_plain, f"{where}.{key}.{name}: {why}; write {variable} here")
     for arg, following in pairwise([*server.args, ""]):
-        follows = arg.startswith("-") and names_secret(arg) and not following.startswith(("-", "/", "$"))
+        follows = arg.startswith("-") and "=" not in arg and names_secret(arg)
         name = arg.partition("=")[0] if arg.startswith("-") else "one"
-        is_secret = _SECRET.search(arg) or (follows and following)
+        is_secret = _SECRET.search(arg) or (follows and following and following[0] not in "-/$")
         require(not is_secret, f"{where}.args: {name} may be a secret, which messages would show; write $NAME there")
     pairs = parse_qsl(urlsplit(server.url).query)
     is_secret = any(names_secret(name) and not value.startswith("$") for name, value in pairs)

@@ -48,6 +48,8 @@ class Member(Spare):
     others: tuple[int, ...] = ()
     """Workers of the other sessions, while a cell runs."""
     cell_cpu_s: float = 0.0
+    kept_bytes: int = 0
+    """Memory beside what it shares with the host, as it was measured last."""
     _before_s: float | None = None
 
     def run(self, code: bytes, host_bytes: int) -> tuple[dict[str, object], bytes, bytes]:
@@ -85,6 +87,7 @@ class Member(Spare):
             for stream in (self.stdout, self.stderr):
                 stream.drain()
             header = {"status": "error" if answer[0] else "ok", "exit_code": answer[0], "is_open": True}
+            header["memory_bytes"] = self.kept_bytes
         else:
             with contextlib.suppress(OSError):
                 os.kill(self.worker, signal.SIGKILL)
@@ -96,6 +99,7 @@ class Member(Spare):
     def _exceeded(self, meter: Meter) -> str | None:
         pids = [pid for pid in self.jail.processes(self.worker) if pid not in self.others]
         memory_bytes, cpu_s, num_tasks = meter.measure(pids)
+        self.kept_bytes = max(0, memory_bytes - meter.host_bytes)
         self._before_s = cpu_s if self._before_s is None else self._before_s
         self.cell_cpu_s = cpu_s - self._before_s
         limits = self.jail.limits
