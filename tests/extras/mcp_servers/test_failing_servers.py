@@ -149,7 +149,8 @@ child.wait()
         trainer.kill()
 
 
-def test_a_servers_garbage_is_a_few_:
+def test_a_servers_garbage_is_a_few_lines_of_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(connection, "_num_lines", Counter())
     logger = logging.getLogger("mcp.client.stdio")
     for number in range(1000):
         logger.error("Failed to parse JSONRPC message %d", number)
