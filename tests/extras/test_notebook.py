@@ -43,13 +43,13 @@ def test_names_stay_from_cell_to_cell_and_are_the_sessions_own(tool):
 
 
 def test_what_all_notebooks_keep_has_one_limit_and_the_largest_is_replayed():
-    tool = start(replace(CFG, total_mib=120), TIERS[0], kind=NotebookTool)
+    tool = start(replace(CFG, total_mib=150), TIERS[0], kind=NotebookTool)
 
     async def story() -> list[str]:
         small, large, third = [await tool.open(CONTEXT) for _ in range(3)]
-        for session, num_mib in ((small, 10), (large, 60), (third, 40)):
+        for session, num_mib in ((small, 10), (large, 80), (third, 40)):
             assert (await tool.run(f"x = b'x' * ({num_mib} << 20)", CONTEXT, session)).ok
-        await tool.run("y = b'y' * (20 << 20)", CONTEXT, third)
+        await tool.run("y = b'y' * (30 << 20)", CONTEXT, third)
         with pytest.raises(SessionLost):
             await tool.run("len(x)", CONTEXT, large)
         found = [(await tool.run("len(x) >> 20", CONTEXT, session)).text for session in (small, third)]

@@ -389,7 +389,7 @@ def test_a_tokenizer_that_is_hardly_the_models_is_a_warning(tiny_model_dir, tmp_
     assert len(told) == warns
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(

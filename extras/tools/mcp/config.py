@@ -35,7 +35,7 @@ SECRET_NAMES = (
 _SECRET = re.compile(
     r"\b(?i:bearer|basic)\s+[^\s$]|://[^/\s@:]*:[^/\s@$][^/\s@]*@"
     r"|\b(?:sk-|[spr]k_|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|AIza|ya29\.|eyJ)[\w-]{8}"
-    rf"|^['\"]?[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?[^\s'\"$/-]"
+    rf"|^['\"]?[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?(?!\w+ \$)[^\s'\"$/-]"
     r"|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)\b[\w-]{24}"
 )
 """Texts that are, or have in them, a key as services give it, a password in an address, a value beside such a name, or
