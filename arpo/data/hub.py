@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from arpo.errors import UserError
 
@@ -97,16 +98,14 @@ def source_of(name: str) -> str:
 def check_hub_model(option: str, name: str) -> None:
     """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach.
 
-    transformers finds that out too, but only after minutes of retries, and takes what a mirror says of its files.
+    transformers finds that out too, but only after minutes of retries.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
+    _check_answers()
     if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         with _said(f"{option}={name}", name, "model", lead="no such folder here, and "):
-            info = HfApi().model_info(name, timeout=TIMEOUT_S)
-            for one in info.siblings or ():
-                if one.rfilename.endswith((".json", ".safetensors", ".jinja")):
-                    _digest_said(name, one.rfilename, "model", _checked(info.sha))
+            HfApi().model_info(name, timeout=TIMEOUT_S)
 
 
 def _checked(commit: str | None) -> str:
@@ -116,25 +115,35 @@ def _checked(commit: str | None) -> str:
     return commit
 
 
-def _digest_said(repo: str, file: str, kind: str, commit: str) -> str:
-    """Return the checksum that the server says of a file. Raises ValueError.
+def _check_answers() -> None:
+    """Have every answer that huggingface_hub gets looked at, also those to questions of its own and of transformers'.
 
-    huggingface_hub names files of the cache after the commit and the checksum that the server says. A mirror's could
-    point out of the cache, so both are looked at before anything is fetched.
+    It names files of the cache after the commit and the checksum that the server says, and a mirror's could point out
+    of the cache.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import get_session
 
-    answer = get_hf_file_metadata(hf_hub_url(repo, file, repo_type=kind, revision=commit))
-    if answer.commit_hash != commit or not _DIGEST.fullmatch(answer.etag or ""):
-        raise ValueError(f"not the Hub's answer: commit {answer.commit_hash}, checksum {answer.etag}")
-    return answer.etag
+    session = get_session()
+    hooks = session.event_hooks
+    if _check_answer not in hooks["response"]:
+        session.event_hooks = hooks | {"response": [*hooks["response"], _check_answer]}
+
+
+def _check_answer(response: Any) -> None:
+    """Raise ValueError for a commit or a checksum that is none."""
+    if (commit := response.headers.get("X-Repo-Commit")) is None:  # no file of a repository
+        return
+    etag = response.headers.get("X-Linked-Etag") or response.headers.get("ETag") or "0" * 40
+    if not _COMMIT.fullmatch(commit) or not _DIGEST.fullmatch(etag.removeprefix("W/").strip('"')):
+        raise ValueError(f"not the Hub's answer: commit {commit}, checksum {etag}")
 
 
 def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
     """Fetch a file into the cache, unless it is there, and compare its bytes with the checksum on the Hub."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import disable_progress_bars
 
+    _check_answers()
     if not _is_main():
         disable_progress_bars()
     with _said(what, wanted.repo, "data set", lead="no file here, and "):
@@ -145,7 +154,7 @@ def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
         cached = try_to_load_from_cache(repo, file, repo_type="dataset", revision=commit)
         if isinstance(cached, str):
             return wanted, Path(cached)
-        digest = _digest_said(repo, file, "dataset", commit)
+        digest = get_hf_file_metadata(hf_hub_url(repo, file, repo_type="dataset", revision=commit)).etag
         path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=commit))
     if _digest_of(path, like=digest) != digest:
         path.resolve().unlink(missing_ok=True)

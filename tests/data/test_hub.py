@@ -158,10 +158,16 @@ def test_a_mirror_that_points_out_of_the_cache_writes_nothing(server, tmp_path, 
     with pytest.raises(UserError, match=r"^data\.train=o/one: not the Hub's answer: commit .*; check the name, HF_END"):
         hub.pin("data.train", "o/one")
     server.repos["models/o/model"] = {"config.json": b"{}"}
-    with pytest.raises(
-        UserError, match=r"^model\.path=o/model: not the Hub's answer: commit .*; check the name, HF_END"
-    ):
-        hub.check_hub_model("model.path", "o/model")
+    hub.check_hub_model("model.path", "o/model")
+    with pytest.raises(ValueError, match="not the Hub's answer: commit "):  # as transformers will ask
+        huggingface_hub.hf_hub_download("o/model", "config.json")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
+
+
+def test_a_mirror_that_lies_to_a_later_question_writes_nothing_either(server, tmp_path):
+    server.etag, server.lies_from = "../../../../outside", 1
+    with pytest.raises(UserError, match=r"^data\.train=o/one: not the Hub's answer: commit .*; check the name, HF_END"):
+        hub.pin("data.train", "o/one")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
 
 
