@@ -125,6 +125,7 @@ from arpo.update import (
     first_update_fills,
     make_minibatches,
     update_policy,
+    worth_an_update,
 )
 
 
@@ -179,6 +180,7 @@ def main(cfg: RLConfig) -> None:
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, dist)
         metrics.merge(ask_models(minibatches, policy, reference, critic, cfg, timers))
         metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, dist))
+        minibatches = minibatches if critic else worth_an_update(minibatches, cfg.loss, dist)
 
         # ---- update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
@@ -208,7 +210,7 @@ def main(cfg: RLConfig) -> None:
         log.scalars(step, values | speeds(values, dist.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
-        progress.at(step, console_text(values), keep="valid/accuracy" in values)
+        progress.at(step, console_text(values), keep="valid/reward" in values)
         saver.save_if_due(step, rollouts, is_final=is_final)
         rollouts.raise_if_broken()
         if is_final:
@@ -281,20 +283,37 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
 
 def console_text(values: dict[str, float]) -> str:
     """Return the text that the console shows for a training step, from the metrics of all ranks."""
+    shown = {
+        "valid/accuracy": "valid {:.3f}",
+        "reward/solved_share": "solved {:.2f}",
+        "reward/positive_share": "reward>0 {:.2f}",
+    }
+    if "valid/accuracy" not in values:  # a reward of one's own that does not say what is right
+        shown["valid/reward"] = "valid reward {:+.3f}"
     parts = [
         f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
-        *([f"valid {values['valid/accuracy']:.3f}"] if "valid/accuracy" in values else []),
-        *([f"solved {values['reward/solved_share']:.2f}"] if "reward/solved_share" in values else []),
+        *(words.format(values[name]) for name, words in shown.items() if name in values),
         f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
         f"branches {values['branching/branches_per_prompt']:.1f}",
         *([_replays(values)] if "tools/replayed" in values else []),
         f"tokens {values['response/tokens']:.0f}",
         f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
         if "loss/entropy" in values
-        else "no policy update" + (" (the critic warms up)" if "critic/loss" in values else ""),
+        else _why_no_update(values),
         f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
     ]
     return "  ".join(parts)
+
+
+def _why_no_update(values: dict[str, float]) -> str:
+    if "critic/loss" in values:
+        return "no policy update (the critic warms up)"
+    reasons = {name.partition("/")[2]: n for name, n in values.items() if name.startswith("reward_reason/")}
+    if values.get("group/mixed_share") != 0 or not reasons:
+        return "no policy update"
+    most = max(reasons, key=lambda reason: reasons[reason])
+    share = reasons[most] / sum(reasons.values())
+    return f"no policy update: all groups alike ({most} {share:.0%}), docs/troubleshooting.md#all-groups-are-dead"
 
 
 def _replays(values: dict[str, float]) -> str:

@@ -92,8 +92,9 @@ def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, f
         values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
         values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
     for outcome in ("branched", "declined"):
-        if solved := [float(t.reward > 0) for t, d in decisions(groups) if t.is_judged and d.outcome == outcome]:
-            values[f"branching/solved_where_{outcome}"] = statistics.fmean(solved)
+        solved = [t.is_solved for t, d in decisions(groups) if t.is_judged and d.outcome == outcome]
+        if known := [float(is_solved) for is_solved in solved if is_solved is not None]:
+            values[f"branching/solved_where_{outcome}"] = statistics.fmean(known)
     turns = list(turns_after_results(groups))
     entropies, failures = [entropy for entropy, _, _ in turns], [failed for _, _, failed in turns]
     deltas = [entropy - root_entropy for entropy, root_entropy, _ in turns]

@@ -39,9 +39,13 @@ def rollout_metrics(
             m.mean("group/reward_std", pstdev(rewards))
         m.mean("group/effective_size", sum(not t.is_left_out for t in group.trajectories))
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
+        by_id = {t.trajectory_id: t for t in group.trajectories}
         for trajectory in group.trajectories:
             _trajectory(m, trajectory)
-            if trajectory.is_judged and (source := (sources or {}).get(group.prompt.data_source)):
+            if parent := by_id.get(trajectory.parent_id):
+                m.mean("branching/same_as_parent", float(trajectory.token_ids == parent.token_ids))
+            source = (sources or {}).get(group.prompt.data_source)
+            if source and trajectory.is_judged and trajectory.accuracy is not None:
                 m.mean(f"accuracy/{source}", trajectory.accuracy)
             _tools(m, trajectory)
     return m
@@ -51,8 +55,11 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     if t.is_judged:
         m.mean("reward/mean", t.reward)
         m.std("reward/std", t.reward)
-        m.mean("reward/solved_share", float(t.reward > 0))
-        m.sum("response/solved", t.reward > 0)
+        if t.is_solved is None:  # a reward of one's own that is above 0 need not mean a right answer
+            m.mean("reward/positive_share", float(t.reward > 0))
+        else:
+            m.mean("reward/solved_share", float(t.is_solved))
+            m.sum("response/solved", t.is_solved)
         for part, value in t.reward_parts.items():
             m.mean(f"reward/{part}", value)
         m.sum(f"reward_reason/{t.reward_reason or 'ok'}", 1)

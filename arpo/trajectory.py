@@ -192,9 +192,14 @@ class Trajectory:
         return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
 
     @property
-    def accuracy(self) -> float:
-        """The reward's accuracy part, or the whole reward of a custom function without that part; 0 if not scored."""
-        return self.reward_parts.get("accuracy", self.reward or 0.0)
+    def accuracy(self) -> float | None:
+        """What the reward says of the answer, 0..1: its part `accuracy`, or the judge's; None where it says nothing."""
+        return self.reward_parts.get("accuracy", self.reward_parts.get("judge"))
+
+    @property
+    def is_solved(self) -> bool | None:
+        """True where the answer is right, at least in part, and well-formed; None where the reward does not say."""
+        return None if self.accuracy is None else self.accuracy > 0 and self.reward_parts.get("format", 1.0) > 0
 
     def branch(self, trajectory_id: str, turn: int) -> Trajectory:
         """Return a trajectory that shares all turns before this one, and ends there for now."""

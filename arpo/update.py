@@ -129,6 +129,17 @@ def fill_advantages(
     return metrics
 
 
+def worth_an_update(minibatches: list[Minibatch], loss: LossConfig, dist: Ranks) -> list[Minibatch]:
+    """Return the mini-batches; none of a step whose advantages are all 0 and whose loss has no other term.
+
+    There momentum and weight decay alone would move the policy. Collective.
+    """
+    if loss.entropy_coefficient or (loss.kl_coefficient and loss.kl_in == "loss"):
+        return minibatches
+    teaches = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
+    return minibatches if dist.all_reduce_sum(float(teaches))[0] else []
+
+
 def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
     sums = [kl_penalties(micro, loss).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) of each

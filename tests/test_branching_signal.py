@@ -15,7 +15,9 @@ def decided(entropy: float, probability: float = 0.5, root_entropy: float = 1.0,
 
 
 def trajectory(reward: float | None, *turns: Turn, root_entropy: float = 1.0, **fields) -> Trajectory:
-    return Trajectory("p", "0", turns=[Turn(0, entropy=root_entropy), *turns], reward=reward, **fields)
+    parts = {} if reward is None else {"accuracy": max(reward, 0.0)}
+    turns = [Turn(0, entropy=root_entropy), *turns]
+    return Trajectory("p", "0", turns=turns, reward=reward, reward_parts=parts, **fields)
 
 
 def groups(*trajectories: Trajectory) -> list[Group]:

@@ -23,6 +23,7 @@ from arpo.update import (
     first_update_fills,
     make_minibatches,
     update_policy,
+    worth_an_update,
 )
 
 CPU = torch.device("cpu")
@@ -263,3 +264,23 @@ def test_the_first_update_of_a_rollout_needs_no_pass_before_it_unless_a_loss_loo
     (metrics, gradients), (expected_metrics, expected) = outcomes
     assert metrics == expected_metrics and "mismatch/kl" in metrics and metrics["loss/approx_kl"] < 1e-12
     assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
+
+
+def updates_of_a_step(ranks, rewards: list[list[float]], loss: LossConfig) -> int:
+    """The mini-batches of a step of two groups that are worth an update."""
+    groups = make_groups()
+    for group, of_group in zip(groups, rewards, strict=True):
+        for t, reward in zip(group.trajectories, of_group, strict=False):
+            t.reward = reward
+    cfg = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=40, layout="packed")
+    minibatches = make_minibatches(groups, cfg, GRPO, ranks)
+    fill_advantages(groups, minibatches, GRPO, LossConfig(), ranks)
+    return len(worth_an_update(minibatches, loss, ranks))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_of_dead_groups_moves_nothing_and_one_mixed_group_is_enough(world_size):
+    dead, mixed = [[1.0] * 3, [-1.0] * 3], [[1.0] * 3, [1.0, 0.0, 1.0]]
+    cases = [(dead, LossConfig(), 0), (mixed, LossConfig(), 2), (dead, LossConfig(entropy_coefficient=0.1), 2)]
+    for rewards, loss, expected in cases:
+        assert run_ranks(world_size, updates_of_a_step, rewards, loss) == [expected] * world_size

@@ -32,6 +32,8 @@ from arpo.rewards.qa import exact_match, qa_accuracy
 from arpo.trajectory import Prompt, Trajectory, Turn
 
 Metric = Literal["math", "qa", "reward"]
+REWARD_ONLY = "reward, no accuracy"
+"""Grader of a custom reward without an accuracy part."""
 MAX_PREDICTION_CHARS = 2000
 """Longest prediction that is taken from an answer block without a box."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -122,9 +124,9 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
     for record, t in zip(records, trajectories, strict=True):
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
         grade = _grade(record, "reward", scores, prediction_of(record))
-        # a custom reward without an accuracy part is its own measure
-        correct = t.reward_parts.get("accuracy", t.reward)
-        grades.append(replace(grade, correct=correct, reason=t.reward_reason))
+        # a custom reward that does not say what is right is its own measure, under its own name
+        correct, metric = (t.reward, REWARD_ONLY) if t.accuracy is None else (t.accuracy, "reward")
+        grades.append(replace(grade, correct=correct, metric=metric, reason=t.reward_reason))
     return grades
 
 

@@ -15,7 +15,7 @@ from arpo.config.rewards import RewardConfig
 from arpo.evals.about import left_out, model_name, read_sessions, settings_rows
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
-from arpo.evals.grading import grade_records
+from arpo.evals.grading import REWARD_ONLY, grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.records import Record, read_records
 from arpo.evals.resume import read_settings
@@ -129,6 +129,8 @@ def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
         notes.append(f"Judge: {judge or 'unnamed'} graded {', '.join(judged)}.")
     if ruled := [name for name, s in scores.items() if s["metric"] == "f1"]:
         notes.append(f"No judge: {', '.join(ruled)} graded by rule (token F1; solved = an F1 of 1).")
+    if unknown := [name for name, s in scores.items() if REWARD_ONLY in s["metric"]]:
+        notes.append(f"No accuracy of {', '.join(unknown)}: --reward.file returns none; its column has the reward.")
     for reason, words in JUDGE_REASONS.items():
         if number := sum(s["grade_reasons"].get(reason, 0) for s in scores.values()):
             notes.append(f"{number} trajectories {words}; they count as not correct.")

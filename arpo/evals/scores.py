@@ -163,19 +163,21 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
 
     `accuracy` is avg@n, the mean over questions and samples of the reward's accuracy part, with a 95 % bootstrap
     interval over questions; `pass@k` is unbiased, a sample being solved where its accuracy is 1 (an exact answer).
-    Where there are several data sources, `accuracy/SOURCE` is that of each.
+    Where there are several data sources, `accuracy/SOURCE` is that of each. A reward without that part has none.
     """
     judged = [Group(g.prompt, [t for t in g.trajectories if t.reward is not None]) for g in groups]
     groups = [group for group in judged if group.trajectories] or groups  # the others lack a judge's verdict
-    scores = sample_scores([[t.accuracy for t in group.trajectories] for group in groups], seed=seed)
-    if scores["samples"] != 5:
-        scores.pop("pass@5", None)  # it is for the comparison with the papers
     trajectories = [t for group in groups for t in group.trajectories]
-    sources = source_names([group.prompt for group in groups])
+    is_known = any(t.accuracy is not None for t in trajectories)
+    correct = [[t.accuracy or 0.0 for t in group.trajectories] for group in groups]
+    scores = sample_scores(correct, seed=seed) if is_known else {"questions": len(groups)}
+    if scores.get("samples") != 5:
+        scores.pop("pass@5", None)  # it is for the comparison with the papers
+    sources = source_names([group.prompt for group in groups]) if is_known else {}
     by_source: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         if source := sources.get(group.prompt.data_source):
-            by_source[source] += [t.accuracy for t in group.trajectories]
+            by_source[source] += [t.accuracy or 0.0 for t in group.trajectories]
     scores |= {f"accuracy/{source}": mean(values) for source, values in by_source.items()}
     return scores | {
         "well_formed": mean(t.reward is not None and t.reward >= 0 for t in trajectories),

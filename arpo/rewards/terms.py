@@ -20,7 +20,7 @@ Fallback = Literal["rule", "drop"]
 """What stands in for a verdict that is not there: the built-in accuracy, or nothing."""
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
 """Terms that the built-in reward is made of. With one of them, all parts of that reward are logged."""
-TAKEN = {"mean", "std", "solved_share", "kl_penalty", "judge_failed"}
+TAKEN = {"mean", "std", "solved_share", "positive_share", "kl_penalty", "judge_failed"}
 """Names of other metrics under reward/."""
 
 
@@ -157,6 +157,7 @@ def score_terms(
             if entry in own:
                 values[entry], details, reason = own[entry][number]
                 parts |= {f"{label(entry)}/{name}": value for name, value in details.items()}
+                parts |= {"accuracy": details["accuracy"]} if "accuracy" in details else {}
                 reasons.append(reason)
             else:
                 values[entry] = TERMS[entry](evidence, terms.cfg)

@@ -72,7 +72,8 @@ class Validation:
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         self.log.scalars(step, values)
-        self.log.line(f"step {step}  valid accuracy {values['valid/accuracy']:.3f}")
+        name = "accuracy" if "valid/accuracy" in values else "reward"
+        self.log.line(f"step {step}  valid {name} {values[f'valid/{name}']:.3f}")
 
     def _scores(self, source: Dealt, step: int) -> dict[str, float]:
         self.sampler.score(list(source.groups.values()) if self.sampler.team.is_first else [])

@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import FORMS, Codec
 from arpo.protocol.codec import Rendered
+from arpo.protocol.format_rules import turns_of
 from arpo.protocol.messages import Conversation
 from arpo.protocol.prompts import with_system_prompt
 from arpo.ranks import Ranks
@@ -52,6 +54,7 @@ class ConversationRows(Sequence):
         self.origin: dict = manifest["origin"]  # everything that the tokens depend on
         self.num_dropped: int = manifest["num_dropped"]
         self.num_truncated: int = manifest["num_truncated"]
+        self.defects: dict[str, int] = manifest["defects"]
         self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
         self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
@@ -98,6 +101,9 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
         "%s: %d conversations, %d tokens; longer than %d: %d left out, %d cut (%s)",
         path, len(rows), rows.num_tokens, cfg.max_tokens, rows.num_dropped, rows.num_truncated, folder / OVERLONG,
     )  # fmt: skip
+    if rows.defects:
+        named = ", ".join(f"{reason} {number}" for reason, number in rows.defects.items())
+        logger.warning("%s: broken tags, for which a trajectory of RL gets -1: %s conversations", path, named)
     return rows
 
 
@@ -121,6 +127,7 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
                 "rows_per_part": [len(part.lengths) for part in parts],
                 "num_dropped": len(overlong) - num_truncated,
                 "num_truncated": num_truncated,
+                "defects": dict(sum((part.defects for part in parts), Counter()).most_common()),
             }
             np.save(building / "lengths.npy", np.concatenate([np.frombuffer(p.lengths, np.int32) for p in parts]))
             (building / OVERLONG).write_text("".join(json.dumps(entry) + "\n" for entry in overlong))
@@ -139,6 +146,7 @@ class _Part:
 
     lengths: array = field(default_factory=lambda: array("i"))
     overlong: list[dict] = field(default_factory=list)
+    defects: Counter[str] = field(default_factory=Counter)
 
 
 def _part(folder: Path, number: int) -> Path:
@@ -157,6 +165,7 @@ def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path
                 conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent
             ):
                 rendered = render_row(conversation, cfg, codec, place)
+                part.defects.update(_defects(conversation, codec))
                 num_tokens = len(rendered.token_ids)
                 kept = num_tokens if num_tokens <= cfg.max_tokens else _cut(rendered.turn_ends, cfg)
                 if kept < num_tokens:
@@ -185,6 +194,21 @@ def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, code
         )
     except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
         raise UserError(f"{place}: {error}") from None
+
+
+def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]:
+    """Return what is first wrong with the tags of a conversation in the eyes of the reward, if anything is.
+
+    A missing answer or thought is no defect here: a conversation need not be a trajectory.
+    """
+    rules = FORMS[codec.format].rules
+    messages = conversation.messages if isinstance(conversation, Conversation) else conversation
+    found: list[str] = []
+    for text in [message["content"] for message in messages if message["role"] == "assistant"]:
+        segments = rules.derive_segments(text, codec.tools)
+        found += [rules.turn_error(*turn, codec.tools) for turn in turns_of(segments)]
+        found.append(rules.format_error(segments, codec.tools))
+    return [reason for reason in found if reason.startswith(("un", "model_"))][:1]
 
 
 def _cut(turn_ends: list[int], cfg: SFTDataConfig) -> int:

@@ -14,6 +14,7 @@ from arpo.errors import UserError
 from arpo.evals.grades import Grade, read_grades, write_grades
 from arpo.evals.grading import exact_match, extract_prediction, grade_records
 from arpo.evals.judge import Judge
+from arpo.evals.report import grader_notes
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.rewards import load_custom, score, score_groups
 
@@ -136,6 +137,11 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     made = record("12345", answers=["a", "b"], data_source="src", meta={"extra_info": {"k": 1}})
     [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{file}:compute_score"))
     assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
+    file.write_text("def compute_score(*_): return 0.2")
+    [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{file}:compute_score"))
+    assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
+    [note] = grader_notes({"own": benchmark_scores([made], [grade])}, judge="")
+    assert note.startswith("No accuracy of own: ")
 
 
 def test_the_scores_of_own_files_are_those_of_training_to_the_digit(tmp_path):

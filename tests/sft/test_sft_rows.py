@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.files import write_jsonl, write_parquet
 from helpers.models import build_tiny_tokenizer
-from helpers.ranks import run_ranks
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks
 
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
@@ -147,6 +147,18 @@ def _refused(ranks, path, folder) -> str:
     with pytest.raises(UserError) as caught:
         tokenise(path, CFG, TagsCodec(tokenizer), folder, ranks)
     return str(caught.value)
+
+
+def test_broken_tags_are_counted_and_said(tmp_path, caplog):
+    """What is never closed is; what lacks an answer, or is a plain chat, is no trajectory and no mistake."""
+    said = ["<python>print(3*4)", "<think>t<answer>\\boxed{1}</answer>", "just a chat", "<answer>\\boxed{1}"]
+    rows = [[*conversations(1)[0]["messages"][:1], {"role": "assistant", "content": text}] for text in said]
+    path = write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages} for messages in rows] + conversations(3))
+    defects = {"unclosed_call": 1, "unpaired_think": 1, "unclosed_answer": 1}
+    assert tokenise_on(2, path, tmp_path / "rows").defects == defects
+    with mesh_of_one() as mesh, caplog.at_level("WARNING"):
+        _tokenise(ranks_of(mesh), path, tmp_path / "rows", CFG)  # those that are there say it too
+    assert "for which a trajectory of RL gets -1: unclosed_call 1, unpaired_think 1" in caplog.text
 
 
 @pytest.mark.slow

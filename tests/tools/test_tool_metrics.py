@@ -49,6 +49,7 @@ def groups(tmp_path_factory) -> list[Group]:
         runner.close()
     for number, trajectory in enumerate(t for group in groups for t in group.trajectories):
         trajectory.reward = [1.1, 0.0, -1.0][number % 3]
+        trajectory.reward_parts = {"accuracy": float(trajectory.reward > 0)}
     return groups
 
 
@@ -78,7 +79,8 @@ def test_sums_equal_the_records(groups):
 def test_the_numbers_of_a_step_each_have_one_name():
     calls = [ToolCall("search", "q", "r", ok=True, cost=1.0), ToolCall("search", "", "limit", False, executed=False)]
     calls += [ToolCall("python", "1 / 0", "Error", ok=False, error_kind="error")]
-    trajectory = Trajectory("p", "0", reward=1.0, turns=[Turn(0, tool_calls=[call]) for call in calls])
+    trajectory = Trajectory("p", "0", reward=1.0, reward_parts={"accuracy": 1.0})
+    trajectory.turns = [Turn(0, tool_calls=[call]) for call in calls]
     values = rollout_metrics([Group(prompt(), [trajectory])]).values()
     each = ("calls", "cached", "failed", "bytes_in", "bytes_out", "seconds_p50", "seconds_p95", "seconds_max")
     assert sorted(name.removeprefix("tools/") for name in values if name.startswith("tools/")) == sorted([

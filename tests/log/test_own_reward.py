@@ -1,0 +1,63 @@
+"""What a run says under a reward of one's own, and where nothing can be learnt."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from arpo.branching_signal import BranchingSignal
+from arpo.config.rewards import RewardConfig
+from arpo.evals.scores import summarize
+from arpo.metrics import rollout_metrics
+from arpo.options import BranchingConfig
+from arpo.rewards import load_custom, score_groups
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
+from train_rl import console_text
+
+
+def scored(tmp_path, returned: str) -> Group:
+    """A branch and its parent, scored by a function that returns this."""
+    (tmp_path / "mine.py").write_text(f"def f(trajectory, prompt): return {returned}")
+    parent = Trajectory("p", "0", [1, 2], [1, 1], [0.0, 0.0], stop_reason=StopReason.EOS, turns=[Turn(0), Turn(1)])
+    branches = [
+        replace(parent, trajectory_id="0.0", token_ids=[1, 2]),
+        replace(parent, trajectory_id="0.1", token_ids=[1, 3]),
+    ]
+    for branch in branches:
+        branch.parent_id, branch.fork_at = "0", 1
+    group = Group(Prompt("p", [], ["a"]), [parent, *branches])
+    score_groups([group], RewardConfig(), load_custom("reward.file", f"{tmp_path}/mine.py:f"), tools=())
+    return group
+
+
+def test_a_reward_that_does_not_say_what_is_right_is_not_called_accuracy(tmp_path):
+    """0.2 for trying is no solved question, in no number and on no line."""
+    group = scored(tmp_path, "0.2")
+    values = rollout_metrics([group], {"": "one"}).values() | BranchingSignal(BranchingConfig()).add([group])
+    scores = {f"valid/{name}": value for name, value in summarize([group]).items()}
+    assert values["reward/positive_share"] == 1.0 and scores["valid/reward"] == pytest.approx(0.2)
+    assert not [n for n in values | scores if re.search("accuracy|solved|correct|pass@", n)]
+    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
+    line = console_text(values | scores | times)
+    assert "reward>0 1.00" in line and "valid reward +0.200" in line and "solved" not in line
+
+
+@pytest.mark.parametrize("accuracy", [0, 1])
+def test_a_reward_that_says_what_is_right_is_believed(tmp_path, accuracy):
+    group = scored(tmp_path, f"{{'score': 0.2 - {accuracy}, 'accuracy': {accuracy}}}")
+    values, scores = rollout_metrics([group], {"": "one"}).values(), summarize([group])
+    assert values["reward/solved_share"] == values["accuracy/one"] == scores["accuracy"] == scores["pass@1"] == accuracy
+    assert values["response/solved"] == 3 * accuracy and "reward/positive_share" not in values
+
+
+def test_a_step_of_dead_groups_says_why_it_updates_nothing(tmp_path):
+    group = scored(tmp_path, "{'score': -1, 'reason': 'missing_answer'}")
+    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 0.0}
+    line = console_text(rollout_metrics([group]).values() | times)
+    assert (
+        "no policy update: all groups alike (missing_answer 100%), docs/troubleshooting.md#all-groups-are-dead" in line
+    )
+
+
+def test_branches_that_repeat_their_parent_are_counted(tmp_path):
+    assert rollout_metrics([scored(tmp_path, "1.0")]).values()["branching/same_as_parent"] == 0.5
