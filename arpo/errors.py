@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,14 @@ def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
             say_at_the_end(printable(f"error: {what()} has not returned for {seconds:.0f} s"))
             sys.stdout.flush()
             os._exit(2)  # no exception reaches a thread that hangs
+
+
+def exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle Ctrl-C: leave with one line, and at once where it is pressed again while the process ends."""
+    signal.signal(number, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") == "0":
+        print("interrupted: the same command goes on after the newest checkpoint", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 def require(ok: object, message: str) -> None:

@@ -168,7 +168,9 @@ def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path)
     num_bytes = total_bytes = 0
 
     def flush() -> None:
-        save_file(part, folder / f"{len(parts)}.safetensors", metadata={"format": "pt"})
+        file = folder / f"{len(parts)}.safetensors"
+        save_file(part, file, metadata={"format": "pt"})
+        file.chmod(folder.stat().st_mode & 0o666)  # as the umask says; save_file keeps it from everybody else
         parts.append(list(part))
         part.clear()
 

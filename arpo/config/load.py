@@ -14,6 +14,7 @@ import locale
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,8 +23,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from arpo.config.bounded import compose_yaml
 from arpo.config.facts import ignored, out_of_range
+from arpo.config.foreign import OURS, SECTIONS
 from arpo.config.run_folder import pin_config
-from arpo.errors import PrintableRecord, UserError, exit_with
+from arpo.errors import PrintableRecord, UserError, exit_interrupted, exit_with
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
@@ -65,7 +67,7 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     paths: list[Path] = []
-    while argv and not argv[0].startswith("-"):
+    while argv and not argv[0].startswith("-") and "=" not in argv[0]:
         paths.append(Path(argv.pop(0)))
         if paths[-1].resolve() in [path.resolve() for path in paths[:-1]]:
             raise UserError(f"{paths[-1]}: this config file is given twice; drop one")
@@ -142,6 +144,8 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
 
     One thread per rank: OpenMP's barriers collapse as soon as anything else runs on the machine.
     """
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a job in the background ignores it
+        signal.signal(signal.SIGINT, exit_interrupted)
     logging.setLogRecordFactory(PrintableRecord)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     run_or_exit(check_encoding, locale.getpreferredencoding(False))
@@ -163,6 +167,8 @@ def run_or_exit(function: Callable[[T], C], argument: T) -> C:
         return function(argument)
     except UserError as error:
         exit_with(error)
+    except KeyboardInterrupt:  # of a checkpoint that another rank's Ctrl-C has broken off
+        exit_interrupted(signal.SIGINT, None)
 
 
 def one_line(tyro_box: str) -> str:
@@ -196,11 +202,20 @@ def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     if key in RENAMED:
         raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
     leaf = key.rsplit(".", 1)[-1]
+    if (ours := OURS.get(leaf)) in known:
+        raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see --help")
+    if key in SECTIONS:
+        raise UserError(f"{where}: {key!r} is a section of {SECTIONS[key]}; give the file to that")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
     ]
     hint = f"did you mean {close[0]!r}?" if close else "see --help for all keys"
     raise UserError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def is_foreign(key: str) -> bool:
+    """Return whether this is a setting of verl, whose flags have dots and no dashes: "actor_rollout_ref.rollout.n"."""
+    return "." in key and key.rsplit(".", 1)[-1] in OURS
 
 
 def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str]]:
@@ -214,6 +229,9 @@ def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str
             if known[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
             found[key] = [] if match[2] is None else [match[2]]
+        elif (hydra := re.fullmatch(r"\+*([a-z_.]+)=.*", token)) and (hydra[1] in known or is_foreign(hydra[1])):
+            check_known(hydra[1], known, where=COMMAND_LINE)
+            raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; put -- before it")
         elif key is None:
             raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")
         else:
@@ -267,7 +285,7 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
             if isinstance(value, dict):
                 walk(value, f"{key}.")
             else:
-                found[key] = [_flag_of(entry) for entry in value] if isinstance(value, list) else [str(value)]
+                found[key] = [_flag_of(entry) for entry in (value if isinstance(value, list) else [value])]
 
     walk(tree, "")
     walk(own, "")
@@ -275,8 +293,9 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
 
 
 def _flag_of(entry: Any) -> str:
-    """Return a list's entry as it stands on the command line: a mapping as JSON."""
-    return json.dumps(entry) if isinstance(entry, dict) else str(entry)
+    """Return a value, or a list's entry, as a flag has it: a mapping as JSON, ~ as the shell reads it."""
+    text = json.dumps(entry) if isinstance(entry, dict) else str(entry)
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def check_no_key_twice(node: Any, path: Path) -> None:

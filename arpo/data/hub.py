@@ -34,6 +34,11 @@ TRAIN_FILES = {
 }
 """The papers' data sets and Search-R1's: pattern of the file to train on, which may have others beside it."""
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^:]+))?(?::(?P<file>.+))?")
+_ADDRESS = re.compile(
+    r"(?:hf://|https://huggingface\.co/)datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?"
+    r"(?:/(?:blob|resolve|tree)/(?P<branch>[^/]+))?(?:/(?P<file>[^?]+?))?/?(?:\?.*)?"
+)
+"""Addresses of a data set or its file, as the Hub's pages and its file system have them."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -55,7 +60,10 @@ class HubFile:
 
 
 def parse(name: str) -> HubFile | None:
-    """Return what a name says of the Hub; None for a path. OWNER/FILE.parquet is a path, and so is what exists."""
+    """Return what a name or an address says of the Hub; None for a path. OWNER/FILE.parquet is a path, and so is what
+    exists."""
+    if at := _ADDRESS.fullmatch(name):
+        return HubFile(at["repo"], at["revision"] or at["branch"] or "", at["file"] or "")
     match = _NAME.fullmatch(name)
     if not match or Path(name).exists() or (name.endswith(SUFFIXES) and not match["file"]):
         return None
@@ -70,7 +78,7 @@ def pin(option: str, name: str, begun: str = "") -> str:
     """
     wanted = parse(name)
     if wanted is None or wanted.is_pinned:
-        return name
+        return str(wanted or name)
     if Path(wanted.repo.partition("/")[0]).is_dir() and not wanted.file:
         raise UserError(f"{option}={name}: no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)")
     before = parse(begun)

@@ -10,6 +10,9 @@ from typing import BinaryIO
 from arpo.config.bounded import check_plain, parse_json
 from arpo.errors import UserError
 
+BOM = b"\xef\xbb\xbf"
+"""What Excel and Windows put at the start of a UTF-8 file."""
+
 
 def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
@@ -57,7 +60,7 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
 
 def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
     with path.open("rb") as file:
-        is_array = path.suffix == ".json" and file.read(1) == b"["
+        is_array = path.suffix == ".json" and file.read(4).removeprefix(BOM)[:1] == b"["
         file.seek(0)
         for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
             if not isinstance(row, dict):
@@ -70,7 +73,7 @@ def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dic
 
 
 def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
-    text = file.read().decode()
+    text = file.read().removeprefix(BOM).decode()
     try:
         items = parse_json(text)
     except json.JSONDecodeError as error:
@@ -93,7 +96,7 @@ def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tu
     while position < end and (line := file.readline()):
         position += len(line)
         if line.strip():
-            text = line.decode()
+            text = line.removeprefix(BOM).decode()
             try:
                 row = parse_json(text)
             except json.JSONDecodeError as error:

@@ -97,7 +97,9 @@ def write_adapter(adapters: dict[str, torch.Tensor], folder: Path, *, base: str,
 
     folder.mkdir(parents=True)
     state = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in adapters.items()}
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    file = folder / "adapter_model.safetensors"
+    save_file(state, file, metadata={"format": "pt"})
+    file.chmod(folder.stat().st_mode & 0o666)  # as the umask says; save_file keeps it from everybody else
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

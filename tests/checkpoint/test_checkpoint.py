@@ -421,6 +421,7 @@ def test_the_export_has_everything_that_the_source_has_and_a_link(tiny_model_dir
 
     assert {p.name for p in tiny_model_dir.iterdir()} <= {p.name for p in (exported / "hf").iterdir()}
     assert sorted(p.name for p in exported.iterdir()) == ["hf", "newest"]
+    assert len({p.stat().st_mode for p in (exported / "hf").iterdir()}) == 1  # of all files: what the umask says
     assert (exported / "newest").is_symlink() and (exported / "newest").resolve() == (exported / "hf").resolve()
     text = [{"role": "user", "content": "who wrote the book? <search>"}]
     source, export = (AutoTokenizer.from_pretrained(f) for f in (tiny_model_dir, exported / "newest"))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.load import load_config
+from arpo.config.foreign import OURS
+from arpo.config.load import field_names, load_config
 from arpo.config.run_folder import save_config
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig
@@ -96,6 +97,17 @@ def test_a_saved_config_loads_to_the_same_config(tmp_path):
     assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
 
 
+def test_the_names_of_others_are_answered_with_settings_that_are_there():
+    assert set(OURS.values()) <= field_names(RLConfig).keys()
+
+
+def test_a_home_folder_in_a_file_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = write(tmp_path / "c.yaml", "model: {path: ~/m}\ndata: {train: ~/d.parquet, valid: a~/b}\n")
+    cfg = load_config(RLConfig, [path])
+    assert (cfg.model.path, cfg.data.train, cfg.data.valid) == ("/home/me/m", "/home/me/d.parquet", "a~/b")
+
+
 def test_a_config_is_frozen():
     cfg = load_config(RLConfig, ["--data.train", "x"])
     with pytest.raises(FrozenInstanceError):
@@ -123,6 +135,10 @@ def test_a_config_is_frozen():
         ("", ["--rollout.top_p", "1.5"], ["rollout.top_p=1.5 must lie between 0 and 1"]),
         ("", ["--group_size", "4"], ["command line", "did you mean 'rollout.group_size'"]),
         ("", ["--rollout.group-siz", "4"], ["command line", "did you mean 'rollout.group_size'"]),
+        ("", ["--learning_rate", "1e-6"], ["command line", "'learning_rate'", "here it is --optim.lr"]),
+        ("", ["--run.seed", "3", "actor_rollout_ref.rollout.n=4"], ["here it is --rollout.group_size"]),
+        ("", ["rollout.group_size=4"], ["command line", "'rollout.group_size=4'", "put -- before it"]),
+        ("eval: {num_samples: 2}", [], ["c.yaml", "'eval' is a section of evaluate.py"]),
         ("", ["--branching.num_initial_rollouts", "17"], ["num_initial_rollouts=17", "group_size=16"]),
         ("", ["--update.num_prompts_per_minibatch", "100"], ["num_prompts_per_step=128", "minibatch=100"]),
         ("", ["--rollout.answer_reserve_tokens", "5000"], ["answer_reserve_tokens=5000", "=4096"]),

@@ -71,6 +71,14 @@ def test_leftover_fields_stay_as_plain_json_types(tmp_path):
     assert prompt.data_source == tmp_path.name, "test.jsonl is named by its folder"
 
 
+@pytest.mark.parametrize(
+    "name, text", [("q.jsonl", '{"prompt": "a", "answer": 1}\n'), ("q.json", '[{"prompt": "a", "answer": 1}]')]
+)
+def test_a_mark_of_the_byte_order_is_no_part_of_the_text(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert load_prompts(tmp_path / name)[0].answers == ["1"]
+
+
 def test_equal_questions_get_different_stable_ids(tmp_path):
     path = write_jsonl(tmp_path / "q.jsonl", [{"question": "same", "answer": "1"}] * 3)
     ids = [p.prompt_id for p in load_prompts(path)]

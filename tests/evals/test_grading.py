@@ -137,8 +137,9 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     made = record("12345", answers=["a", "b"], data_source="src", meta={"extra_info": {"k": 1}})
     [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{file}:compute_score"))
     assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
-    file.write_text("def compute_score(*_): return 0.2")
-    [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{file}:compute_score"))
+    other = tmp_path / "other.py"
+    other.write_text("def compute_score(*_): return 0.2")
+    [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{other}:compute_score"))
     assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
     [note] = grader_notes({"own": benchmark_scores([made], [grade])}, judge="")
     assert note.startswith("No accuracy of own: ")

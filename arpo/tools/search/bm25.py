@@ -134,10 +134,12 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
 
 def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
     """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
-    the folder holds no index with that stamp.
+    the folder holds no index with that stamp for us.
 
     Raises UserError for one that is not as it was built: tantivy itself does not notice every flipped bit.
     """
+    if not os.access(folder, os.W_OK):  # somebody else's, or none: tantivy locks what it opens
+        return None
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         expected = _about(folder, stamp, about["corpus_sha256"])

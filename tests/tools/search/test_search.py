@@ -309,6 +309,24 @@ def test_a_corpus_in_a_read_only_folder_is_indexed_in_the_cache_folder(monkeypat
         assert [p.name for p in folder.iterdir()] == ["corpus.jsonl"]
 
 
+def test_beside_the_index_of_another_user_there_is_an_own_one(monkeypatch):
+    with tempfile.TemporaryDirectory() as name:
+        folder, cache = Path(name), Path(name) / "cache"
+        cache.mkdir()
+        corpus = write_corpus(folder / "corpus.jsonl", OTTERS)
+        for path, mode in ((folder, 0o755), (cache, 0o777)):
+            path.chmod(mode)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        own = Bm25Index(corpus).path  # of root
+
+        def find(_: int) -> tuple[Path, int]:
+            index = Bm25Index(corpus)
+            return index.path, len(index.search("silver", 1))
+
+        [(path, number)] = in_processes(find, as_nobody=True)
+        assert number == 1 and (path == own) == (os.getuid() != 0)
+
+
 def test_processes_that_start_together_build_one_index(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"word{i} common"} for i in range(5000)])
 
