@@ -80,5 +80,6 @@ function readAddress() {  // into the filters and the state; returns [group, tra
   state.colour = COLOURS.some(([name]) => name === given.get("colour")) ? given.get("colour") : "none";
   state.scale = given.get("scale") === "tokens" ? "tokens" : "turns";
   state.compare = given.get("compare") ?? "";
+  document.body.classList.toggle("poster", given.has("poster"));  // the tree alone, for a picture
   return [index, id];
 }

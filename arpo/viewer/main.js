@@ -30,7 +30,9 @@ function showAddress() {
   const [index, id] = readAddress();
   filter();
   const shown = [...$("prompts").children].map((option, k) => option.hidden ? -1 : k).filter(k => k >= 0);
-  const first = shown.find(k => DATA.groups[k].kind === "mixed") ?? shown[0] ?? 0;  // there is most to see
+  const branches = k => count(DATA.groups[k].trajectories, t => t.parent_id !== null && !repeats(DATA.groups[k], t));
+  const mixed = shown.filter(k => DATA.groups[k].kind === "mixed").sort((a, b) => branches(b) - branches(a));
+  const first = mixed[0] ?? shown[0] ?? 0;  // there is most to see
   show(DATA.groups[index] ? Number(index) : first, id);
 }
 
@@ -119,8 +121,8 @@ async function start() {
   }
   DATA = await unpack();
   const turns = DATA.groups.flatMap(g => g.trajectories).flatMap(t => t.turns);
-  hottest.turn = highest(turns.map(turn => turn.entropy), 1);
-  hottest.entropy = highest(turns.flatMap(turn => turn.entropies ?? []), 1);
+  hottest.turn = RUN.entropy ?? highest(turns.map(turn => turn.entropy), 1);  // one scale for all pages of a run
+  hottest.entropy = RUN.entropy ? 2 * RUN.entropy : highest(turns.flatMap(turn => turn.entropies ?? []), 1);
   writeTotals();
   drawSteps();
   drawTrend();
@@ -129,7 +131,9 @@ async function start() {
   FILTERS.forEach(id => $(id).addEventListener("input", applyFilters));
   $("clear").addEventListener("click", () => { FILTERS.forEach(id => { $(id).value = ""; }); applyFilters(); });
   $("keys").addEventListener("click", () => $("help").showModal());
-  window.addEventListener("resize", draw);
+  const fold = () => { $("filters").open = !isPhone(); };
+  window.addEventListener("resize", () => { fold(); draw(); });
+  fold();
   window.addEventListener("hashchange", showAddress);
   showAddress();
 }

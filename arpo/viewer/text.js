@@ -146,6 +146,33 @@ function drawTurn(group, t, turn, index) {
   return el("div", {class: "turn" + (turn.inherited ? " inherited" : ""), id: "turn-" + index}, side, body);
 }
 
+// Its tokens from left to right: -logprob of each as a bar, entropy as a line where it was measured (the first tokens of
+// a turn), results as bands, and a mark where others left it. It is the picture in which ARPO found its branch points.
+function drawTrack(group, t) {
+  const width = Math.max($("text").clientWidth - 30, 200), height = 64, base = 50, perToken = width / Math.max(t.num_tokens, 1);
+  const x = token => token * perToken, y = (value, end) => base - (base - 6) * Math.min(value / end, 1), shapes = [];
+  t.turns.forEach((turn, index) => {
+    const owner = ownerOf(group, t, index), own = owner.turns[index], logprobs = own.logprobs ?? [];
+    const bars = logprobs.map((value, i) => isNumber(value) && value < -0.005
+      ? `M${x(turn.start + i + 0.5).toFixed(1)} ${base}V${y(-value, hottest.logprob).toFixed(1)}` : "").join("");
+    const measured = (own.entropies ?? []).map((value, i) => [x(turn.start + i + 0.5), value]).filter(([, h]) => isNumber(h));
+    const line = measured.map(([at, h], i) => `${i ? "L" : "M"}${at.toFixed(1)} ${y(h, hottest.entropy).toFixed(1)}`).join("");
+    const select = () => reveal($("text"), $("turn-" + index)), calls = turn.tool_calls.map(call => call.tag).join(", ");
+    if (turn.result_end > turn.end) shapes.push(svg("rect", {class: "tool", x: x(turn.end), y: 4, height: base - 4,
+      width: x(turn.result_end) - x(turn.end), onclick: select}, svg("title", {}, `turn ${index}: result of ${calls}`)));
+    shapes.push(svg("path", {class: "bars", d: bars, "stroke-width": Math.min(Math.max(perToken * 0.7, 0.5), 5)}));
+    if (line) shapes.push(svg("path", {class: "entropy", d: line}));
+    const forks = count(group.trajectories, other => other.parent_id === owner.trajectory_id && other.fork_at === turn.start);
+    if (own.decision) shapes.push(svg("text", {class: `small ${OUTCOMES[own.decision.outcome]?.[1]}`, x: x(turn.start), y: height - 2},
+      mark(own.decision) + (forks ? ` ${forks} left` : "")));
+  });
+  const label = `${t.num_tokens} tokens of trajectory ${t.trajectory_id}: -logprob as bars, entropy as a line, results as bands`;
+  return el("figure", {id: "track"}, el("figcaption", {class: "small soft"}, el("span", {class: "key bars"}, "−logprob "),
+    el("span", {class: "key entropy"}, "entropy, first tokens of a turn "), el("span", {class: "key tool"}, "result of a call")),
+    svg("svg", {width, height, role: "img", "aria-label": label},
+      svg("path", {class: "axis", d: `M0 ${base}H${width}`}), ...shapes));
+}
+
 function drawText(group, t) {
   const parts = Object.entries(t.reward_parts).map(([name, value]) => `${name} ${short(value)}`).join(", ") || "-";
   const facts = {reward: `${short(t.reward)} (${parts})`, reason: t.reward_reason || "ok",
@@ -169,6 +196,7 @@ function drawText(group, t) {
       others.length ? choice("compare", "compare with", [["", "none"], ...others.map(id => [id, id])], other ? state.compare : "",
         value => { state.compare = value; redraw(); }) : null,
       legend(t)),
+    drawTrack(group, t),
     ...(t.grade?.judge_reply ? [el("details", {class: "small"}, el("summary", {}, "what the judge said"),
       prose("pre", {}, t.grade.judge_reply))] : []),
     ...turns.flat());

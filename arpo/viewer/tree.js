@@ -1,5 +1,6 @@
 // The tree of a group: one lane per trajectory, which begins where it leaves its parent.
 const ROW = 42, HEAD = 22;  // pixels; the rows beside the tree and the lanes in it must agree
+const END = 170;  // pixels for the answer at the end of a row
 
 const pen = document.createElement("canvas").getContext("2d");
 function widthOf(words, isSmall) {  // pixels, in the style's sizes
@@ -31,16 +32,34 @@ function pathOf(group, trajectory) {  // Map: id of it or an ancestor -> how man
   return path;
 }
 
+// A branch whose text is its parent's, letter by letter: it cost its tokens, and taught nothing.
+const repeats = (group, t) => Boolean(parentOf(group, t)) && divergence(t, parentOf(group, t)) === null;
+
+function answerOf(t) {  // what it answered, as far as that can be told; "" = nothing
+  const text = t.turns.at(-1)?.text.split("</think>").at(-1) ?? "", block = text.match(/<answer>([^]*?)(<\/answer>|$)/)?.[1];
+  const boxes = [...(block ?? text).matchAll(/\\boxed\{([^]*?)\}(?![^{]*\})/g)];
+  return (t.grade?.prediction ?? boxes.at(-1)?.[1] ?? block ?? "").replace(/\s+/g, " ").trim();
+}
+const rightness = t => t.reward_parts.accuracy ?? t.reward_parts.judge ?? null;  // null: the reward does not say
+const verdict = t => rightness(t) === null ? "" : rightness(t) > 0 ? "✓" : "✗";
+
+function cut(words, width, isSmall) {  // as much of it as fits
+  if (widthOf(words, isSmall) <= width) return words;
+  let at = words.length;
+  while (at > 0 && widthOf(words.slice(0, at) + "…", isSmall) > width) at--;
+  return words.slice(0, at).trimEnd() + "…";
+}
+
 function layout(group, width) {  // x(turn, index, part) in pixels; part 0 = start, 1 = end, 2 = end of the result
   if (state.scale === "turns") {
-    const column = Math.min(Math.max(width / Math.max(...group.trajectories.map(t => t.turns.length)), 232), 270);
-    return (turn, index, part) => 14 + index * column + [0, 0.52 * column, column - 14][part];
+    const column = Math.min(Math.max(width / Math.max(...group.trajectories.map(t => t.turns.length)), 250), 340);
+    return (turn, index, part) => 14 + index * column + [0, 110, column - 14][part];
   }
   const perToken = width / Math.max(...group.trajectories.map(t => t.num_tokens));
   return (turn, index, part) => 14 + perToken * [turn.start, turn.end, turn.result_end][part];
 }
 
-function turnCells(t, turn, index, x, y, onPath) {
+function turnCells(group, t, turn, index, x, y, onPath) {
   const [left, middle, right] = [0, 1, 2].map(part => x(turn, index, part)), cells = [];
   const select = () => { show(state.group, t.trajectory_id); reveal($("text"), $("turn-" + index)); };
   const cell = (from, to, kind, style, title) => cells.push(svg("rect", {style, onclick: select,
@@ -60,20 +79,27 @@ function turnCells(t, turn, index, x, y, onPath) {
   }
   if (calls.length) {  // several share the cell: what is said in a word is that of the worst
     const call = calls.find(one => !one.ok) ?? calls[0], [words, colour] = callStatus(call);
-    const took = call.executed ? seconds(Math.max(...calls.map(one => one.seconds))) : "";
+    const took = call.executed ? " " + seconds(Math.max(...calls.map(one => one.seconds))) : "";
     const name = calls.length > 1 ? `${calls.length} calls` : call.tag;
+    const said = plain(call.argument.slice(0, 200).replace(/\s+/g, " ").trim());
     const about = one => `${one.tag}: ${callStatus(one)[0]} ${one.executed ? seconds(one.seconds) : ""}\n`
       + one.argument.slice(0, 400);
     cell(middle + 2, right, "tool", "", calls.map(about).join("\n"));
-    write(middle + 2, right, 0, "", `${name} ${took}`, name, name.slice(0, 3) + "…");
-    write(middle + 2, right, 1, `small ${colour}`, words, call.ok ? "ok" : "failed", call.ok ? "✓" : "✗");
+    write(middle + 2, right, 0, "", cut(said, right - middle - 12, false));
+    write(middle + 2, right, 1, `small ${colour}`, `${name} ${words}${took}`, `${name} ${words}`, name, call.ok ? "✓" : "✗");
   }
-  if (index === t.turns.length - 1) write(calls.length ? right : middle, Infinity, 0, "small soft", String(t.stop_reason));
+  if (index === t.turns.length - 1) {
+    const at = calls.length ? right : middle, ended = t.stop_reason === "eos" ? "" : String(t.stop_reason);
+    const answer = `${verdict(t)} ${cut(plain(answerOf(t)), END - 30, false)}`.trim();
+    const colour = {"✓": "good", "✗": "bad"}[verdict(t)] ?? "";
+    write(at, Infinity, 0, `soft outcome ${colour}`, answer || ended);
+    write(at, Infinity, 1, "small soft", repeats(group, t) ? `same text as ${t.parent_id}` : answer && ended);
+  }
   return cells;
 }
 
 function treeRow(group, t, depth) {
-  const chosen = t === state.trajectory, rest = fitsTrajectory(t) ? "" : "dim";
+  const chosen = t === state.trajectory, rest = fitsTrajectory(t) && !repeats(group, t) ? "" : "dim";
   const hasChildren = group.trajectories.some(other => other.parent_id === t.trajectory_id);
   return el("div", {class: `row ${chosen ? "selected" : ""} ${rest}`, style: `height: ${ROW}px`, role: "treeitem",
     id: `row-${t.trajectory_id}`, "aria-level": depth + 1, "aria-selected": chosen,
@@ -86,9 +112,9 @@ function treeRow(group, t, depth) {
 
 function drawTree(group) {
   const order = treeOrder(group), path = pathOf(group, state.trajectory), hadFocus = $("tree").contains(document.activeElement);
-  const room = Math.max($("tree").clientWidth - 385, 300), x = layout(group, room), y = i => HEAD + ROW * i;
+  const room = Math.max($("tree").clientWidth - (isPhone() ? 130 : 265) - END, 300), x = layout(group, room), y = i => HEAD + ROW * i;
   const lanes = new Map(order.map(([t], i) => [t.trajectory_id, y(i)]));
-  const end = Math.max(...group.trajectories.flatMap(t => t.turns.map((turn, i) => x(turn, i, 2)))) + 60;
+  const end = Math.max(...group.trajectories.flatMap(t => t.turns.map((turn, i) => x(turn, i, 2)))) + END;
   const head = el("div", {class: "row soft small", style: `height: ${HEAD}px`, "aria-hidden": "true"},
     ...["trajectory", "reward", "adv.", "tokens"].map(name => span("", name)));
   const bands = [], links = [], cells = [];
@@ -101,8 +127,8 @@ function drawTree(group) {
       links.push(svg("path", {class: `link ${onPath ? "on-path" : ""}`, d: `M${at} ${from} h5 V${y(i) + ROW / 2} h7`,
         "data-link": `${t.parent_id} > ${t.trajectory_id}`}));
     }
-    const own = t.turns.flatMap((turn, k) => turn.inherited ? [] : turnCells(t, turn, k, x, y(i), k < onPath));
-    cells.push(svg("g", fitsTrajectory(t) ? {} : {class: "dim"}, ...own));
+    const own = t.turns.flatMap((turn, k) => turn.inherited ? [] : turnCells(group, t, turn, k, x, y(i), k < onPath));
+    cells.push(svg("g", fitsTrajectory(t) && !repeats(group, t) ? {} : {class: "dim"}, ...own));
   });
   const rows = el("div", {id: "rows", role: "tree", tabindex: "0", "aria-label": "trajectories of the prompt",
     "aria-activedescendant": `row-${state.trajectory.trajectory_id}`},

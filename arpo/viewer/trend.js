@@ -32,7 +32,7 @@ function drawSteps() {
 
 // ---- charts
 
-const WIDTH = 172, HEIGHT = 84, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 18;
+const WIDTH = 160, HEIGHT = 84, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 18;
 
 const brief = value => String(Number(value.toPrecision(3)));
 

@@ -36,6 +36,15 @@ def read_trend(run: Path) -> list[dict]:
     return charts
 
 
+def entropy_scale(run: Path) -> float | None:
+    """Return the nats at which the colour of a turn's entropy is at its end, on all pages of a run; None without any.
+
+    Twice the highest mean of a step: a few turns lie beyond, and a policy that has become sure is pale.
+    """
+    means = [row[name] for row in read_metrics(run) for name in ("entropy/root", "entropy/after_tool") if name in row]
+    return 2 * max(means) if means and max(means) > 0 else None
+
+
 def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return at most MAX_POINTS of them, evenly, the newest among them."""
     every = -(-len(points) // MAX_POINTS)

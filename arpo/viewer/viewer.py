@@ -27,7 +27,7 @@ from arpo.errors import UserError
 from arpo.evals.grades import grades_path
 from arpo.evals.tables import replace_file
 from arpo.viewer.groups import read_groups
-from arpo.viewer.trend import read_trend
+from arpo.viewer.trend import entropy_scale, read_trend
 
 SCRIPTS = ("elements.js", "base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
 REPORTS = ("report.md", "eval/report.md")
@@ -187,6 +187,7 @@ def run_data(run: Path, dumps: list[Dump], trend: list[dict], *, page: Path, sho
             shown_as[path.stem] = Dump(path.stem, match[1], int(match[2]), ())
     return {
         "trend": trend,
+        "entropy": entropy_scale(run),
         "reports": [found for report in REPORTS if (found := link(run / report))],
         "steps": [
             {"kind": one.kind, "step": one.step, "shown": one.name == shown, "page": link(page_path(run, one))}
