@@ -90,10 +90,10 @@ function turnCells(group, t, turn, index, x, y, onPath) {
   }
   if (index === t.turns.length - 1) {
     const at = calls.length ? right : middle, ended = t.stop_reason === "eos" ? "" : String(t.stop_reason);
-    const answer = `${verdict(t)} ${cut(plain(answerOf(t)), END - 30, false)}`.trim();
+    const defect = plain(t.reward_reason || ended), answer = plain(answerOf(t)) || defect || "no answer";
     const colour = {"✓": "good", "✗": "bad"}[verdict(t)] ?? "";
-    write(at, Infinity, 0, `soft outcome ${colour}`, answer || ended);
-    write(at, Infinity, 1, "small soft", repeats(group, t) ? `same text as ${t.parent_id}` : answer && ended);
+    write(at, Infinity, 0, `soft outcome ${colour}`, `${verdict(t)} ${cut(answer, END - 30, false)}`.trim());
+    write(at, Infinity, 1, "small soft", repeats(group, t) ? `same text as ${t.parent_id}` : answer === defect ? "" : defect);
   }
   return cells;
 }

@@ -28,11 +28,13 @@ class Hardware:
     step_overhead_ms: float = 6.0
     """Overhead of one engine step: Python and kernel launches (eager)."""
     overhead_ms_per_sequence: float = 0.03
-    reserved_gib: float = 3.0
+    reserved_gib: float = 1.0
     """CUDA context, NCCL buffers, fragmentation."""
 
 
 HARDWARE = {
+    "1xRTX4090-24GB": Hardware(1, 23.5, 165, 1008, 25, 25),
+    "1xH100-80GB": Hardware(1, 79.1, 989, 3350, 450, 50),
     "8xH100-80GB": Hardware(8, 79.1, 989, 3350, 450, 50),
     "8xH200-141GB": Hardware(8, 139.7, 989, 4800, 450, 50),
     "8xA100-80GB": Hardware(8, 79.1, 312, 2039, 300, 25),

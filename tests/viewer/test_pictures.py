@@ -1,0 +1,124 @@
+"""What a page shows at a glance: what was called and answered, which branch is a repetition, where the policy was unsure."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.browser import needs_browser
+from helpers.viewer_pages import READY, run_data_of, write_page
+
+from arpo.config.sections import RunConfig
+from arpo.log import RunLog
+from arpo.trajectory import Group
+
+LABELS = "[...document.querySelectorAll('#tree svg text')].map(label => label.textContent)"
+
+
+def page_of(folder: Path, *groups: Group) -> Path:
+    log = RunLog(folder, RunConfig(), is_main=True)
+    log.scalars(1, {"entropy/root": 0.5, "reward/mean": 1.0})
+    log.scalars(2, {"entropy/root": 0.125, "entropy/after_tool": 0.25, "reward/mean": 1.0})
+    for step in (1, 2):
+        log.trajectories(step, list(groups))
+    log.close()
+    write_page(folder)
+    return folder / "viewer.html"
+
+
+def repeating(group: Group) -> tuple[Group, str]:
+    """The group, whose first branch has its parent's text; the branch's id."""
+    group = deepcopy(group)
+    branch = next(t for t in group.trajectories if t.parent_id is not None)
+    parent = next(t for t in group.trajectories if t.trajectory_id == branch.parent_id)
+    num_inherited = sum(turn.inherited for turn in branch.turns)
+    for name in ("token_ids", "loss_mask", "rollout_logprobs", "text", "segments", "token_chars"):
+        setattr(branch, name, deepcopy(getattr(parent, name)))
+    branch.turns = [replace(turn, inherited=i < num_inherited, decision=None) for i, turn in enumerate(parent.turns)]
+    return group, branch.trajectory_id
+
+
+def test_all_pages_of_a_run_have_one_scale_of_entropies(tmp_path, groups):
+    page_of(tmp_path, groups[0])
+    pages = [tmp_path / "viewer.html", *(tmp_path / "viewer").glob("*.html")]
+    assert [run_data_of(page.read_text())["entropy"] for page in pages] == [1.0] * 3
+
+
+@needs_browser
+def test_boxes_say_what_was_called_and_rows_end_with_the_answer(browser, tmp_path, groups):
+    group = deepcopy(groups[0])
+    wrong = next(t for t in group.trajectories if not t.reward)
+    wrong.reward_reason = "several_answers"
+    browser.open(page_of(tmp_path, group), ready=READY)
+    drawn = browser.js(LABELS)
+    own_calls = [call for t in group.trajectories for call in t.own_tool_calls]
+    assert len(own_calls) > 4 and {call.argument for call in own_calls} <= set(drawn)
+    answers = [label for label in drawn if label[0] in "✓✗"]
+    assert len(answers) == len(group.trajectories) and answers.count("✓ 1") >= 1
+    assert sum(label[0] == "✓" for label in answers) == sum(t.reward > 0 for t in group.trajectories) == 3
+    assert "several_answers" in drawn
+    assert "0 1 nats and above" in " ".join(browser.text("#about").split())
+
+
+@needs_browser
+def test_an_answer_that_no_reward_calls_right_or_wrong_has_no_mark(browser, tmp_path, groups):
+    group = deepcopy(groups[0])
+    for t in group.trajectories:
+        t.reward_parts = {}
+    browser.open(page_of(tmp_path, group), ready=READY)
+    drawn = browser.js(LABELS)
+    assert not [label for label in drawn if label[0] in "✓✗"] and "1" in drawn
+
+
+@needs_browser
+def test_a_branch_that_repeats_its_parent_is_grey_and_says_so(browser, tmp_path, groups):
+    group, branch = repeating(groups[0])
+    browser.open(page_of(tmp_path, group), ready=READY)
+    dim = browser.js("[...document.querySelectorAll('.row.dim')].map(row => row.id)")
+    assert dim == [f"row-{branch}"] and browser.js("document.querySelectorAll('#tree svg .dim').length") == 1
+    parent = next(t.parent_id for t in group.trajectories if t.trajectory_id == branch)
+    assert browser.js(LABELS).count(f"same text as {parent}") == 1
+
+
+@needs_browser
+def test_a_page_opens_on_the_mixed_group_with_most_branches_that_are_none_of_its_parents(browser, tmp_path, groups):
+    roots = deepcopy(groups[0])
+    roots.prompt.prompt_id = "roots"
+    roots.trajectories = [t for t in roots.trajectories if t.parent_id is None]
+    roots.trajectories[1].reward = -1.0
+    for t in roots.trajectories:
+        t.prompt_id = "roots"
+    browser.open(page_of(tmp_path, groups[1], roots, groups[0]), ready=READY)
+    assert browser.js("location.hash").startswith("#2/")
+
+
+@needs_browser
+def test_the_entropy_along_a_trajectory_has_results_as_bands_and_decisions_as_marks(browser, shown_run, groups):
+    branch = next(t for t in groups[0].trajectories if t.parent_id is not None and len(t.turns) > 2)
+    browser.open(shown_run / "viewer.html", f"#0/{branch.trajectory_id}", ready=READY)
+    assert browser.js("document.querySelectorAll('#track .bars[d]').length") >= len(branch.turns)  # inherited ones too
+    assert browser.js("document.querySelectorAll('#track path.entropy').length") == len(branch.turns)
+    bands = browser.js("[...document.querySelectorAll('#track rect')].map(band => Number(band.getAttribute('width')))")
+    results = [turn.result_end - turn.end for turn in branch.turns if turn.result_end > turn.end]
+    assert [band / bands[0] for band in bands] == pytest.approx([tokens / results[0] for tokens in results])
+    marks = browser.js("[...document.querySelectorAll('#track svg text')].map(mark => mark.textContent)")
+    assert marks and any(mark.startswith("◆") and mark.endswith("left") for mark in marks)
+
+
+@needs_browser
+def test_a_tree_for_a_picture_stands_alone(browser, shown_run):
+    browser.open(shown_run / "viewer.html", "#0/0&poster", ready=READY)
+    shown = "name => document.querySelector(name).getBoundingClientRect().height > 0"
+    assert browser.js(f"['header', 'nav', '#text', '#tree', '#about h2'].map({shown})") == [False] * 3 + [True] * 2
+
+
+@needs_browser
+def test_on_a_phone_the_tree_has_most_of_the_width_and_the_filters_are_folded(browser, shown_run):
+    browser.size(390, 850)
+    browser.open(shown_run / "viewer.html", ready=READY)
+    left = browser.js("document.querySelector('#tree > svg').getBoundingClientRect().left")
+    assert left < 130 and browser.js("document.documentElement.scrollWidth") == 390
+    assert not browser.js("document.getElementById('filters').open")
+    browser.size(1400, 900)
+    browser.open(shown_run / "viewer.html", ready=READY)
+    assert browser.js("document.getElementById('filters').open")
