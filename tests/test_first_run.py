@@ -11,7 +11,9 @@ import pytest
 from arpo.config.load import load_config
 from arpo.data.hub import TRAIN_FILES
 from arpo.start.memory import GIB, Job, misfits
-from benchmarks.shared.cost_model import Memory, Shape, memory_of_job
+from benchmarks.scaling import from_config
+from benchmarks.shared.cost_model import Memory, Shape, memory_of_job, seconds
+from benchmarks.shared.hardware import HARDWARE
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
@@ -78,6 +80,23 @@ def test_the_memory_that_is_promised_is_what_the_start_of_a_run_reckons(monkeypa
     sft, rl = load_config(SFTConfig, [model, "configs/sft.yaml"]), load_config(RLConfig, [model, "configs/arpo.yaml"])
     assert f"2 hours, and {need(QWEN_7B, sft, 8, large).training / GIB:.0f} GiB of each GPU" in eight
     assert f"6 hours, and {need(QWEN_7B, rl, 8, large).rollout / GIB:.0f} GiB" in eight
+
+
+def test_the_hours_that_are_promised_are_what_scaling_prints(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    one, eight = section("Your first run on one GPU"), section("And on eight")
+    files = ["configs/qwen2.5_3b.yaml", "configs/arpo.yaml", "configs/one_gpu.yaml"]
+    num_steps = load_config(RLConfig, files).run.num_steps
+
+    def step_seconds(shape: Shape, files: list[str], hardware: str) -> float:
+        return seconds(shape, from_config(files)[1], HARDWARE[hardware], HARDWARE[hardware].gpus_per_node).step
+
+    for hardware in ("1xH100-80GB", "1xRTX4090-24GB"):
+        assert f"RL {num_steps * step_seconds(QWEN_3B, files, hardware) / 3600:.0f} hours" in one
+    step = step_seconds(QWEN_7B, ["configs/qwen2.5_7b.yaml", "configs/arpo.yaml"], "8xH100-80GB")
+    assert 120 < step < 180 and f"156 steps of two to three minutes, {156 * step / 3600:.0f} hours" in " ".join(
+        eight.split()
+    )
 
 
 def test_every_repository_has_link_size_and_licence_and_the_readme_links_the_papers_data():

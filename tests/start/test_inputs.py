@@ -24,6 +24,7 @@ HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
 
 
 CHECKS = {SFTConfig: check_sft, RLConfig: check_rl, EvalConfig: check_evaluation}
+PYTHON = ["--tools.names", "python"]
 SHORT = ["--rollout.max_response_tokens", "128", "--rollout.answer_reserve_tokens", "16"]
 
 
@@ -82,15 +83,36 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(folder, root, flags, wo
 
 def test_files_that_can_be_used_pass_and_validation_on_the_training_data_is_told(folder, tiny_model_dir, capsys):
     model = ["--model.path", str(tiny_model_dir)]
-    short = ["--data.max_prompt_tokens", "64", *SHORT]
+    short = ["--data.max_prompt_tokens", "64", *SHORT, *PYTHON]
     check_rl(load_config(RLConfig, [*model, *short, "--data.train", "good.jsonl", "--data.valid", "good.jsonl"]))
     assert capsys.readouterr().out.startswith("warning: data.valid=good.jsonl is the training data")
     check_sft(load_config(SFTConfig, [*model, "--data.train", "talks.jsonl"]))
     assert not capsys.readouterr().out
     check_evaluation(
-        load_config(EvalConfig, [*model, *SHORT, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"])
+        load_config(
+            EvalConfig, [*model, *SHORT, *PYTHON, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"]
+        )
     )
     check_evaluation(load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"]))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "tools.search.cache is empty, and backend replay reads it"),
+        (["--tools.search.backend", "serper"], "needs a key; set the environment variable SERPER_API_KEY"),
+        (["--tools.search.backend", "local", "--tools.search.corpus", "c.jsonl"], "corpus c.jsonl: no such file"),
+        (["--tools.search.backend", "brightdata"], "BRIGHTDATA_API_KEY"),
+    ],
+)
+def test_a_search_that_cannot_work_is_said_at_once_with_the_way_to_do_without(
+    folder, tiny_model_dir, monkeypatch, flags, words
+):
+    for name in ("SERPER_API_KEY", "BRIGHTDATA_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    short = ["--model.path", str(tiny_model_dir), "--data.max_prompt_tokens", "64", *SHORT]
+    with pytest.raises(UserError, match=rf"{words}.*or leave search out: --tools.names python$"):
+        check_rl(load_config(RLConfig, [*short, "--data.train", "good.jsonl", *flags]))
 
 
 def test_only_the_first_rows_are_read(folder, tiny_model_dir):
@@ -102,9 +124,9 @@ def test_only_the_first_rows_are_read(folder, tiny_model_dir):
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("train_rl", ["--data.train", "good.jsonl"]),
+        ("train_rl", ["--data.train", "good.jsonl", *PYTHON]),
         ("train_sft", ["--data.train", "talks.jsonl"]),
-        ("evaluate", ["--eval.files", "good.jsonl"]),
+        ("evaluate", ["--eval.files", "good.jsonl", *PYTHON]),
     ],
 )
 def test_a_model_that_neither_is_here_nor_can_be_fetched_is_named_at_once(folder, script, flags):

@@ -1,4 +1,4 @@
-"""What a page shows at a glance: what was called and answered, which branch is a repetition, where the policy was unsure."""
+"""What a page shows at a glance: what was called and answered, which branch repeats, where the policy was unsure."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_a_branch_that_repeats_its_parent_is_grey_and_says_so(browser, tmp_path,
 @needs_browser
 def test_a_page_opens_on_the_mixed_group_with_most_branches_that_are_none_of_its_parents(browser, tmp_path, groups):
     roots = deepcopy(groups[0])
-    roots.prompt.prompt_id = "roots"
+    roots.prompt = replace(roots.prompt, prompt_id="roots")
     roots.trajectories = [t for t in roots.trajectories if t.parent_id is None]
     roots.trajectories[1].reward = -1.0
     for t in roots.trajectories:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from arpo.config.facts import out_of_range
@@ -20,7 +21,7 @@ from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.browse import ReadingBackend
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
-from arpo.tools.search.web import HttpBackend
+from arpo.tools.search.web import SERVICES, WITHOUT, HttpBackend, check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,6 @@ class LocalBackend:
 
     def __init__(self, cfg: SearchConfig):
         """Builds the index if need be, which may take a while. Raises UserError for a corpus that cannot be used."""
-        if not cfg.corpus:
-            raise UserError("tools.search.corpus is empty, and backend local searches it; set it to a .jsonl file")
         self.top_k, self.deadline_s = cfg.num_passages, cfg.deadline_s
         self.index = Bm25Index(cfg.corpus)
         self.params = {
@@ -75,14 +74,23 @@ BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
 """Class of each backend, by name. `replay` is none of them: it has nothing but the cache."""
 
 
-def _open_cache(cfg: SearchConfig) -> Cache | None:
-    """Open the cache; None where the config wants none. Raises UserError for a replay of nothing."""
+def check_search(cfg: SearchConfig) -> None:
+    """Raise UserError for settings with which nothing can be searched, before anything is opened or asked."""
     if cfg.mode == "live" and cfg.backend == "replay":
         raise UserError("tools.search.mode live ignores the cache; backend replay has nothing else; set mode replay")
     if cfg.replays and not cfg.cache:
         setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
         fix = "a .sqlite or released .json cache, or set tools.search.backend local and tools.search.corpus FILE.jsonl"
-        raise UserError(f"tools.search.cache is empty, and {setting} reads it; set it to {fix}")
+        raise UserError(f"tools.search.cache is empty, and {setting} reads it; set it to {fix}, or {WITHOUT}")
+    if cfg.backend in SERVICES:
+        check_settings(cfg)
+    if cfg.backend == "local" and not Path(cfg.corpus).is_file():
+        problem = f"{cfg.corpus}: no such file" if cfg.corpus else "is empty, and backend local searches it"
+        raise UserError(f"tools.search.corpus {problem}; set it to a .jsonl file, or {WITHOUT}")
+
+
+def _open_cache(cfg: SearchConfig) -> Cache | None:
+    """Open the cache; None where the config wants none."""
     return open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
 
 
@@ -101,6 +109,7 @@ class SearchTool:
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
         if wrong := out_of_range(cfg):
             raise UserError(f"tools.search.{wrong}")
+        check_search(cfg)
         self.cfg = cfg
         self.cache = _open_cache(cfg)
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend != "replay" else None

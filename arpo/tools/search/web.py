@@ -129,6 +129,7 @@ def _web_params(cfg: SearchConfig) -> dict[str, object]:
     return params | ({"location": cfg.location} if cfg.location else {})  # keys of older caches lack it
 
 
+WITHOUT = "leave search out: --tools.names python"
 SERVICES: dict[str, Service] = {
     "brightdata": Service(
         url="https://api.brightdata.com/request",
@@ -172,13 +173,6 @@ class HttpBackend:
         """
         self._cfg, self._service, self._time_source = cfg, SERVICES[cfg.backend], time_source
         self.params = self._service.params(cfg)
-        variable = self._service.key_variable
-        if variable and not cfg.replays and not read_key(variable):
-            raise UserError(
-                f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}, or set "
-                "tools.search.backend to http (a retriever at tools.search.url), local (the file in "
-                "tools.search.corpus) or replay (only what tools.search.cache holds)"
-            )
         check_settings(cfg)
         check_url(cfg.url or self._service.url)
         self._limit: LocalRateLimit | None = None
@@ -235,7 +229,14 @@ def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
 
 
 def check_settings(cfg: SearchConfig) -> None:
-    """Raises UserError for a value that cannot work."""
+    """Raises UserError for a missing key, and for a value that cannot work."""
+    variable = SERVICES[cfg.backend].key_variable
+    if variable and not cfg.replays and not read_key(variable):
+        raise UserError(
+            f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}, or set "
+            "tools.search.backend to http (a retriever at tools.search.url), local (the file in "
+            f"tools.search.corpus) or replay (only what tools.search.cache holds), or {WITHOUT}"
+        )
     if cfg.market != "auto" and not re.fullmatch(r"[a-z]{2}-[A-Z]{2}", cfg.market):
         raise UserError(f"tools.search.market must be auto or like en-US, not {cfg.market!r}")
     if cfg.location and not re.fullmatch(r"[a-z]{2}", cfg.location):

@@ -513,7 +513,7 @@ def test_a_cancelled_caller_does_not_cancel_the_others(slow):
             r"/nowhere/cache\.sqlite: .*set tools\.search\.cache",
         ),
         ({"backend": "replay", "cache": "/nowhere/cache.json"}, r"/nowhere/cache\.json: .*set tools\.search\.cache"),
-        ({"backend": "local", "corpus": "/nowhere/c.jsonl"}, r"/nowhere/c\.jsonl: cannot read or index the corpus"),
+        ({"backend": "local", "corpus": "/nowhere/c.jsonl"}, r"tools\.search\.corpus /nowhere/c\.jsonl: no such file"),
         ({"backend": "local", "corpus": "C", "top_k": -1}, r"tools\.search\.top_k=-1 must be at least 0"),
     ],
 )
