@@ -30,6 +30,7 @@ $(READY): requirements/$(DEVICE).txt pyproject.toml | $(PY)
 	@touch $@
 
 $(PY):
+	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); run make PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv

@@ -158,7 +158,7 @@ def main(cfg: RLConfig) -> None:
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    for line in checks.said_at_start(cfg.rollout, cfg.branching, cfg.loss):
+    for line in checks.said_at_start(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
         log.line(line)
     sampler = Sampler(
         engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,

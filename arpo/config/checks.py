@@ -155,6 +155,13 @@ def check_queue(branching: BranchingConfig, advantage: AdvantageConfig, reward: 
         )
 
 
+def no_baseline(rollout: RolloutConfig, advantage: AdvantageConfig) -> str:
+    """Return a warning where a trajectory has nothing to be compared with; "" where it has."""
+    if rollout.group_size > 1 or advantage.needs_critic:
+        return ""
+    return "warning: rollout.group_size=1: a trajectory's advantage is its whole reward, without a baseline (REINFORCE)"
+
+
 def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
     """Return a warning that names the parts of AEPO that selector=aepo came without; "" where nothing is missing."""
     parts = {
@@ -168,9 +175,12 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
     return f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
 
 
-def said_at_start(rollout: RolloutConfig, branching: BranchingConfig, loss: LossConfig) -> list[str]:
+def said_at_start(
+    rollout: RolloutConfig, branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig
+) -> list[str]:
     """Return the lines that a run begins with: what its branching will be, and what it lacks."""
-    return [line for line in (forecast(rollout, branching), half_chosen_aepo(branching, loss)) if line]
+    warnings = half_chosen_aepo(branching, loss), no_baseline(rollout, advantage)
+    return [line for line in (forecast(rollout, branching), *warnings) if line]
 
 
 def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:

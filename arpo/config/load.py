@@ -175,6 +175,7 @@ def one_line(tyro_box: str) -> str:
     """Return the words of tyro's message, which is a drawn box of several lines."""
     text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]|-{9,}", " ", tyro_box))
     text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
+    text = text.replace("Unrecognized options Unrecognized options", "Unrecognized options")
     return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 
 
@@ -213,11 +214,6 @@ def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     raise UserError(f"{where}: unknown key {key!r}; {hint}")
 
 
-def is_foreign(key: str) -> bool:
-    """Return whether this is a setting of verl, whose flags have dots and no dashes: "actor_rollout_ref.rollout.n"."""
-    return "." in key and key.rsplit(".", 1)[-1] in OURS
-
-
 def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str]]:
     """Parse flags. ["--run.seed", "3", "--tools.names", "a", "b"] -> {"run.seed": ["3"], "tools.names": ["a", "b"]}"""
     found: dict[str, list[str]] = {}
@@ -229,8 +225,10 @@ def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str
             if known[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
             found[key] = [] if match[2] is None else [match[2]]
-        elif (hydra := re.fullmatch(r"\+*([a-z_.]+)=.*", token)) and (hydra[1] in known or is_foreign(hydra[1])):
-            check_known(hydra[1], known, where=COMMAND_LINE)
+        elif (dotted := re.fullmatch(r"\+*(\w+\.[\w.]+)=.*", token)) and (
+            dotted[1] in known or dotted[1].rsplit(".", 1)[-1] in OURS
+        ):  # as verl's flags are written
+            check_known(dotted[1], known, where=COMMAND_LINE)
             raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; put -- before it")
         elif key is None:
             raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ class TensorBoard:
 
         threading.excepthook = _hook_of_threads
         purge_step = run.resume_step + 1 if run.resume_step else 0  # also what it did before step 1
-        self.where = f"tensorboard --logdir {run.folder / 'tb'}"
+        self.where = f"tensorboard --logdir {shlex.quote(str(run.folder / 'tb'))}"
         self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
         rows = [f"| {key} | {value} |" for key, value in leaves(run.config).items()]
         self._board.add_text("config", "\n".join(["| field | value |", "|---|---|", *rows]), 0)

@@ -5,11 +5,11 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from arpo.config.checks import half_chosen_aepo
+from arpo.config.checks import half_chosen_aepo, no_baseline
 from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
 from arpo.config.load import field_names, load_config
 from arpo.errors import UserError
-from arpo.options import BranchingConfig, LossConfig
+from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
 from evaluate import EvalConfig
 from extras.ablation.config import AblationConfig
 from train_rl import RLConfig
@@ -383,6 +383,12 @@ def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
     for knob in ("loss.clip_low", "loss.dual_clip", "advantage.normalize"):
         assert needs_of(knob)[0].is_met("mine.py:f")
     assert not needs_of("critic.lr")[0].is_met("mine.py:f")
+
+
+def test_a_group_of_one_without_a_critic_is_said():
+    one, critic = RolloutConfig(group_size=1), AdvantageConfig(kind="gae")
+    assert no_baseline(one, AdvantageConfig()).startswith("warning: rollout.group_size=1: ")
+    assert no_baseline(one, critic) == no_baseline(RolloutConfig(), AdvantageConfig()) == ""
 
 
 def test_a_half_chosen_aepo_says_what_is_missing():

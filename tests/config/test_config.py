@@ -137,6 +137,7 @@ def test_a_config_is_frozen():
         ("", ["--rollout.group-siz", "4"], ["command line", "did you mean 'rollout.group_size'"]),
         ("", ["--learning_rate", "1e-6"], ["command line", "'learning_rate'", "here it is --optim.lr"]),
         ("", ["--run.seed", "3", "actor_rollout_ref.rollout.n=4"], ["here it is --rollout.group_size"]),
+        ("", ["--run.seed", "3", "a.b=4"], ["command line", ": Unrecognized options: a.b=4"]),
         ("", ["rollout.group_size=4"], ["command line", "'rollout.group_size=4'", "put -- before it"]),
         ("eval: {num_samples: 2}", [], ["c.yaml", "'eval' is a section of evaluate.py"]),
         ("", ["--branching.num_initial_rollouts", "17"], ["num_initial_rollouts=17", "group_size=16"]),

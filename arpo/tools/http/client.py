@@ -233,7 +233,7 @@ def check_url(url: str, setting: str = "tools.search.url") -> None:
     """Raises UserError for an address that no request can go to, or that holds a password."""
     parts = split_url(url)
     if parts is None:
-        raise UserError(f"{setting}: {url!r} is not an address like http://host:8000/retrieve")
+        raise UserError(f"{setting}: {url!r} is not an address like http://host:8000 (with the path that it needs)")
     if parts.username or parts.password:
         raise UserError(f"{setting} must not hold a user or password: it is saved with the run")
 
