@@ -96,7 +96,7 @@ def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tens
     if num_tokens := micro.num_loss_tokens:
         difference = micro.at_loss_tokens(micro.old_logprobs - micro.rollout_logprobs)
         metrics.mean("mismatch/abs", difference.abs().mean(), num_tokens)
-        metrics.mean("mismatch/kl", (difference.exp() - 1 - difference).mean(), num_tokens)
+        metrics.mean("mismatch/kl", (torch.expm1(difference) - difference).mean(), num_tokens)
     if cfg.rollout_correction != "none":
         micro.rollout_weights, weight_metrics = rollout_weights(
             micro.old_logprobs, micro.rollout_logprobs, micro.loss_mask, cfg
