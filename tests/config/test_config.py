@@ -271,3 +271,16 @@ def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "rank, said", [("0", "interrupted: the same command goes on after the newest checkpoint\n"), ("1", "")]
+)
+def test_ctrl_c_is_one_line_of_one_rank(rank, said):
+    code = (
+        "import signal; from arpo.errors import exit_interrupted; "
+        "signal.signal(signal.SIGINT, exit_interrupted); signal.raise_signal(signal.SIGINT)"
+    )
+    environment = os.environ | {"RANK": rank}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (130, said, "")
