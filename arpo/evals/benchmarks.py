@@ -75,9 +75,8 @@ def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benc
             raise UserError(f"eval.benchmarks: {name} needs {there}; get it, or set eval.data_dir")
     chosen = {name: benchmark for name, benchmark in wanted.items() if name not in absent}
     if names and not chosen:
-        raise UserError(
-            f"eval.benchmarks: {data_dir} has none of {', '.join(absent)}; set eval.data_dir (docs/data.md#the-test-sets)"
-        )
+        fix = "set eval.data_dir, or get them (docs/data.md#the-test-sets)"
+        raise UserError(f"eval.benchmarks: {data_dir} has none of {', '.join(absent)}; {fix}")
     return chosen, absent
 
 
