@@ -82,15 +82,15 @@ class Checkpoints:
         self._require_space(BYTES_PER_PARAMETER * num_trained)
         random_states = self.ranks.all_gather_objects(_random_state())
         try:
-            self._together(temporary, self._begin, temporary, random_states, progress or {})
+            self.together(temporary, self._begin, temporary, random_states, progress or {})
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
                 dcp.save(_state(policy, optimizer, critic), checkpoint_id=temporary)
             if rank_file is not None:
-                self._together(temporary, (temporary / RANK_FILE.format(rank=self.ranks.rank)).write_bytes, rank_file)
+                self.together(temporary, (temporary / RANK_FILE.format(rank=self.ranks.rank)).write_bytes, rank_file)
             names = self.ranks.from_rank_0(manifest.files_of(temporary))
-            measured = self._together(temporary, manifest.measure, temporary, names[self.my_files])
+            measured = self.together(temporary, manifest.measure, temporary, names[self.my_files])
             files = {name: entry for part in measured for name, entry in part.items()}
-            self._together(temporary, self._publish, temporary, final, step, files)
+            self.together(temporary, self._publish, temporary, final, step, files)
         except NotWritten:
             if self.ranks.is_main:  # the space is for the next try
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -116,10 +116,10 @@ class Checkpoints:
         manifest.sync(self.folder)
         manifest.write_synced(self.folder / "latest.tmp", final.name + "\n")
         (self.folder / "latest.tmp").rename(self.folder / "latest")
-        for old in [*self._all()[self.keep :], *self.folder.glob("step_*.broken")]:
+        for old in [*self.all()[self.keep :], *self.folder.glob("step_*.broken")]:
             shutil.rmtree(old)
 
-    def _together(self, folder: Path, write: Callable[..., Any], *args: Any) -> list[Any]:
+    def together(self, folder: Path, write: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `write` on each rank and return all values, by rank. Raises NotWritten where one of them cannot."""
         value, problem = None, ""
         try:
@@ -158,7 +158,7 @@ class Checkpoints:
     def _newest_intact(self) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
         broken = []
-        for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self._all()]):
+        for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self.all()]):
             folder = self.folder / name
             problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, self.my_files))
             if any(problems):
@@ -177,7 +177,7 @@ class Checkpoints:
     def folder_of(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
-    def _all(self) -> list[Path]:
+    def all(self) -> list[Path]:
         """Return the folders of finished checkpoints, newest first."""
         return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=manifest.step_of, reverse=True)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from arpo.checkpoint.best import keep_best
 from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
 from arpo.checkpoint.export import export_hf, point_to
 from arpo.config.sections import RunConfig
@@ -55,6 +56,7 @@ class Saver:
         self.saved_step = self.checkpoints.resume(policy, optimizer, critic)
         if self.saved_step and self.run.save_hf:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
+        self._keep_best()
         return self.saved_step
 
     @property
@@ -81,6 +83,8 @@ class Saver:
             self.saved_step, missing = step, "Hugging Face folder"
             if self.run.save_hf:
                 export_hf(self.policy, folder / "hf", source=self.source, link=self.link)
+            missing = "part in the choice of the best"
+            self._keep_best()
             self.num_failed = 0
         except NotWritten as error:
             self.num_failed += 1
@@ -90,6 +94,15 @@ class Saver:
                 raise NotWritten(f"{said}; make space, and the same command continues from there") from error
             if self.ranks.is_main:
                 logger.warning("warning: %s; make space, the next save comes in run.save_every steps", said)
+
+    def _keep_best(self) -> None:
+        if self.run.keep_best and self.run.save_hf:
+            run, step, folders = self.run.folder, self.saved_step, self.checkpoints
+            said = folders.together(
+                run / "best", lambda: keep_best(run, folders.all(), step) if self.ranks.is_main else ""
+            )
+            if said[0] and self.ranks.is_main:
+                logger.info(said[0])
 
     def _renew_export(self, folder: Path) -> None:
         is_there, is_linked = self.ranks.from_rank_0((folder.exists(), self.link.resolve() == folder.resolve()))

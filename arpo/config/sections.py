@@ -46,6 +46,9 @@ class RunConfig:
     """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
     save_hf: bool = True
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
+    keep_best: bool = True
+    """Keep the Hugging Face folder of the best validation too, at DIR/NAME/best: of the validated steps those that are
+    saved, by valid/accuracy (SFT: valid/nll); where two are equal, the earlier."""
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from arpo.config.bounded import parse_json
@@ -73,26 +73,41 @@ def _num_bytes_until(path: Path, step: int) -> int:
 
     What a power loss has broken ends no run: lines that are none are removed, and missing steps are said.
     """
-    there = path.read_bytes()
     kept: list[bytes] = []
     steps: list[int] = []
-    for line in there.split(b"\n")[:-1]:
-        try:
-            number = int(parse_json(line)["step"])
-        except (ValueError, TypeError, KeyError):
-            continue
-        if steps[-1:] == [step] or number > step:
+    for line, row in _whole_lines(path):
+        if steps[-1:] == [step] or row["step"] > step:
             break
         kept.append(line + b"\n")
-        steps.append(number)
+        steps.append(row["step"])
     data = b"".join(kept)
-    if not there.startswith(data):
+    if not path.read_bytes().startswith(data):
         writing = path.with_name(path.name + ".tmp")
         writing.write_bytes(data)
         writing.replace(path)
     if missing := sorted({*range(1, step + 1)} - {*steps}):
         logger.warning("%s: %d steps before %d have no numbers, %d first", path, len(missing), step + 1, missing[0])
     return len(data)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
+    """Yield each line and its row, and pass over those that are none."""
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            row = parse_json(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield line, row
+
+
+def rows_until(path: Path, step: int) -> dict[int, dict[str, float]]:
+    """Return the numbers of the first `step` steps by step, as far as the file has whole lines of them."""
+    rows: dict[int, dict[str, float]] = {}
+    for _, row in _whole_lines(path) if path.exists() else ():
+        if row["step"] <= step:
+            rows.setdefault(row["step"], {}).update(row)
+    return rows
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

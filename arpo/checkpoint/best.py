@@ -1,0 +1,71 @@
+"""RUN/best: the Hugging Face folder of the best validation, which stays when newer checkpoints take its own away.
+
+    runs/NAME/best -> checkpoints/best_000100      hard links to the files of checkpoints/step_000100/hf
+
+What is best is read off metrics.jsonl and the folders that are there, so a run that was killed goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import arpo.checkpoint.manifest as manifest
+from arpo.checkpoint.export import point_to
+from arpo.log.metrics_file import rows_until
+
+ACCURACY, NLL = "valid/accuracy", "valid/nll"
+
+
+def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
+    """Point RUN/best to the export with the best validation of the first `step` steps; where two are equal, the earlier.
+
+    `checkpoints` are those whose export may be chosen, besides the one that it points to. Return what to say of a new
+    choice; "" where there is none. Raises OSError.
+    """
+    link = run / "best"
+    rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and {ACCURACY, NLL} & {*row}}
+    kept = int(link.resolve().name.removeprefix("best_")) if link.exists() else 0
+    if kept and kept not in rows:  # of steps that are to be done again
+        link.unlink()
+        kept = 0
+    exports = {manifest.step_of(folder): folder / "hf" for folder in checkpoints if (folder / "hf").exists()}
+    best = max((n for n in rows if n in exports or n == kept), key=lambda n: (_score(rows[n]), -n), default=kept)
+    if best == kept:
+        return ""
+    folder = run / "checkpoints" / f"best_{best:06d}"
+    temporary = folder.with_suffix(".tmp")
+    for stale in (temporary, folder):
+        shutil.rmtree(stale, ignore_errors=True)
+    shutil.copytree(exports[best], temporary, copy_function=_link_or_copy)
+    temporary.rename(folder)
+    point_to(folder, link)
+    for other in (run / "checkpoints").glob("best_*"):
+        if other != folder:
+            shutil.rmtree(other)
+    before = f", before: step {kept}, {_text(rows[kept])}" if kept else ""
+    noise = "; their intervals overlap, it may be chance" if kept and _overlap(rows[best], rows[kept]) else ""
+    return f"best validation so far: step {best}, {_text(rows[best])}{before}{noise}"
+
+
+def _score(row: dict) -> float:
+    return row[ACCURACY] if ACCURACY in row else -row[NLL]
+
+
+def _text(row: dict) -> str:
+    if ACCURACY not in row:
+        return f"loss {row[NLL]:.4f}"
+    return f"accuracy {row[ACCURACY]:.3f} [{row[ACCURACY + '_low']:.3f}, {row[ACCURACY + '_high']:.3f}]"
+
+
+def _overlap(best: dict, before: dict) -> bool:
+    return ACCURACY in best and best[ACCURACY + "_low"] <= before[ACCURACY + "_high"]
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)

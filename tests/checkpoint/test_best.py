@@ -1,0 +1,146 @@
+"""RUN/best: the export of the best validation stays, whatever is saved, removed, killed and begun again after it."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+from helpers.ranks import run_ranks, start_ranks
+from helpers.records import logged
+from test_saver import begin, change
+
+from arpo.checkpoint.best import keep_best
+
+
+def add_row(run, step: int, accuracy: float | None = None, **values: float) -> None:
+    """As a run logs a step, with or without a validation."""
+    if accuracy is not None:
+        around = {"valid/accuracy_low": accuracy - 0.05, "valid/accuracy_high": accuracy + 0.05}
+        values |= {"valid/accuracy": accuracy, **around}
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def saved(run, *steps: int) -> list:
+    """Checkpoints with exports that say of which step they are."""
+    folders = [run / "checkpoints" / f"step_{step:06d}" for step in steps]
+    for step, folder in zip(steps, folders, strict=True):
+        (folder / "hf").mkdir(parents=True, exist_ok=True)
+        (folder / "hf" / "weights").write_text(str(step))
+    return folders
+
+
+def kept(run) -> str:
+    return (run / "best" / "weights").read_text()
+
+
+def test_the_best_stays_when_its_checkpoint_goes_and_only_a_better_one_takes_its_place(tmp_path):
+    run, said = tmp_path / "run", []
+    add_row(run, 0, 0.95)  # before step 1, of which there is no export
+    for step, accuracy in ((5, 0.50), (10, 0.75), (15, 0.75), (20, 0.60), (25, 0.78)):
+        add_row(run, step, accuracy)
+        folders = saved(run, step)
+        said.append(keep_best(run, folders, step))
+        shutil.rmtree(folders[0])
+        assert kept(run) == {5: "5", 25: "25"}.get(step, "10")
+    assert said[1:4] == [
+        "best validation so far: step 10, accuracy 0.750 [0.700, 0.800], before: step 5, accuracy 0.500 [0.450, 0.550]",
+        "",
+        "",
+    ]
+    assert said[4].endswith("[0.700, 0.800]; their intervals overlap, it may be chance")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best_000025"]
+
+
+def test_scores_that_come_a_rollout_later_count_and_steps_without_an_export_do_not(tmp_path):
+    run = tmp_path / "run"
+    add_row(run, 5)
+    assert keep_best(run, saved(run, 5), 5) == "" and not (run / "best").exists()
+    add_row(run, 5, 0.6)  # run.overlap_validation: a second line of the step
+    add_row(run, 7, 0.9)  # validated, but not saved
+    add_row(run, 10)
+    assert "step 5, accuracy 0.600" in keep_best(run, saved(run, 5, 10), 10)
+    assert kept(run) == "5"
+
+
+def test_a_fine_tuning_keeps_the_lowest_loss(tmp_path):
+    run = tmp_path / "run"
+    for step, loss in ((200, 0.5), (400, 0.4), (600, 0.45)):
+        add_row(run, step, **{"valid/nll": loss})
+        keep_best(run, saved(run, step), step)
+    assert kept(run) == "400"
+
+
+def test_what_a_run_that_begins_anew_will_do_again_is_no_longer_the_best(tmp_path):
+    run = tmp_path / "run"
+    for step, accuracy in ((5, 0.5), (10, 0.9)):
+        add_row(run, step, accuracy)
+        keep_best(run, saved(run, step), step)
+    assert "step 5, " in keep_best(run, saved(run, 5), 5)  # its newest intact checkpoint is of step 5
+    assert kept(run) == "5"
+    assert keep_best(run, [], 0) == "" and not (run / "best").exists()  # from step 0
+
+
+# ---- with real ranks and checkpoints
+
+
+def save_steps(ranks, model: str, folder, event: int) -> int:
+    """Saves at steps 1 to 4, of which 2 is best; rank 0 is killed just before its event-th file operation that makes
+    step 2 the best. Returns how many there were."""
+    saver, _ = begin(ranks, model, str(folder))
+    count = 0
+
+    def kill(name: str, args: tuple) -> None:
+        nonlocal count
+        if name in ("os.mkdir", "os.link", "os.rename", "os.symlink", "shutil.rmtree") and "best" in str(args):
+            count += 1
+            if count == event and ranks.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    for step, accuracy in enumerate((0.3, 0.8, 0.5, 0.5), 1):
+        if ranks.rank == 0:
+            add_row(saver.run.folder, step, accuracy)
+        ranks.barrier()
+        change(saver)
+        if step == 2:
+            sys.addaudithook(kill)
+        saver.save(step, is_final=step == 4)
+        if step == 2:
+            found = count
+    return found
+
+
+def begun_again(ranks, model: str, folder) -> tuple[int, list[str]]:
+    with logged() as lines:
+        return begin(ranks, model, str(folder))[1], lines
+
+
+def test_the_best_outlives_its_checkpoint_and_a_start_has_nothing_to_say(tiny_model_dir, tmp_path):
+    run_ranks(2, save_steps, str(tiny_model_dir), tmp_path, 0)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    names = ["best_000002", "latest", "step_000003", "step_000004"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    assert (tmp_path / "run" / "best").resolve() == checkpoints / "best_000002"
+    weights = [path.joinpath("model.safetensors").read_bytes() for path in (tmp_path / "run/best", tmp_path / "run/hf")]
+    assert weights[0] != weights[1]
+    assert run_ranks(2, begun_again, str(tiny_model_dir), tmp_path) == [(4, []), (4, [])]
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_choice_is_made_good_by_the_next_start(tiny_model_dir, tmp_path):
+    model = str(tiny_model_dir)
+    num_events, _ = run_ranks(2, save_steps, model, tmp_path / "whole", 0)
+    expected = (tmp_path / "whole" / "run" / "best" / "model.safetensors").read_bytes()
+    for event in (1, num_events // 2, num_events - 3, num_events - 2, num_events - 1, num_events):
+        folder = tmp_path / str(event)
+        folder.mkdir()
+        context = start_ranks(2, save_steps, model, folder, event, folder=str(folder))
+        with pytest.raises(Exception, match=r"SIGKILL|onnection"):
+            while not context.join():
+                pass
+        assert [step for step, _ in run_ranks(2, begun_again, model, folder)] == [2, 2]
+        assert (folder / "run" / "best").resolve().name == "best_000002", event
+        assert (folder / "run" / "best" / "model.safetensors").read_bytes() == expected
