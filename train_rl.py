@@ -103,6 +103,7 @@ from arpo.data import PromptOrder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.log import RunLog
+from arpo.log.alarms import Alarms
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import reported_if_not_finite
@@ -168,6 +169,7 @@ def main(cfg: RLConfig) -> None:
     rollouts.go_on_from(saver.progress, saver.rank_files, done_steps=done_steps)
     rollouts.validate_on(valid_prompts, log, run, done_steps)
 
+    alarms = Alarms(run, log, dist, done_steps)
     progress, stop = log.progress(num_steps, "step", done=done_steps), ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics = ranks.Timers(), Metrics()
@@ -211,6 +213,7 @@ def main(cfg: RLConfig) -> None:
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
         progress.at(step, console_text(values), keep="valid/reward" in values)
+        alarms.look(step, values)
         saver.save_if_due(step, rollouts, is_final=is_final)
         rollouts.raise_if_broken()
         if is_final:

@@ -20,10 +20,11 @@ ACCURACY, NLL = "valid/accuracy", "valid/nll"
 
 
 def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
-    """Point RUN/best to the export with the best validation of the first `step` steps; where two are equal, the earlier.
+    """Point RUN/best to the export with the best validation of the first `step` steps. Return what to say of a new
+    choice; "" where there is none.
 
-    `checkpoints` are those whose export may be chosen, besides the one that it points to. Return what to say of a new
-    choice; "" where there is none. Raises OSError.
+    `checkpoints` are those whose exports may be chosen, besides the one that it points to; of two that are equally good
+    the earlier is. Raises OSError.
     """
     link = run / "best"
     rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and {ACCURACY, NLL} & {*row}}

@@ -49,6 +49,9 @@ class RunConfig:
     keep_best: bool = True
     """Keep the Hugging Face folder of the best validation too, at DIR/NAME/best: of the validated steps those that are
     saved, by valid/accuracy (SFT: valid/nll); where two are equal, the earlier."""
+    stop_on_collapse: bool = False
+    """train_rl.py: end the run at an alarm (entropy, gradient norm, response length or share of calls that ran far from
+    that of the last steps), without saving that step, and name the newest checkpoint from before."""
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
