@@ -116,6 +116,7 @@ from arpo.model.policy import check_companion
 from arpo.sampling import Rollouts, Sampler
 from arpo.sampling.environment import Environment
 from arpo.sampling.scoring import Scoring
+from arpo.start.costs import expected_calls
 from arpo.start.memory import Job, check_memory, read_job
 from arpo.trajectory import Metrics
 from arpo.update import (
@@ -159,7 +160,7 @@ def main(cfg: RLConfig) -> None:
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    for line in checks.said_at_start(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
+    for line in said_at_start(cfg, num_steps):
         log.line(line)
     sampler = Sampler(
         engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,
@@ -223,6 +224,17 @@ def main(cfg: RLConfig) -> None:
     log.finish()
     for part in (env.tools, score, engine, dist):
         part.close()
+
+
+def said_at_start(cfg: RLConfig, num_steps: int) -> list[str]:
+    """Return the lines that a run begins with: what its branching will be, what it lacks, and what its calls cost."""
+    lines = [
+        checks.forecast(cfg.rollout, cfg.branching),
+        checks.half_chosen_aepo(cfg.branching, cfg.loss),
+        checks.no_baseline(cfg.rollout, cfg.advantage),
+        expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step),
+    ]
+    return [line for line in lines if line]
 
 
 def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:

@@ -175,14 +175,6 @@ def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
     return f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
 
 
-def said_at_start(
-    rollout: RolloutConfig, branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig
-) -> list[str]:
-    """Return the lines that a run begins with: what its branching will be, and what it lacks."""
-    warnings = half_chosen_aepo(branching, loss), no_baseline(rollout, advantage)
-    return [line for line in (forecast(rollout, branching), *warnings) if line]
-
-
 def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
     """Return a line that says how many roots, forks and decisions a prompt has under these settings."""
     size, calls = rollout.group_size, rollout.max_tool_calls
