@@ -15,6 +15,7 @@ from typing import ClassVar
 from arpo.config import checks
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.named import find
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import (
     DataConfig,
@@ -99,7 +100,7 @@ from torch.optim import Optimizer
 
 from arpo import ranks
 from arpo.checkpoint import Saver
-from arpo.data import PromptOrder
+from arpo.data import ORDERS
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.log import RunLog
@@ -141,7 +142,7 @@ def main(cfg: RLConfig) -> None:
     env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
     prompts = env.prompts(cfg.data.train, cfg.data)
     valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
-    order = PromptOrder(len(prompts), cfg.data.num_prompts_per_step, run.seed, option="data.num_prompts_per_step")
+    order = find("data.order", cfg.data.order, ORDERS)(prompts, cfg.data.num_prompts_per_step, run.seed)
     num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
     num_updates = num_steps * cfg.num_updates_per_step
     score = Scoring(cfg.reward, cfg.judge, team, env.codec, cfg.rollout.max_response_tokens, folder=run.folder)

@@ -148,6 +148,8 @@ class DataConfig:
     """Use only the first N validation prompts; 0 = all."""
     num_prompts_per_step: Annotated[int, AtLeast(1)] = 128
     """Prompts per rollout, over all ranks."""
+    order: str = "epochs"
+    """Of training prompts: epochs = pass after pass, each in an order of its own; or yours, FILE.py:NAME."""
     max_prompt_tokens: Annotated[int, AtLeast(1)] = 1536
     """Longest prompt; data.overlong says what happens to longer ones."""
     overlong: Literal["drop", "error"] = "drop"
@@ -155,6 +157,9 @@ class DataConfig:
     system_prompt: str = "keep"
     """keep = as the file has it; none = without; default = the protocol's own; anything else = that text. Where there
     is none, some chat templates (Qwen2.5's, SmolLM2's) write one of their own."""
+
+    def __post_init__(self) -> None:
+        check_name("data.order", self.order, "data/order", "ORDERS")
 
 
 @dataclass(frozen=True)

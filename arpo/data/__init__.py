@@ -1,11 +1,12 @@
 """Prompts of files, and an order over them that survives a restart."""
 
-from arpo.data.order import PromptOrder
+from arpo.data.order import ORDERS, PromptOrder
 from arpo.data.prompts import load_prompts, parse_prompt, tokenize_prompts
 from arpo.data.rows import read_rows
 from arpo.protocol.messages import BadRow
 
 __all__ = [
+    "ORDERS",
     "BadRow",
     "PromptOrder",
     "load_prompts",

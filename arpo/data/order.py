@@ -1,8 +1,11 @@
-"""An order over the prompts of a run, as a pure function of the step."""
+"""The order in which a run draws its prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from arpo.errors import UserError
+from arpo.trajectory import Group, Prompt
 
 
 class PromptOrder:
@@ -28,6 +31,13 @@ class PromptOrder:
     @property
     def steps_per_epoch(self) -> int:
         return self.num_prompts // self.num_per_step
+
+    state: object = None
+    """What `add` has learnt, as JSON can hold it. A run that goes on sets it."""
+
+    def add(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Hear of the groups of a step, once they have rewards: the same on all ranks. Return metrics."""
+        return {}
 
     def indices(self, step: int) -> list[int]:
         """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
@@ -59,3 +69,11 @@ class PromptOrder:
             [index], end = self.draw(end, 1)
             found.setdefault(index, end)
         return list(found.items())
+
+
+def _epochs(prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOrder:
+    return PromptOrder(len(prompts), num_per_step, seed, option="data.num_prompts_per_step")
+
+
+ORDERS: dict[str, Callable[[Sequence[Prompt], int, int], PromptOrder]] = {"epochs": _epochs}
+"""data.order -> what makes an order of prompts, data.num_prompts_per_step and run.seed."""

@@ -89,6 +89,7 @@ class Rollouts:
 
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
+        self.order.state = state.get("order", self.order.state)
         self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()), state.get("branch_budgets", ()))
         is_ordered = self.sampler.rollout.dispatch == "pull_longest_first"
         self.lengths = ExpectedLengths(state.get("lengths", {})) if is_ordered else None
@@ -105,6 +106,7 @@ class Rollouts:
         return state | {
             "branch_budgets": self.signal.budgets,
             "lengths": self.lengths.state if self.lengths else {},
+            "order": self.order.state,
         }
 
     def rank_state(self) -> bytes | None:
@@ -149,7 +151,7 @@ class Rollouts:
         ranks, tools = self.sampler.team.ranks, self.sampler.tools
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(tools.tools), step)
-        values = self.signal.add(sampled)
+        values = self.signal.add(sampled) | self.order.add(sampled)
         if self.lengths:
             self.lengths.add(sampled)
         may_train = self.health.may_train(sampled, self.first_drawn)

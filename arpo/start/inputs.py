@@ -30,7 +30,7 @@ from arpo.tools.search.tool import check_search
 NUM_ROWS = 50
 OWN = (
     "loss.kind", "loss.aggregation", "loss.kl_estimator", "loss.rollout_correction", "branching.selector",
-    "advantage.kind", "advantage.tree",
+    "advantage.kind", "advantage.tree", "data.order",
 )  # fmt: skip
 """Options whose FILE.py is imported here, so that what is wrong with it is known before a model is loaded."""
 
