@@ -11,18 +11,26 @@ An environment of yours is a subclass in a file of yours (tools.names my_env.py:
         def make(self, context):
             return gymnasium.make("FrozenLake-v1", map_name=context.row["map"])
 
-Each trajectory has an environment of its own, reset with the group's seed. Its rewards are in the calls' `info`.
+Each trajectory has an environment of its own, reset with the group's seed, or that of the row's column `seed`. Its
+rewards are in the calls' `info`. Rows with seeds, whose prompts end with the first observation:
+
+    python -m extras.tools.environment my_env.py:FrozenLake rows.jsonl --out train.jsonl --seeds 100
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from arpo.config.named import find
+from arpo.data import BadRow, parse_prompt, read_rows
+from arpo.errors import UserError, exit_with
 from arpo.protocol.prompts import About
 from arpo.tools.interface import ToolContext, ToolResult
 from arpo.tools.threads import on_thread
@@ -134,3 +142,67 @@ class EnvironmentTool(SessionTool):
 
     async def aclose(self) -> None:
         """Nothing to release: the sessions are closed."""
+
+
+class FromOpenEnv:
+    """An environment from a client of OpenEnv: `make` returns FromOpenEnv(MyEnv(base_url=URL).sync()).
+
+    Such a client waits for its answers: to `reset(seed=...)` and `step(action)` an observation, a reward, and `done`.
+    """
+
+    def __init__(self, client: Any, to_action: Callable[[Any], Any] = lambda action: action):
+        """to_action: makes the environment's own action of what the tool's `parse` returns, like lambda s: Move(s)."""
+        self.client, self.to_action = client, to_action
+
+    def reset(self, *, seed: int) -> tuple[Any, dict]:
+        return self.client.reset(seed=seed).observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        result = self.client.step(self.to_action(action))
+        return result.observation, float(result.reward or 0.0), bool(result.done), False, {}
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def with_observations(tool: EnvironmentTool, rows: Iterable[tuple[str, dict]], num_seeds: int) -> Iterator[dict]:
+    """Yield each row (its place, and itself) once for each seed below `num_seeds`, which its column `seed` then has.
+
+    The first observation of that environment stands behind the question, or in place of {observation} in it. Raises
+    UserError for a row that is no question.
+    """
+
+    async def first(context: ToolContext) -> str:
+        session = await tool.open(context)
+        await tool.close(session)
+        return tool.show(session.observation)
+
+    for place, row in rows:
+        for seed in range(num_seeds):
+            try:
+                prompt, _ = parse_prompt(row | {"seed": seed}, place, default_source="")
+            except BadRow as error:
+                raise UserError(f"{place}: {error}") from None
+            shown = asyncio.run(first(ToolContext(prompt.prompt_id, "0", 0, seed=seed, row=prompt.meta)))
+            [*before, last] = prompt.messages
+            text = last["content"]
+            text = text.replace("{observation}", shown) if "{observation}" in text else f"{text}\n\n{shown}"
+            yield row | {"prompt": [*before, last | {"content": text}], "seed": seed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.tools.environment")
+    parser.add_argument("tool", help="the environment, FILE.py:NAME")
+    parser.add_argument("rows", help="file of prompts")
+    parser.add_argument("--out", type=Path, required=True, help="file to write (.jsonl)")
+    parser.add_argument("--seeds", type=int, default=1, help="environments, and so rows, of each prompt")
+    args = parser.parse_args()
+    try:
+        rows = with_observations(find("tool", args.tool, {})(), read_rows(args.rows), args.seeds)
+        args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except UserError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,13 +3,19 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from helpers.scripted_rollout import ANSWER, play, prompt
+from helpers.scripted_rollout import ANSWER, CODEC, play, prompt
 
+from arpo.config.named import find
+from arpo.data import load_prompts
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import ToolContext, ToolResult
-from extras.tools.environment import EnvironmentTool
+from extras.tools.environment import EnvironmentTool, FromOpenEnv
 
 CFG = RolloutConfig(
     group_size=8, max_response_tokens=6000, max_result_tokens=600, answer_reserve_tokens=60, max_tool_calls=6
@@ -147,3 +153,110 @@ def test_a_gymnasium_environment_is_a_tool():
     assert bad and "is no action of Discrete(4)" in bad[0].result
     for t in group.trajectories:
         json.dumps(t.to_dict())
+
+
+# ---- a text game, whose first observation stands in the prompt
+
+HOUSE = '''
+import random
+from extras.tools.environment import EnvironmentTool
+
+
+class House:
+    """A key lies behind one of two doors, and opens the chest in the hall: take it there, and come back."""
+
+    def reset(self, *, seed):
+        self.side, self.place, self.has_key = random.Random(seed).choice(["left", "right"]), "hall", False
+        return f"You are in the hall with a locked chest. It smells of iron from the {self.side}.", {}
+
+    def step(self, action):
+        if self.place == "hall" and action in ("go left", "go right"):
+            self.place = action.removeprefix("go ")
+            text = "A key lies here." if self.place == self.side and not self.has_key else "The room is empty."
+            return text, 0.0, False, False, {}
+        if action == "take key" and self.place == self.side and not self.has_key:
+            self.has_key = True
+            return "You have the key.", 0.0, False, False, {}
+        if action == "go back" and self.place != "hall":
+            self.place = "hall"
+            return "You are in the hall.", 0.0, False, False, {}
+        if action == "open chest" and self.place == "hall" and self.has_key:
+            return "It is full of gold.", 1.0, True, False, {}
+        return "That does not work.", 0.0, False, False, {}
+
+
+class HouseTool(EnvironmentTool):
+    tag = "search"
+
+    def make(self, context):
+        return House()
+'''
+
+
+def player(prompts: list):
+    """Goes where the prompt says that the key is: it wins only if the prompt is of the environment that it plays."""
+
+    def script(prompt_id, path, turn):
+        [question] = [p.messages[-1]["content"] for p in prompts if p.prompt_id == prompt_id]
+        side = "left" if "from the left" in question else "right"
+        moves = f"go {side}", "take key", "go back", "open chest"
+        return (f"<search>{moves[turn]}</search>" if turn < 4 else ANSWER), 1.0
+
+    return script
+
+
+def test_a_text_game_is_won_from_the_first_observation_in_the_prompt(tmp_path):
+    file, rows, out = (tmp_path / name for name in ("house.py", "rows.jsonl", "train.jsonl"))
+    file.write_text(HOUSE)
+    rows.write_text(
+        '{"prompt": "Open the chest.", "answer": "gold"}\n{"question": "{observation} Well?", "answer": "1"}\n'
+    )
+    command = [sys.executable, "-m", "extras.tools.environment", f"{file}:HouseTool", str(rows), "--out", str(out)]
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([*command, "--seeds", "8"], check=True, cwd=root)
+    prompts = load_prompts(out)
+    texts = [prompt.messages[-1]["content"] for prompt in prompts]
+    assert texts[0].startswith("Open the chest.\n\nYou are in the hall") and texts[8].endswith(" Well?")
+    assert {text.count("iron from the left") for text in texts} == {0, 1} and len(prompts) == 16
+    tool = find("tools.names", f"{file}:HouseTool", {})()
+    prompts = [replace(p, tools=("search",), token_ids=tuple(CODEC.render_prompt(p.messages))) for p in prompts]
+    always = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
+    groups = play(player(prompts), tools=[tool], cfg=CFG, prompts=prompts, branching=always, seed=5)
+    ends = [t.tool_calls[-1].info for group in groups for t in group.trajectories]
+    assert len(ends) == 16 * CFG.group_size and all(info["return"] == 1.0 and info["terminated"] for info in ends)
+
+
+# ---- OpenEnv
+
+
+def test_a_step_result_of_openenv_is_a_step():
+    """The client's own class where it is installed; it has these fields."""
+    try:
+        from openenv.core.client_types import StepResult
+    except ImportError:
+        from dataclasses import make_dataclass
+
+        StepResult = make_dataclass("StepResult", ["observation", ("reward", float, None), ("done", bool, False)])
+
+    class Client:
+        walk, is_open = Walk(goal=2), True
+
+        def reset(self, **options):
+            return StepResult(self.walk.reset(**options)[0])
+
+        def step(self, action):
+            place, reward, reached, _, _ = self.walk.step(action["by"])
+            return StepResult(place, reward or None, reached)
+
+        def close(self):
+            self.walk.close()
+
+    class Remote(WalkTool):
+        def make(self, context):
+            return FromOpenEnv(Client(), to_action=lambda by: {"by": by})
+
+    context = ToolContext("p", "0", 0, seed=3, row={"goal": 2})
+    actions = ["look", *["1"] * 6]
+    before = Walk.num_open
+    assert alone(Remote(), context, actions) == alone(WalkTool(), context, actions)
+    assert Walk.num_open == before - 1  # the client was closed
