@@ -34,7 +34,7 @@ class Band(NamedTuple):
 
 BANDS = (
     Band("entropy", "loss/entropy", 1 / 3, 3.0),
-    Band("gradient norm", "optim/grad_norm", 0.0, 3.0),
+    Band("gradient norm", "optim/grad_norm", 0.0, 2.5),
     Band("response length", "response/tokens", 1 / 2, 2.0),
     Band("share of calls that ran", "", 0.7, inf),  # malformed ones and those over a limit do not
 )

@@ -33,10 +33,10 @@ READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 # What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
 ALWAYS = {
     "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
-    "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s",
+    "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best stop_on_collapse",
     "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
-    "data": "train valid num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
+    "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
     "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
     "answer_reserve_tokens carry_over dispatch",
