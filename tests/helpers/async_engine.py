@@ -41,6 +41,24 @@ def allow_async_scheduling() -> None:
     torch.cuda.stream = contextlib.nullcontext
 
 
+def sample_as_on_a_gpu(rank: int, *, is_async: bool = False) -> None:
+    """Let the engines of this process draw their noise as on a GPU."""
+    prepare_for_vllm()
+
+    def install(self, worker) -> None:
+        assert worker.model_runner.use_async_scheduling == is_async
+        worker.model_runner.sampler.gather_logprobs = self.gather_logprobs
+        install_noise_hook(worker.model_runner)
+
+    Engine.install_sampler_hooks = install
+
+
+def sample_and_schedule_as_on_a_gpu(rank: int) -> None:
+    """The same, and let them prepare each step before the one before it is done."""
+    sample_as_on_a_gpu(rank, is_async=True)
+    allow_async_scheduling()
+
+
 def finish(engine: Engine, done: dict) -> None:
     while engine.num_running:
         for chunk in engine.step():
