@@ -15,6 +15,7 @@ import json
 import logging
 import pickle
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.safe_reader import SafeReader
+from arpo.checkpoint.writer import MeasuredWriter
 from arpo.config.bounded import read_json
 from arpo.errors import UserError
 from arpo.model import Policy
@@ -52,7 +54,6 @@ class Checkpoints:
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2):
         """keep: number of newest checkpoints that stay when another one is saved, >= 2: a broken one has a fallback."""
         self.folder, self.ranks, self.keep = folder, ranks, keep
-        self.my_files = slice(ranks.rank, None, ranks.world_size)  # this rank's share of a folder's sorted files
         self.progress: dict = {}
         """The `progress` given to `save`, as `resume` has found it; empty where there was none."""
         self.rank_files: list[Path] = []
@@ -81,32 +82,32 @@ class Checkpoints:
         num_trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
         self._require_space(BYTES_PER_PARAMETER * num_trained)
         random_states = self.ranks.all_gather_objects(_random_state())
+        writer = MeasuredWriter(temporary)
         try:
-            self.together(temporary, self._begin, temporary, random_states, progress or {})
+            self.together(temporary, self._begin, writer, random_states, progress or {})
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
-                dcp.save(_state(policy, optimizer, critic), checkpoint_id=temporary)
+                dcp.save(_state(policy, optimizer, critic), storage_writer=writer)
             if rank_file is not None:
-                self.together(temporary, (temporary / RANK_FILE.format(rank=self.ranks.rank)).write_bytes, rank_file)
-            names = self.ranks.from_rank_0(manifest.files_of(temporary))
-            measured = self.together(temporary, manifest.measure, temporary, names[self.my_files])
-            files = {name: entry for part in measured for name, entry in part.items()}
-            self.together(temporary, self._publish, temporary, final, step, files)
+                self.together(temporary, writer.write, RANK_FILE.format(rank=self.ranks.rank), rank_file)
+            # Each rank names its own: on a network's disk another may not see them for a minute.
+            files = self.ranks.all_gather_objects(writer.files)
+            self.together(temporary, self._publish, temporary, final, step, dict(ChainMap(*files)))
         except NotWritten:
             if self.ranks.is_main:  # the space is for the next try
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         return final
 
-    def _begin(self, temporary: Path, random_states: list[dict], progress: dict) -> None:
+    def _begin(self, writer: MeasuredWriter, random_states: list[dict], progress: dict) -> None:
         if not self.ranks.is_main:
             return
         for stale in self.folder.glob("step_*.tmp"):
             shutil.rmtree(stale)
-        temporary.mkdir(parents=True)
+        writer.path.mkdir(parents=True)
         states = io.BytesIO()  # torch.save to a full disk raises no OSError
         torch.save(random_states, states)
-        (temporary / RANDOM_STATES).write_bytes(states.getbuffer())
-        (temporary / PROGRESS).write_text(json.dumps(progress))
+        writer.write(RANDOM_STATES, states.getbuffer())
+        writer.write(PROGRESS, json.dumps(progress).encode())
 
     def _publish(self, temporary: Path, final: Path, step: int, files: manifest.Files) -> None:
         if not self.ranks.is_main:
@@ -157,10 +158,10 @@ class Checkpoints:
 
     def _newest_intact(self) -> Path | None:
         """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
-        broken = []
+        broken, mine = [], slice(self.ranks.rank, None, self.ranks.world_size)
         for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self.all()]):
             folder = self.folder / name
-            problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, self.my_files))
+            problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, mine))
             if any(problems):
                 broken.append((folder, next(filter(None, problems))))
                 continue

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from arpo.config.bounded import read_json
@@ -22,18 +21,6 @@ def step_of(folder: Path) -> int:
     """Return the step of a checkpoint's folder: step_000100 -> 100; -1 for any other name."""
     number = folder.name.removeprefix("step_")
     return int(number) if number.isdecimal() else -1
-
-
-def files_of(folder: Path) -> list[str]:
-    """Return the sorted names of all files below the folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def measure(folder: Path, names: Sequence[str]) -> Files:
-    """Flush these files to disk, and return their sizes and checksums by name."""
-    for name in names:
-        sync(folder / name)
-    return {name: size_and_checksum(folder / name) for name in names}
 
 
 def write(folder: Path, step: int, files: Files) -> None:
