@@ -1,11 +1,12 @@
 """Speed of the update on Qwen2.5's shapes with random weights: what share of the device's own matrix rate it reaches.
 
-    python benchmarks/update_mfu.py [--quick] [--shape 0.5b|1.5b|7b]          (on the GPU if there is one)
+    python benchmarks/update_mfu.py [--quick] [--shape 0.5b|0.6b|1.5b|4b|7b]          (on the GPU if there is one)
 
-One rank, FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), each layer recomputed, chunked head, one
-packed micro-batch. Counted are the operations that the result needs (PaLM's model FLOPs, appendix B): 2 per weight and
-token forward and twice that backward, the head for loss tokens only, causal attention within rows; recomputation is
-not counted. `ratio` = that rate / the rate of one large matrix product in the same dtype, measured in the same run.
+One rank, or those of torchrun; FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), each layer
+recomputed, chunked head, one packed micro-batch on each rank. Counted are the operations that the result needs (PaLM's
+model FLOPs, appendix B): 2 per weight and token forward and twice that backward, the head for loss tokens only, causal
+attention within rows; recomputation is not counted. `ratio` = that rate / the rate of one large matrix product in the
+same dtype, measured in the same run.
 `compile_ratio` = time of the step / its time with model.compile=layers.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -30,30 +32,22 @@ from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
 from arpo.ranks import Ranks, init
 from benchmarks.shared.cost_model import Shape
+from benchmarks.shared.shapes import SHAPES, config_of
 
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 
-
-SHAPES = {
-    "tiny": Shape(128, 512, 2, 4, 2, 32, 4096, True),
-    "0.5b": Shape(896, 4864, 24, 14, 2, 64, 151_936, True),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151_936, True),
-    "7b": Shape(3584, 18_944, 28, 28, 4, 128, 152_064, False),
-}
+PUBLISHED = {("0.6b", 1): 11_900, ("4b", 8): 26_000}
+"""Tokens per second of prime-rl's trainer by shape and H100s, rows of 16,384 tokens, as its repository gives them."""
 
 
 def build_policy(shape: Shape, cfg: ModelConfig, ranks: Ranks) -> Policy:
     """Load a policy as `load_policy` does, with small random numbers as its weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied, max_position_embeddings=32_768,
-    )  # fmt: skip
+    config = config_of(shape)
     config._attn_implementation = attention_implementation(cfg, ranks.device)
     with torch.device("meta"):
-        hf = Qwen2ForCausalLM(config)
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     policy = Policy(hf).train()
     shard(policy, hf, cfg, ranks.mesh, ranks.device)
     torch.manual_seed(0)
@@ -73,11 +67,11 @@ def one_micro(num_rows: int, num_prompt: int, num_response: int, shape: Shape, d
 
 def flops(shape: Shape, num_rows: int, num_prompt: int, num_response: int) -> float:
     """Forward and backward of one micro-batch."""
-    kv = shape.hidden * shape.kv_heads // shape.heads
-    per_layer = 2 * shape.hidden * (shape.hidden + kv) + 3 * shape.hidden * shape.intermediate  # weights
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    per_layer = 2 * shape.hidden * (q + kv) + 3 * shape.hidden * shape.intermediate  # weights
     length = num_prompt + num_response
     matrices = 2 * shape.layers * per_layer * num_rows * length
-    attention = 2 * 2 * shape.layers * shape.hidden * num_rows * length**2 / 2  # QK and PV, the causal half
+    attention = 2 * 2 * shape.layers * q * num_rows * length**2 / 2  # QK and PV, the causal half
     head = 2 * shape.hidden * shape.vocab * num_rows * num_response
     return 3 * (matrices + attention + head)
 
@@ -115,9 +109,10 @@ def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.de
         return "out of memory"
 
 
-def measure(name: str, ranks: Ranks, repeats: int) -> dict:
+def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
     shape, device = SHAPES[name], ranks.device
     sizes = (2, 32, 96) if name == "tiny" else (4, 512, 3584)
+    sizes = (1, row_tokens // 16, row_tokens - row_tokens // 16) if row_tokens else sizes
     cfg = ModelConfig(compute_dtype="bfloat16" if device.type == "cuda" else "float32")
     dtype = getattr(torch, cfg.compute_dtype)
     peak = matmul_tflops(device, dtype, repeats)
@@ -135,12 +130,14 @@ def measure(name: str, ranks: Ranks, repeats: int) -> dict:
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     rate = flops(shape, *sizes) / step_s / 1e12
     result = {"name": "update_mfu", "ratio": rate / peak, "ours": rate, "baseline": peak, "unit": "TFLOP/s"}
-    result |= {"shape": name, "step_s": step_s, "tokens_per_s": micro.input_ids.numel() / step_s}
+    result |= {"shape": name, "step_s": step_s, "tokens_per_s": ranks.world_size * micro.input_ids.numel() / step_s}
     result |= {"attention": policy.hf.config._attn_implementation, "peak_gib": memory}
     if device.type == "cuda":
         result["gpu"] = torch.cuda.get_device_name()
         if known := [tflops for part, tflops in DATASHEET_TFLOPS.items() if part in result["gpu"]]:
             result["datasheet_mfu"] = rate / known[0]
+        if row_tokens == 16_384 and (name, ranks.world_size) in PUBLISHED:
+            result["prime_rl_tokens_per_s"] = PUBLISHED[name, ranks.world_size]
     for layer in policy.hf.model.layers:
         layer.compile(dynamic=True)
     result["compile_ratio"] = step_s / seconds(step, device, repeats)
@@ -152,12 +149,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; few repeats")
     parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else tiny")
+    parser.add_argument("--row-tokens", type=int, default=0, help="one row of so many tokens")
+    parser.add_argument("--hsdp", action="store_true", help="under torchrun: two copies, each over half of the ranks")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    ranks = init()
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = init(shard_size=num_ranks // 2 if args.hsdp else 0)
     shape = args.shape or (("0.5b" if args.quick else "1.5b") if on_gpu else "tiny")
-    result = measure(shape, ranks, repeats=3 if args.quick else 7)
+    result = measure(shape, ranks, repeats=3 if args.quick else 7, row_tokens=args.row_tokens)
     ranks.close()
+    if not ranks.is_main:
+        return
     print(f"{shape} with {result['attention']}: {result['tokens_per_s']:.0f} tokens/s, {result['peak_gib']:.1f} GiB")
     print(f"{result['ours']:.3g} of {result['baseline']:.3g} TFLOP/s that a matrix product reaches")
     print(f"with model.compile=layers {result['compile_ratio']:.2f} times as fast")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.async_engine import sample_and_schedule_as_on_a_gpu, sample_as_on_a_gpu
+from helpers.models import searching_model
 from helpers.ranks import script_on_ranks, wait_for_all
 from helpers.runs import learnt
 from helpers.toy_run import build_toy_world
@@ -23,7 +24,9 @@ TIMING = ("tokens/prefilled", "tokens/cached", "tokens/prefix_cached_share", "gr
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    return build_toy_world(tmp_path_factory.mktemp("world"))
+    folder = build_toy_world(tmp_path_factory.mktemp("world"))
+    searching_model(folder / "model")
+    return folder
 
 
 def run(world: Path, name: str, prepare, *flags: str) -> Path:
@@ -47,7 +50,7 @@ def test_asynchronous_scheduling_changes_no_number_of_a_run(world, flags):
     name = flags[1]
     plain = learnt(run(world, name, sample_as_on_a_gpu, *flags))
     other = learnt(run(world, f"{name}_async", sample_and_schedule_as_on_a_gpu, *flags))
-    assert len(plain) == len(other) >= 4
+    assert len(plain) == len(other) >= 4 and plain[-1]["tools/all/calls"] > 0
     for a, b in zip(plain, other, strict=True):
         assert a.keys() == b.keys()
         different = {n: (a[n], b[n]) for n in a if n not in TIMING and a[n] != pytest.approx(b[n], rel=1e-4, abs=2e-5)}
