@@ -6,6 +6,7 @@ from benchmarks.shared.cost_model import Shape
 
 SHAPES = {
     "tiny": Shape(128, 512, 2, 4, 2, 32, 4096, tied=True, qkv_bias=True),
+    "small": Shape(256, 1024, 4, 4, 2, 64, 4096, tied=True, qk_norm=True),
     "0.5b": Shape(896, 4864, 24, 14, 2, 64, 151_936, tied=True, qkv_bias=True),
     "0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tied=True, qk_norm=True),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151_936, tied=True, qkv_bias=True),
