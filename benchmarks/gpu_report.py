@@ -3,13 +3,14 @@
     python benchmarks/gpu_report.py [--out runs/gpu_report] [--quick] [--only PART ...]          (make gpu)
     python benchmarks/gpu_report.py --device cpu --quick      # tiny shapes, to see that the kit itself works
 
-Every section (a test of tests/test_gpu*.py, or a benchmark) is a process of its own with a time limit, so that one that
-crashes, hangs or runs out of memory takes nothing with it; tests without an engine share one, and are tried again apart
-where they fail there. A section whose packages or GPUs are absent is skipped, and so is what finds no place in
---total-min minutes. OUT/report.json and OUT/report.md are rewritten after each. OUT/logs.txt has what the sections
-wrote, vLLM's words and the stacks of one that hung included, OUT/running.txt that of the one that runs, and
-OUT/machine.txt what there is to know of the machine. --only runs the sections whose names contain a PART and keeps what
-is there of the others, so that a report can be made in several sittings. Exit code 1 where a section failed.
+Every section (a test of tests/test_gpu*.py, a benchmark, a run of train_rl.py, or what takes all GPUs: ranks/) is a
+process of its own with a time limit, so that one that crashes, hangs or runs out of memory takes nothing with it; tests
+without an engine share one, and are tried again apart where they fail there. A section whose packages or GPUs are
+absent is skipped, and so is what finds no place in --total-min minutes. OUT/report.json and OUT/report.md are rewritten
+after each. OUT/logs.txt has what the sections wrote, vLLM's words and the stacks of one that hung included,
+OUT/running.txt that of the one that runs, and OUT/machine.txt what there is to know of the machine. --only runs the
+sections whose names contain a PART and keeps what is there of the others, so that a report can be made in several
+sittings. Exit code 1 where a section failed.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PART", help="sections whose names contain one of these")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"))
     parser.add_argument("--limit-s", type=float, help="time limit of each section instead of its own")
-    parser.add_argument("--total-min", type=float, default=25.0, help="time limit of all sections together")
+    parser.add_argument("--total-min", type=float, default=45.0, help="time limit of all sections together")
     parser.add_argument("--list", action="store_true", help="the names of all sections, and nothing else")
     args = parser.parse_args()
     chosen = [s for s in sections(args.device) if not args.only or any(part in s.name for part in args.only)]

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arpo.ranks import init
 
+ROOT = Path(__file__).resolve().parents[2]
 SILENCE_S, WAIT_S, START_S = 10.0, 30.0, 240.0
 GONE = r"error \(rank \d+\): rank \d+ \(.*(is gone|no sign of life for 10 s)"
 CASES = {

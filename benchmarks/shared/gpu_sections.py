@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_report.py runs: the tests of tests/test_gpu*.py and the benchmarks that want a GPU."""
+"""What benchmarks/gpu_report.py runs: tests/test_gpu*.py, benchmarks that want a GPU, train_rl.py, all GPUs at once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Section:
 
 def sections(device: str) -> list[Section]:
     """Return the parts of the report, those that are worth most first: a loan may end before the last of them."""
-    tests, speeds = tests_of_gpu(), speed_sections(device)
+    found = [*tests_of_gpu(), *speed_sections(device), *run_sections(device), *rank_sections(device)]
     order = (
         *("correctness/vllm_samples_from_the_weights", "speed/engine_decode_usual", "speed/update_mfu_7b"),
-        *("correctness/", "speed/"),
+        *("run/train_rl_small", "speed/decode_steps", "speed/colocated", "run/", "ranks/", "correctness/", "speed/"),
     )
     rank = lambda section: next(i for i, part in enumerate(order) if section.name.startswith(part))  # noqa: E731
-    return sorted([*tests, *speeds], key=rank)
+    return sorted(found, key=rank)
 
 
 def tests_of_gpu() -> list[Section]:
@@ -56,8 +56,9 @@ def speed_sections(device: str) -> list[Section]:
         command = (f"benchmarks/{script}.py", *arguments, "{quick}")
         return Section(f"speed/{name or script}", command, **options)
 
-    shapes = ("0.5b", "1.5b", "7b") if device == "cuda" else ("tiny",)
-    variants = ("usual", "eager", "synchronous", "noise_loop", "fp8") if device == "cuda" else ("usual", "noise_hook")
+    on_gpu = device == "cuda"
+    shapes = ("0.5b", "1.5b", "7b") if on_gpu else ("tiny",)
+    variants = ("usual", "eager", "synchronous", "noise_loop", "fp8") if on_gpu else ("usual", "noise_hook")
     return [
         *(benchmark("update_mfu", "--shape", shape, name=f"update_mfu_{shape}") for shape in shapes),
         *(benchmark(name) for name in ("attention_backends", "optimizer_step", "tree_training", "head_memory")),
@@ -66,4 +67,49 @@ def speed_sections(device: str) -> list[Section]:
             for variant in variants
         ),
         *(benchmark(name, needs=("vllm",)) for name in ("weight_sync", "rollout_streaming")),
+        # one row of 16k tokens, to compare with what prime-rl publishes
+        *([benchmark("update_mfu", *PUBLISHED, "0.6b", name="update_mfu_0.6b_16k")] if on_gpu else []),
+        benchmark("gpu/decode_steps", name=f"decode_steps_{shapes[-1]}", needs=("vllm",)),
+        # a 7B's training state needs eight GPUs: here it is the 0.5B's, beside a ballast
+        benchmark("gpu/colocated", "--trained", shapes[0], name=f"colocated_{shapes[-1]}", needs=("vllm",)),
+    ]
+
+
+PUBLISHED = ("--row-tokens", "16384", "--shape")
+OF_TRAIN_RL = ("vllm", "tyro", "tantivy", "math_verify", "pyarrow")
+
+
+def run_sections(device: str) -> list[Section]:
+    """Return runs of train_rl.py, on one GPU and on all."""
+
+    def run(name: str, *flags: str, **options) -> Section:
+        command = ("benchmarks/gpu/run_rl.py", "{quick}", *flags)
+        return Section(name, command, OF_TRAIN_RL, limit_s=600, **options)
+
+    large = "0.5b" if device == "cuda" else "small"
+    return [
+        run("run/train_rl_small"),
+        *([run("run/train_rl_0.5b", "--shape", "0.5b")] if device == "cuda" else []),
+        run("ranks/train_rl", "--ranks", "0", "--shape", large, num_gpus=2),
+        run("ranks/train_rl_tensor_parallel", "--ranks", "0", "--engine.tensor_parallel", "2", num_gpus=2),
+    ]
+
+
+def rank_sections(device: str) -> list[Section]:
+    """Return what needs several GPUs, and takes all there are."""
+    on_gpu = device == "cuda"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "gpu" if on_gpu else "2")
+
+    def ranks(script: str, name: str, *flags: str, **options) -> Section:
+        options = {"num_gpus": 2, "limit_s": 600} | options
+        return Section(f"ranks/{name}", (*torchrun, f"benchmarks/{script}.py", "{quick}", *flags), **options)
+
+    shape = "7b" if on_gpu else "tiny"
+    eight = {"num_gpus": 8 if on_gpu else 2}  # else its training state would not fit
+    return [
+        ranks("update_mfu", f"update_mfu_{shape}", "--shape", shape, **eight),
+        ranks("update_mfu", f"update_mfu_{shape}_hsdp", "--shape", shape, "--hsdp", **eight),
+        *([ranks("update_mfu", "update_mfu_4b_16k", *PUBLISHED, "4b", num_gpus=4)] if on_gpu else []),
+        ranks("gpu/colocated", f"colocated_{shape}", "--shape", shape, needs=("vllm",), **eight),
+        Section("ranks/lost", ("benchmarks/gpu/lost_ranks.py", "{quick}"), limit_s=600, num_gpus=2),
     ]

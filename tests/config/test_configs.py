@@ -256,6 +256,16 @@ def test_a_baseline_is_grpo_with_its_own_loss_and_advantage(algorithm, model):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ["arpo", "aepo", "grpo", "arpo_top"])
+def test_the_fast_variant_goes_after_any_model_and_algorithm_and_changes_nothing_else(algorithm, model):
+    cfg = load_config(RLConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, algorithm, "no_waits")])
+    usual = rl(algorithm, model)
+    assert cfg.rollout == replace(usual.rollout, dispatch="pull", carry_over=1)
+    assert cfg.loss == replace(usual.loss, rollout_correction="tis")
+    assert replace(cfg, rollout=usual.rollout, loss=usual.loss, run=usual.run) == usual
+
+
 def test_the_smoke_run_is_small_enough_for_one_gpu():
     cfg = load_config(RLConfig, [str(CONFIGS / "smoke.yaml")])
     trajectories = cfg.run.num_steps * cfg.data.num_prompts_per_step * cfg.rollout.group_size
