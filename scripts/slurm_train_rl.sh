@@ -64,11 +64,13 @@ await() {
 }
 
 # One torchrun per node. The first one keeps the store at which all meet: it is told so, because torchrun would find out
-# by comparing host names, which fails where the node's own name differs from Slurm's.
+# by comparing host names, which fails where the node's own name differs from Slurm's. Slurm's name is also the address
+# that the ranks get: in a container the node's own one may mean nothing to the others.
 # The wish to stop goes past torchrun, which would kill its ranks 30 s later and then fail; it is sent again until no rank
 # is left, because one that is still loading does not hear it. TERM is what Slurm sends for a preemption.
 node() {
-  (trap '' USR1 && exec torchrun --rdzv_conf "is_host=$((SLURM_NODEID == 0))" "$@") &
+  (trap '' USR1 && exec torchrun --rdzv_conf "is_host=$((SLURM_NODEID == 0))" \
+    ${SLURMD_NODENAME:+--local_addr "$SLURMD_NODENAME"} "$@") &
   agent=$!
   trap 'signalled=1; while pkill -USR1 -P "$agent" -f "$script"; do sleep 5; done' USR1 TERM
   await "$agent"

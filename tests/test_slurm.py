@@ -31,7 +31,7 @@ srun() {
   while [[ $1 == -* ]]; do options+=("$1"); shift; done
   echo "srun ${options[*]}"
   if [ "$1" = redis-server ]; then echo "redis-server reads: $(cat | tr '\n' ';')"; return; fi
-  for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done
+  for SLURM_NODEID in 0 1; do export SLURM_NODEID SLURMD_NODENAME="node0$((7 + SLURM_NODEID))"; "$@"; done
 }
 torchrun() { echo "torchrun $* [gloo on ${GLOO_SOCKET_IFNAME:-any}]"; }
 export -f scontrol srun torchrun
@@ -56,8 +56,8 @@ def test_every_node_gets_one_torchrun_and_the_first_one_hosts_the_meeting(tmp_pa
     )
     assert dry_run(tmp_path, "configs/qwen3_8b.yaml", "configs/aepo.yaml", "--run.name", "my run") == [
         "srun --kill-on-bad-exit=1",
-        f"torchrun --rdzv_conf is_host=1 {common}",
-        f"torchrun --rdzv_conf is_host=0 {common}",
+        f"torchrun --rdzv_conf is_host=1 --local_addr node07 {common}",
+        f"torchrun --rdzv_conf is_host=0 --local_addr node08 {common}",
     ]
 
 

@@ -105,13 +105,15 @@ def silence() -> Iterator[None]:
 
 
 def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:
-    """Return an error in one line that names the cause of a failed start and its cure; None for a bug."""
+    """Return an error in one line that names the cause of a failed start and its cure; None: a bug, or a lost peer."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     text = " <- ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
+    if re.search(r"\bgloo\b.*Connection (closed|reset)", text):
+        return None  # another rank's start has failed: it says why, and arpo/ranks/peers.py which it was
     if not on_gpu and re.search(r"KV.?cache|cache blocks", text, re.IGNORECASE):  # not a path with "cache" in it
         return UserError(f"the KV cache is too small; raise engine.kv_cache_gib ({text[:300]})")
     for pattern, (what, cure) in START_FAILURES.items() if on_gpu else ():

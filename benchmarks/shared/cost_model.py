@@ -312,9 +312,9 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
     shards = num_shards(work, hw)
     gather = gather_seconds(shape, BF16, hw, shards)
     reduce = gather_seconds(shape, FP32, hw, shards)
-    if shards < num_gpus:  # copies: the shards' gradients are summed over them, once per micro-batch
-        copies = num_gpus / shards
-        reduce += 2 * FP32 * shape.parameters / shards * (1 - 1 / copies) / (hw.link_share * hw.network_gb_s * 1e9)
+    # copies of the model: the shards' gradients are summed over them, once per mini-batch (0 where there is one copy)
+    sent = 2 * FP32 * shape.parameters / shards * (1 - shards / num_gpus)
+    between = sent / (hw.link_share * hw.network_gb_s * 1e9)
 
     def exposed(compute: float, collectives: float) -> float:
         return collectives - min(hw.overlap * collectives, compute)
@@ -323,7 +323,8 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
     old_exposed = exposed(forward, micros * gather)
     passes = (4 if work.recompute_every_n_layers else 3) * (1 + work.critic) * work.num_epochs
     update = passes * forward
-    update_exposed = exposed(update, work.num_epochs * (1 + work.critic) * micros * (2 * gather + reduce))
+    collectives = micros * (2 * gather + reduce) + minibatches * between
+    update_exposed = exposed(update, work.num_epochs * (1 + work.critic) * collectives)
     optimizer = minibatches * work.num_epochs * 7 * FP32 * shape.parameters / shards / (hw.memory_gb_s * 1e9)
     old = models * (forward + old_exposed)
     return old, update + update_exposed + optimizer, models * old_exposed + update_exposed

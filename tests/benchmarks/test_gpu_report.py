@@ -134,7 +134,9 @@ def test_what_sections_wrote_is_kept_but_for_the_beginning_of_what_is_long(tmp_p
 def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_hold():
     names = [section.name for section in gpu_report.sections("cuda")]
     assert len(names) == len(set(names)) > 12
-    for part in ("fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
+    for part in ("run/train_rl_0.5b", "decode_steps_7b", "colocated_7b", "ranks/update_mfu_7b_hsdp", "ranks/lost",
+                 "ranks/train_rl_tensor_parallel", "mfu_0.6b_16k",
+                 "fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
                  "attention_backends", "optimizer_step",
                  "tree_training", "head_memory", "weight_sync", "rollout_streaming", "engine_decode_fp8"):  # fmt: skip
         assert any(part in name for name in names), part
@@ -143,20 +145,37 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
         assert (ROOT / script).exists(), script
 
 
+def run_kit(folder: Path, *parts: str) -> dict[str, dict]:
+    """Run these sections on the CPU, all of which must pass; return their results."""
+    command = [sys.executable, "benchmarks/gpu_report.py", "--device", "cpu", "--quick", "--out", str(folder)]
+    command += ["--limit-s", "900", "--total-min", "60"]  # of a machine that may be busy with other things
+    done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=3600)
+    outcomes = gpu_report.read_outcomes(folder)
+    failed = [(o.name, o.reason) for o in outcomes if o.status != "passed"]
+    assert failed == [], done.stdout + (folder / gpu_report.LOGS).read_text()[-6000:]
+    assert done.returncode == 0
+    assert all(any(part in o.name for o in outcomes) for part in parts), [o.name for o in outcomes]
+    return {o.name: o.result for o in outcomes}
+
+
 @pytest.mark.slow
 def test_the_kit_runs_on_the_cpu(tmp_path):
     """All that needs no vLLM, whose sections the engine's own tests and benchmarks cover here."""
-    parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "mfu", "backends"]
-    parts.append("optimizer")
-    command = [sys.executable, "benchmarks/gpu_report.py", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    command += ["--limit-s", "600", "--total-min", "60"]  # of a machine that may be busy with other things
-    done = subprocess.run([*command, "--only", *parts], cwd=ROOT, capture_output=True, text=True, timeout=3600)
-    outcomes = gpu_report.read_outcomes(tmp_path)
-    assert [(o.name, o.reason) for o in outcomes if o.status != "passed"] == [], done.stdout
-    assert done.returncode == 0
-    assert all(any(part in o.name for o in outcomes) for part in parts), [o.name for o in outcomes]
-    results = {o.name: o.result for o in outcomes}
+    parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "speed/update_mfu"]
+    results = run_kit(tmp_path, *parts, "backends", "optimizer")
     mfu, attention = results["speed/update_mfu_tiny"], results["speed/attention_backends"]
     assert mfu["name"] == "update_mfu" and 0 < mfu["ratio"] < 1
     assert attention["name"] == "attention_backends" and attention["auto"] == "sdpa" and attention["difference"] < 1e-5
     assert results["speed/optimizer_step"]["numbers"] > 10**6
+
+
+@pytest.mark.slow
+def test_the_kits_runs_of_training_and_what_takes_all_gpus_run_on_the_cpu(tmp_path):
+    pytest.importorskip("vllm")
+    results = run_kit(tmp_path, "run/", "ranks/", "decode_steps", "colocated")
+    assert [results[f"ranks/{name}"]["ranks"] for name in ("train_rl", "train_rl_tensor_parallel")] == [2, 2]
+    for name in ("run/train_rl_small", "ranks/train_rl", "ranks/train_rl_tensor_parallel"):
+        assert results[name]["tools/all/calls"] > 0 and 0 <= results[name]["mismatch/kl"] < 1e-5, name
+    assert "rank 1" in results["ranks/lost"]["killed"]
+    assert results["speed/colocated_tiny"]["ours"] > 0 and results["ranks/colocated_tiny"]["all_gather_gb_s"] > 0
+    assert results["speed/decode_steps_tiny"]["step_ms_16"] > results["speed/decode_steps_tiny"]["ours_ms_16"] > 0

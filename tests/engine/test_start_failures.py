@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.ranks import ROOT
+from helpers.torchrun import torchrun
 from transformers import Lfm2Config, Qwen3_5Config
 
 from arpo.config.sections import EngineConfig
@@ -86,8 +88,39 @@ def test_the_cause_of_the_cause_counts():
         assert "install gcc" in str(explain(error, on_gpu=True))
 
 
-def test_a_bug_stays_a_bug():
+def test_a_bug_stays_a_bug_and_a_lost_peer_one():
+    lost = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30861"
+    assert explain(RuntimeError(lost), on_gpu=True) is explain(RuntimeError(lost), on_gpu=False) is None
     assert explain(AttributeError("'NoneType' object has no attribute 'x'"), on_gpu=True) is None
+
+
+WORKER = """
+import sys
+from arpo import ranks
+from arpo.config.load import run_or_exit
+from arpo.config.sections import EngineConfig
+from arpo.engine import Engine
+from arpo.errors import UserError
+
+def main(model):
+    dist = ranks.init()
+    if dist.rank == 1:
+        raise UserError("the GPU's memory is full")
+    Engine(model, EngineConfig(dtype="float32", kv_cache_gib=0.03), max_model_len=64, seed=0)
+
+run_or_exit(main, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_on_one_rank_ends_all_with_its_own_line(tiny_model_dir, tmp_path):
+    pytest.importorskip("vllm")
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    output, _ = torchrun(str(script), str(tiny_model_dir), within=("env", f"PYTHONPATH={ROOT}")).communicate(
+        timeout=600
+    )
+    assert "error (rank 1): the GPU's memory is full" in output and "cannot load this model" not in output, output
 
 
 def test_on_the_cpu_a_small_kv_cache_has_its_own_knob():
