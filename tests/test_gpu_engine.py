@@ -94,6 +94,14 @@ def test_vllm_samples_as_before_without_graphs_or_asynchronous_scheduling(start,
     assert same >= len(usual) // 2, (same, len(usual))
 
 
+@needs_gpu
+def test_vllm_samples_the_same_however_prompts_are_cut_into_chunks(start):
+    """The noise of a row depends on its seed and position alone."""
+    whole, cut = sample(start()), sample(start(max_num_batched_tokens=32))
+    same = sum(whole[request_id][0] == cut[request_id][0] for request_id in whole)
+    assert same >= len(whole) // 2, (same, len(whole))  # float noise may turn a token
+
+
 def test_vllm_gives_a_second_engine_the_memory_of_a_closed_one(start):
     first = sample(start(), temperature=0.0)
     used = torch.cuda.mem_get_info()[0] if ON_GPU else 0
