@@ -84,7 +84,8 @@ def launch(folder: Path, num_ranks: int, argv: list[str], *, kill_after_step: in
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     log, metrics, started, start_s = folder / "log", folder / "runs" / "run" / "metrics.jsonl", time.monotonic(), 0.0
-    with log.open("w") as output:
+    log.unlink(missing_ok=True)
+    with log.open("ab") as output:  # at its end: vLLM opens it once more
         command = [*torchrun, "train_rl.py", *argv]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
     try:
