@@ -83,7 +83,7 @@ def math_equal(prediction: str, answer: str) -> bool:
     numbers = _rational(prediction), _rational(answer)
     if None not in numbers:
         if numbers[0] == numbers[1] or not ("/" in prediction + answer or "\\" in prediction + answer):
-            return numbers[0] == numbers[1]
+            return numbers[0] == numbers[1] or _is_rounding(prediction, answer)
     elif re.fullmatch(r"\(?[A-Z]\)?", answer):
         return (option_letter(prediction) or prediction.strip("()")) == answer.strip("()")
     elif _WORDS.fullmatch(answer) or (_LETTERS.fullmatch(answer) and _LETTERS.fullmatch(prediction)):
@@ -137,6 +137,14 @@ def _is_false_equation(text: str) -> bool:
     decimals = len(last.partition(".")[2])
     rounding = Fraction(1, 2 * 10**decimals) if decimals else 0
     return any(abs(value - result) > rounding for side in sides if (value := _rational(side)) is not None)
+
+
+def _is_rounding(text: str, answer: str) -> bool:
+    """Return whether a decimal has six significant digits, and is an answer of more decimals rounded to its own."""
+    (_, _, decimals), digits = text.partition("."), re.sub(r"\D", "", text).lstrip("0")
+    if not decimals or len(digits) < 6 or len(answer.partition(".")[2]) <= len(decimals):
+        return False
+    return abs(_rational(text) - _rational(answer)) <= Fraction(1, 2 * 10 ** len(decimals))
 
 
 def _in_base(digits: str, base: int) -> int | None:

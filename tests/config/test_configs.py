@@ -5,6 +5,7 @@ And whether the real architectures (on the meta device) fit them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,10 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN2 = QWEN | {"model_type": "qwen2", "max_position_embeddings": 32768}
 QWEN3 = QWEN | {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_5 = QWEN3 | {
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "max_position_embeddings": 262144,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
 LLAMA_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -53,13 +58,18 @@ MODELS = {  # config.json as published, and the number of parameters
     ),
     "qwen3_8b": (QWEN3 | shape(4096, 12288, 36, 32, 8), 8_190_735_360),
     "qwen3_14b": (QWEN3 | shape(5120, 17408, 40, 40, 8), 14_768_307_200),
+    "qwen3.5_4b": (QWEN3_5 | shape(2560, 9216, 32, 16, 4) | {"tie_word_embeddings": True}, 4_205_751_296),
+    "qwen3.5_9b": (QWEN3_5 | shape(4096, 12288, 32, 16, 4), 8_953_803_264),  # without the vision tower
 }  # fmt: skip
 REASONING = (128, 16, 16, 8, 1536, 4096, 2, "dongguanting/ARPO-RL-Reasoning-10K")
+DEEP_SEARCH = (128, 16, 16, 8, 2000, 10000, 5, "dongguanting/ARPO-RL-DeepSearch-1K")
 SETTINGS = {  # prompts per step and mini-batch, group, initial rollouts, prompt, response, epochs, file: ALGORITHMS 2
     "qwen2.5_3b": REASONING,
     "qwen2.5_7b": REASONING,
     "llama3.1_8b": REASONING,
-    "qwen3_8b": (128, 16, 16, 8, 2000, 10000, 5, "dongguanting/ARPO-RL-DeepSearch-1K"),
+    "qwen3_8b": DEEP_SEARCH,
+    "qwen3.5_4b": DEEP_SEARCH,
+    "qwen3.5_9b": DEEP_SEARCH,
     "qwen3_14b": (64, 8, 12, 6, 2000, 6192, 5, "dongguanting/ARPO-RL-DeepSearch-1K"),
 }
 NUM_GPUS, GPU_BYTES = 8, 80e9
@@ -108,7 +118,9 @@ def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
     search = cfg.tools.search  # Bing through Bright Data, with a cache that fills: what is recorded is far too little
     assert (search.backend, search.location, search.mode) == ("brightdata", "cn", "record")
     assert search.cache == "data/search_cache.sqlite" and not search.read_pages
-    assert cfg.model.path == f"runs/{sft(model).run.name}/hf"
+    needs_no_sft = cfg.protocol.format != "tags"
+    assert cfg.model.path == (sft(model).model.path if needs_no_sft else f"runs/{sft(model).run.name}/hf")
+    assert cfg.data.system_prompt == ("default" if needs_no_sft else "keep")
     assert cfg.loss.entropy_balanced_clipping == cfg.loss.entropy_balanced_advantage == (algorithm == "aepo")
     selector = {"grpo": "none"}.get(algorithm, algorithm)
     assert (cfg.branching.selector, cfg.branching.dynamic_budget) == (selector, algorithm == "aepo")
@@ -282,3 +294,26 @@ def test_the_family_of_arpo_goes_after_every_models_file(algorithm, model):
     assert (cfg.advantage.tree, cfg.loss.ratio_over) == credit
     if algorithm != "dapo":
         assert cfg.branching.num_initial_rollouts == rl("arpo", model).branching.num_initial_rollouts
+
+
+@pytest.mark.parametrize("model", ["qwen3.5_4b", "qwen3.5_9b"])
+def test_the_adapters_of_qwen3_5_go_on_layers_that_it_has(model):
+    docs = (CONFIGS.parent / "docs" / "scale.md").read_text()
+    targets = re.search(r"--model\.lora_targets ([\w ]+)", docs)[1].split()
+    layers = {name.rpartition(".")[2] for name, m in real(model).named_modules() if isinstance(m, torch.nn.Linear)}
+    assert layers - {*targets} == {"in_proj_a", "in_proj_b", "lm_head"} and {*targets} < layers
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "arpo", "aepo"])
+def test_search_r1s_task_goes_before_every_algorithm(algorithm):
+    cfg = rl(algorithm, "search_r1")
+    sizes = (cfg.data.num_prompts_per_step, cfg.update.num_prompts_per_minibatch, cfg.rollout.group_size)
+    assert sizes == (512, 256, 5) and cfg.run.num_steps == 500  # appendix B.2 of the paper
+    assert (cfg.loss.kl_coefficient, cfg.loss.clip_low, cfg.rollout.temperature) == (0.001, 0.2, 1.0)
+    assert (cfg.rollout.max_tool_calls, cfg.rollout.max_result_tokens, cfg.tools.search.num_passages) == (
+        6 if algorithm == "aepo" else 4, 500, 3,
+    )  # fmt: skip
+    assert cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens == 4096
+    assert (cfg.reward.weights, cfg.tools.names) == ({"accuracy": 1.0}, ("search",))
+    asked = load_config(EvalConfig, [str(CONFIGS / "search_r1.yaml"), "--eval.files", "x.parquet"])
+    assert asked.tools == cfg.tools and asked.rollout.temperature == 0

