@@ -158,7 +158,8 @@ def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
         value = words[word] if word in words else read_json(text)
     except ValueError:
         return text
-    return text if isinstance(value, str) or _mismatch(value, inner, schema.parameters, "", 0) else value
+    is_other = isinstance(value, str) or _mismatch(value, inner, schema.parameters, "", 0, iter(range(MAX_VISITS)))
+    return text if is_other else value
 
 
 def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 from helpers.eval_sets import write_sets
+from helpers.families import codec_of
+from helpers.files import write_jsonl
 
+from arpo.config.evals import EvalSection
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
 from arpo.evals.prompts import PROMPTS, asked_as, is_chinese
+from arpo.evals.question_sets import load_sets
 from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.rewards.math_answer import math_accuracy
 from arpo.tools import system_prompt_for
@@ -142,3 +146,13 @@ def test_a_benchmark_is_added_by_one_entry(tmp_path):
     [prompt] = questions("mine", entry, tmp_path)
     assert prompt.messages[-1]["content"] == "Who?" and prompt.answers == ["Ann", "A."]
     assert prompt.meta == {"split": "year 2024"} and prompt.tools == ("search",)
+
+
+def test_a_file_of_several_sources_is_reported_by_source(tmp_path):
+    rows = [{"question": "q?", "answer": "a", "data_source": source} for source in ("nq", "popqa", "nq")]
+    mixed, plain = write_jsonl(tmp_path / "mixed.jsonl", rows), write_jsonl(tmp_path / "plain.jsonl", rows[:1])
+    cfg = EvalSection(files=(str(mixed), str(plain)))
+    sets, _ = load_sets(cfg, codec_of("qwen2_5"), {})
+    assert [[prompt.meta for prompt in one.prompts] for one in sets] == [
+        [{"split": "nq"}, {"split": "popqa"}, {"split": "nq"}], [{}],
+    ]  # fmt: skip
