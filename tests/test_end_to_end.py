@@ -79,7 +79,7 @@ def test_tensorboard_begins_with_charts_of_what_the_run_logged_and_has_histogram
     board.Reload()
     logged = board.Tags()["scalars"]
     empty = [title for title, tags in RL_CHARTS.items() if not any(re.fullmatch(t, n) for t in tags for n in logged)]
-    assert empty == []
+    assert empty == ["accuracy, also by data source"]  # the run's reward does not say what is right
     histograms = {name: board.Histograms(name) for name in board.Tags()["histograms"]}
     assert list(histograms) == ["histogram/reward", "histogram/response_tokens", "histogram/delta_entropy"]
     assert [event.histogram_value.num for event in histograms["histogram/reward"]] == [4 * 8] * 12
