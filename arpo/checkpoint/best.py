@@ -16,7 +16,7 @@ import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.export import point_to
 from arpo.log.metrics_file import rows_until
 
-ACCURACY, NLL = "valid/accuracy", "valid/nll"
+ACCURACY, REWARD, NLL = "valid/accuracy", "valid/reward", "valid/nll"
 
 
 def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
@@ -27,7 +27,7 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     the earlier is. Raises OSError.
     """
     link = run / "best"
-    rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and {ACCURACY, NLL} & {*row}}
+    rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and {REWARD, NLL} & {*row}}
     kept = int(link.resolve().name.removeprefix("best_")) if link.exists() else 0
     if kept and kept not in rows:  # of steps that are to be done again
         link.unlink()
@@ -52,12 +52,12 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
 
 
 def _score(row: dict) -> float:
-    return row[ACCURACY] if ACCURACY in row else -row[NLL]
+    return -row[NLL] if NLL in row else row.get(ACCURACY, row[REWARD])  # a reward of one's own may know no accuracy
 
 
 def _text(row: dict) -> str:
     if ACCURACY not in row:
-        return f"loss {row[NLL]:.4f}"
+        return f"loss {row[NLL]:.4f}" if NLL in row else f"reward {row[REWARD]:+.3f}"
     return f"accuracy {row[ACCURACY]:.3f} [{row[ACCURACY + '_low']:.3f}, {row[ACCURACY + '_high']:.3f}]"
 
 

@@ -48,7 +48,7 @@ class RunConfig:
     """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
     keep_best: bool = True
     """Keep the Hugging Face folder of the best validation too, at DIR/NAME/best: of the validated steps those that are
-    saved, by valid/accuracy (SFT: valid/nll); where two are equal, the earlier."""
+    saved, by valid/accuracy (without one, by valid/reward; SFT: valid/nll); where two are equal, the earlier."""
     stop_on_collapse: bool = False
     """train_rl.py: end the run at an alarm (entropy, gradient norm, response length or share of calls that ran far from
     that of the last steps), without saving that step, and name the newest checkpoint from before."""

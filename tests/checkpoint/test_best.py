@@ -18,7 +18,7 @@ def add_row(run, step: int, accuracy: float | None = None, **values: float) -> N
     """As a run logs a step, with or without a validation."""
     if accuracy is not None:
         around = {"valid/accuracy_low": accuracy - 0.05, "valid/accuracy_high": accuracy + 0.05}
-        values |= {"valid/accuracy": accuracy, **around}
+        values |= {"valid/accuracy": accuracy, "valid/reward": -accuracy, **around}
     run.mkdir(parents=True, exist_ok=True)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, **values}) + "\n")
@@ -53,6 +53,14 @@ def test_the_best_stays_when_its_checkpoint_goes_and_only_a_better_one_takes_its
     ]
     assert said[4].endswith("[0.700, 0.800]; their intervals overlap, it may be chance")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best_000025"]
+
+
+def test_without_an_accuracy_the_best_is_that_of_the_highest_reward(tmp_path):
+    run = tmp_path / "run"
+    for step, reward in ((5, -0.5), (10, 0.25), (15, 0.0)):
+        add_row(run, step, **{"valid/reward": reward})
+    assert keep_best(run, saved(run, 5, 10, 15), 15) == "best validation so far: step 10, reward +0.250"
+    assert kept(run) == "10"
 
 
 def test_scores_that_come_a_rollout_later_count_and_steps_without_an_export_do_not(tmp_path):
