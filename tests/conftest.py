@@ -5,6 +5,7 @@ whose tags are single tokens, and a generation_config: everything that the train
 session-scoped and shared, so do not write into it; `helpers.models.build_tiny_model` makes variants.
 """
 
+import gc
 import os
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from helpers.models import build_tiny_model
+
+gc.disable()  # until pytest_collection_finish: a quarter of what importing the tests computes
 
 LONGEST_FIRST = ["test_end_to_end.py", "test_scripts.py", "test_every_algorithm.py", "test_multi_node.py",
                  "test_checkpoint.py", "test_evaluate.py", "test_sandbox_attacks.py", "test_sandbox_host.py",
@@ -34,6 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_S))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: nobody looks through half a million objects of libraries again, and forks copy none."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

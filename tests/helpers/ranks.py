@@ -1,4 +1,4 @@
-"""Real processes for tests, forked from one warm server that has the slow imports (torch, vLLM) behind it.
+"""Real processes for tests, forked from one warm server that has the slow imports behind it (helpers/preloaded.py).
 
 A child costs tenths of a second instead of the ten that the imports take. Each is a fresh fork of a process that has
 done nothing but import: no state goes from one to the next. The server belongs to the pytest process and ends with it.
@@ -39,23 +39,10 @@ from arpo.ranks import Ranks, init
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
 """Longest time of a script on a machine that is busy with other things. A bound, not an expectation."""
-PRELOADED = [
-    "train_rl",
-    "train_sft",
-    "evaluate",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.generation",
-    "torch.utils.tensorboard",
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.model_executor.models.qwen3",
-]
-"""None of them starts a thread or asks for a device, and so may lie before a fork."""
 SERVER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
@@ -203,7 +190,7 @@ def _script(
 
 def ensure_server() -> None:
     """Start the server unless it runs. It keeps this environment, whatever the first test that needs it has set."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    multiprocessing.set_forkserver_preload(["helpers.preloaded"])
     with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
         forkserver.ensure_running()
 

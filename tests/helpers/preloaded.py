@@ -1,0 +1,31 @@
+"""What the server of ranks imports before it forks (helpers/ranks.py): nothing that starts a thread or wants a device.
+
+A fork that collects garbage would look through all of it, and so copy its pages: two of five seconds of a short run.
+"""
+
+import gc
+import importlib
+
+gc.disable()
+for name in (
+    "train_rl",
+    "train_sft",
+    "evaluate",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.generation",
+    "torch.utils.tensorboard",
+    "typeguard",
+    "tyro._backends._tyro_backend",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+):
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()
+gc.enable()
