@@ -4,18 +4,14 @@ One run shows that a policy learns, and whatever else can be read off it; a seco
 """
 
 import json
-import os
 import re
-import signal
-import time
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from helpers.files import read_jsonl
 from helpers.models import build_tiny_model
-from helpers.ranks import PATIENCE_S, ROOT, run_script, try_script
-from helpers.torchrun import torchrun
+from helpers.ranks import ROOT, run_script, try_script
 from helpers.toy_run import build_toy_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -110,27 +106,6 @@ def test_the_export_is_evaluated_by_the_same_rollout(trained, world):
     assert "| valid | 4 | 2 |" in (run / "report.md").read_text()
 
 
-@pytest.mark.slow
-def test_a_run_killed_under_torchrun_continues_exactly_where_it_was(trained, world):
-    """Killed (-9, all processes) after a checkpoint; the resumed steps equal those of the undisturbed run."""
-    process = torchrun("train_rl.py", str(world / "config.yaml"), "--run.name", "killed")
-    metrics = world / "runs" / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE_S
-    while not (metrics.exists() and '"step": 5' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    resumed = torchrun("train_rl.py", str(world / "config.yaml"), "--run.name", "killed")
-    output, _ = resumed.communicate(timeout=PATIENCE_S)
-    assert resumed.returncode == 0 and "from step 4" in output, output[-4000:]
-    names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "tools/all/calls")
-    whole, continued = read_metrics(trained), read_metrics(world / "runs" / "killed")
-    assert [row["step"] for row in whole] == [row["step"] for row in continued]
-    for a, b in zip(whole, continued, strict=True):
-        assert {n: a[n] for n in names if n in a} == {n: b[n] for n in names if n in b}, a["step"]
-
-
 # ---- one run with adapters, and with one engine for both ranks
 
 
@@ -196,13 +171,3 @@ def test_a_model_folder_without_weights_is_named(world, tmp_path):
     flags = ["--run.name", "bad", "--model.path", str(tmp_path / "empty")]
     done = try_script("train_rl.py", str(world / "config.yaml"), *flags, ranks=1)
     assert done.code == 2 and f"model.path={tmp_path}/empty: no weights" in done.output
-
-
-@pytest.mark.slow
-def test_under_torchrun_too_the_ranks_end_with_code_2_after_one_line(world):
-    flags = ["--run.name", "bad", "--data.train", "nowhere.parquet"]
-    process = torchrun("train_rl.py", str(world / "config.yaml"), *flags)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    [line] = [line for line in output.splitlines() if line.startswith("error")]
-    assert line.startswith("error: ") and "nowhere.parquet" in line, output
-    assert "exitcode  : 2" in output  # torchrun's report of the ranks; its own code is 1
