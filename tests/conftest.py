@@ -19,9 +19,11 @@ from helpers.models import build_tiny_model
 
 gc.disable()  # until pytest_collection_finish: a quarter of what importing the tests computes
 
-LONGEST_FIRST = ["test_end_to_end.py", "test_scripts.py", "test_every_algorithm.py", "test_multi_node.py",
-                 "test_checkpoint.py", "test_evaluate.py", "test_sandbox_attacks.py", "test_sandbox_host.py",
-                 "test_gpu_report.py", "test_model.py", "test_engine.py"]  # fmt: skip
+LONGEST_FIRST = ["test_kill_points.py", "test_end_to_end.py", "test_every_algorithm.py", "test_scripts.py",
+                 "test_validation.py", "test_carry_over_run.py", "test_multi_node.py", "test_storm.py",
+                 "test_preemption.py", "test_hermes_end_to_end.py", "test_checkpoint.py", "test_evaluate.py",
+                 "test_sandbox_attacks.py", "test_sandbox_host.py", "test_gpu_report.py", "test_model.py",
+                 "test_engine.py"]  # fmt: skip
 """A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
 SLOW_S = 1500.0
@@ -44,6 +46,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """An engine that closes has thawed all and collected."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
