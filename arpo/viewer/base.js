@@ -37,7 +37,7 @@ function decisionRecord(d) {
   return `${mark(d)} ${d.outcome}, children: ${d.num_children}\n`
     + (d.refused_by ? `the open session of ${d.refused_by} allows no branch\n`
       : isForward(d) ? `P(branch) ${short(d.probability)}, draw ${short(d.draw)}\n`
-      : `score ${short(d.score, 4)}, chosen after all had ended\n`)
+      : `score ${short(d.score, 4)}` + (d.rank ? `, rank ${d.rank}` : "") + ", chosen after all had ended\n")
     + `H ${fixed(d.entropy, 4)}, baseline ${fixed(d.root_entropy, 4)}\n`
     + `ΔH ${fixed(d.entropy - d.root_entropy, 4)} nats\nbudget left ${d.budget_left}, consecutive ${d.consecutive}`
     + (d.statistics ? `\nearlier ${d.statistics.count}: mean ${short(d.statistics.mean, 4)}, `

@@ -120,7 +120,11 @@ async function start() {
     return;
   }
   DATA = await unpack();
-  const turns = DATA.groups.flatMap(g => g.trajectories).flatMap(t => t.turns);
+  const turnsOf = group => group.trajectories.flatMap(t => t.turns), turns = DATA.groups.flatMap(turnsOf);
+  for (const group of DATA.groups) {  // of those that were chosen by a score, the highest first
+    turnsOf(group).map(turn => turn.decision).filter(d => isNumber(d?.score)).sort((a, b) => b.score - a.score)
+      .forEach((d, i) => { d.rank = i + 1; });
+  }
   hottest.turn = RUN.entropy ?? highest(turns.map(turn => turn.entropy), 1);  // one scale for all pages of a run
   hottest.entropy = RUN.entropy ? 2 * RUN.entropy : highest(turns.flatMap(turn => turn.entropies ?? []), 1);
   writeTotals();

@@ -74,7 +74,7 @@ function turnCells(group, t, turn, index, x, y, onPath) {
     `turn ${index}: H ${short(turn.entropy, 4)}, ${turn.end - turn.start} tokens\n` + (d ? decisionRecord(d) : ""));
   write(left, middle, 0, "", `H ${fixed(turn.entropy, 3)}`, fixed(turn.entropy), fixed(turn.entropy, 1));
   if (d) {
-    const chance = `${mark(d)} ${fixed(isForward(d) ? d.probability : d.score)}`;
+    const chance = `${mark(d)} ${fixed(isForward(d) ? d.probability : d.score)}${d.rank ? ` #${d.rank}` : ""}`;
     write(left, middle, 1, `small ${d.outcome}`, `${chance} ${d.outcome}`, chance, mark(d));
   }
   if (calls.length) {  // several share the cell: what is said in a word is that of the worst

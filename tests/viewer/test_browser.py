@@ -52,18 +52,22 @@ def test_a_branch_shows_its_decisions_calls_and_rewards_and_dims_what_it_inherit
 
 
 @pytest.mark.parametrize("probability", [None, 0.125])  # a rule had judged it before, and left budget
-def test_a_turn_that_was_chosen_afterwards_shows_its_score(browser, tmp_path, groups, probability):
+def test_a_turn_that_was_chosen_afterwards_shows_its_score_and_rank(browser, tmp_path, groups, probability):
     group = deepcopy(groups[0])
     turns = [turn for t in group.trajectories for turn in t.turns if turn.decision]
-    for turn in turns:
-        turn.decision = replace(turn.decision, probability=probability, draw=probability, score=0.2375)
+    for number, turn in enumerate(turns):
+        decision = replace(turn.decision, probability=probability, draw=probability, score=0.2375 + number)
+        turn.decision = replace(decision, outcome="branched")
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     log.trajectories(30, [group])
     log.close()
     write_page(tmp_path)
     browser.open(tmp_path / "viewer.html", ready=READY)
     drawn = browser.js("document.querySelector('main').textContent")
-    assert drawn.count("score 0.2375, chosen after all had ended") >= len(turns) > 0 and "0.24 branched" in drawn
+    for number in range(len(turns)):
+        rank = len(turns) - number
+        assert f"score {number}.2375, rank {rank}, chosen after all had ended" in drawn
+        assert f"◆ {number}.24 #{rank} branched" in drawn
     assert browser.js("document.querySelector('#signal') !== null") == (probability is not None)  # a P to plot
     assert browser.js("document.getElementById('trend').hidden")  # and no metrics.jsonl with numbers
 
