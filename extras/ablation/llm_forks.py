@@ -1,0 +1,251 @@
+"""What a fork is worth to a pretrained model that is not trained: each rule's contrast per tool call and per token.
+
+    python -m extras.ablation.llm_task --out data/llm_long        # then SFT on it: docs/real_model.md
+    python -m extras.ablation.llm_forks --model runs/llm_long_sft/hf --questions data/llm_long/questions.jsonl
+    python -m extras.ablation.llm_forks --report_only
+
+Each arm of `forks` samples its groups with the rollout of training, tools and all. The seed of a request is that of its
+place in the tree, so a root or a branch that two arms begin at the same place is the same trajectory: an engine that
+remembers samples it once, and the arms are compared on common chains. The same command goes on after the last whole
+block of questions. DIR/results.jsonl has a line for each group; DIR/TABLE.md says what came out.
+
+The contrast of a branch is |its reward - its parent's|, of a root |its reward - that of the root before it|: a group of
+n has n - 1. They are divided by what was sampled: own tokens, and own calls, of branches alone or of whole groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from arpo.branching_signal import BranchingSignal, turns_after_results
+from arpo.config.load import load_config
+from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.evals.tables import markdown_table
+from arpo.rewards import score_groups
+from arpo.trajectory import Group, Prompt
+from extras.ablation.forks import ARMS, POSITIONS_OF
+
+SHOWN = ("grpo", "random_4", "random_2", "arpo", "threshold_4", "quantile_2", "top_h_2", "top_h_4", "minority_h_2",
+         "positions_2")  # fmt: skip
+"""Arms in the order in which a block's groups are sampled."""
+NUM_RESAMPLES = 4000
+
+
+class Remembering:
+    """An engine that samples no request twice: the same prompt with the same seed and settings has the same answer."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.known: dict[tuple, Chunk] = {}
+        self.asked: dict[str, tuple] = {}  # request under way -> what it asks
+        self.parts: dict[str, Chunk] = {}
+        self.answers: deque[Chunk] = deque()
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running + len(self.answers)
+
+    def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
+        asks = (tuple(token_ids), spec)
+        if asks in self.known:
+            self.answers.append(replace(self.known[asks], request_id=request_id))
+            return
+        self.asked[request_id], self.parts[request_id] = asks, Chunk(request_id)
+        self.engine.submit(request_id, token_ids, spec)
+
+    def step(self) -> list[Chunk]:
+        """Return what is remembered at once, whole; else a chunk of each request that is sampled."""
+        if self.answers:
+            return [self.answers.popleft()]
+        chunks = self.engine.step()
+        for chunk in chunks:
+            so_far = self.parts[chunk.request_id]
+            lists = ("token_ids", "logprobs", "entropies", "top_logprobs")
+            whole = {name: getattr(so_far, name) + getattr(chunk, name) for name in lists}
+            self.parts[chunk.request_id] = replace(chunk, **whole)
+            if chunk.finish:
+                self.known[self.asked.pop(chunk.request_id)] = self.parts.pop(chunk.request_id)
+        return chunks
+
+
+# ---- sampling
+
+
+class Sampling:
+    """A frozen policy, its tools, and what its groups are written as."""
+
+    def __init__(self, model: str, questions: str, folder: Path, dtype: str):
+        """Load the model; its configuration is that of training, configs/llm_arpo.yaml."""
+        from arpo import ranks
+        from arpo.engine.team import form_team
+        from arpo.sampling.environment import Environment
+        from train_rl import RLConfig
+
+        flags = ["--model.path", model, "--data.train", questions, "--engine.dtype", dtype]
+        own = ["--rollout.max_tool_calls", "6", "--rollout.max_response_tokens", "288"]
+        self.configs = {
+            arm: load_config(RLConfig, ["configs/llm_arpo.yaml", *flags, *own, *ARMS[arm]]) for arm in SHOWN
+        }
+        self.folder, cfg = folder, self.configs["grpo"]
+        self.dist = ranks.init()
+        self.env = Environment(
+            cfg.model, cfg.protocol, cfg.tools, form_team(self.dist, 1, model), cfg.rollout.max_result_tokens
+        )
+        self.prompts = self.env.prompts(questions, cfg.data)
+        self.engine = Engine(model, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
+
+    def score(self, groups: list[Group]) -> None:
+        score_groups(groups, self.configs["grpo"].reward, tools=self.env.codec.tools, only_new=True)
+
+    def block(self, prompts: Sequence[Prompt], seed: int, positions: Counter[int]) -> list[dict]:
+        """Sample these questions under every arm and return a line per group; adds to the `positions` of the
+        arm that the control takes them of."""
+        from arpo.rollout import Rollout, Source, drive
+
+        engine, lines, entropies = Remembering(self.engine), [], []
+        for arm, cfg in self.configs.items():
+            if arm in POSITIONS_OF:
+                path = self.folder / f"positions_{positions.total()}.json"
+                path.write_text(json.dumps(positions))
+                os.environ["FORK_POSITIONS"] = str(path)
+            # a rule that compares knows how the block's independent trajectories were
+            known = BranchingSignal(cfg.branching, [entropies]).statistics
+            loop = Rollout(engine, self.env.tools, self.env.codec, cfg.rollout, cfg.branching, known, self.score)
+            source = Source(loop, prompts, f"{seed}|0")
+            drive([source], engine, self.env.tools)
+            groups = [source.groups[place] for place in sorted(source.groups)]
+            self.score(groups)
+            entropies = entropies or [entropy for entropy, _, _ in turns_after_results(groups)]
+            found = [line_of(group, arm, seed) for group in groups]
+            if arm in POSITIONS_OF.values():
+                positions.update(turn for line in found for turn, *_ in line["branches"])
+            lines += found
+        return lines
+
+
+def line_of(group: Group, arm: str, seed: int) -> dict:
+    """Return a group's line: of each root [reward, accuracy, own tokens, own calls], of each branch [turn, number of
+    its parent's turns, H there, |difference of rewards|, |of accuracies|, own tokens, own calls]."""
+    by_id, roots, branches = {t.trajectory_id: t for t in group.trajectories}, [], []
+    for t in group.trajectories:
+        costs = [sum(t.loss_mask[t.fork_at :]), sum(call.executed for call in t.own_tool_calls)]
+        if t.parent_id is None:
+            roots.append([t.reward, t.accuracy, *costs])
+            continue
+        parent = by_id[t.parent_id]
+        turn = sum(turn.inherited for turn in t.turns)
+        entropy = parent.turns[turn].entropy
+        differences = [abs(t.reward - parent.reward), abs(t.accuracy - parent.accuracy)]
+        branches.append([turn, len(parent.turns), round(entropy, 4), *differences, *costs])
+    return {"question": group.prompt.prompt_id, "seed": seed, "arm": arm, "roots": roots, "branches": branches}
+
+
+# ---- the report
+
+
+def sums_of(line: dict) -> np.ndarray:
+    """(8,) of a group: contrast (by reward, by accuracy), tokens and calls; first of its new trajectories alone, which
+    are the branches, or where there are none the roots after the first; then of all."""
+    roots, branches = np.array(line["roots"], float), np.array(line["branches"], float).reshape(-1, 7)
+    pairs = np.abs(np.diff(roots[:, :2], axis=0)).sum(axis=0)
+    forked = branches[:, 3:].sum(axis=0)
+    whole = np.concatenate([pairs + forked[:2], roots[:, 2:].sum(axis=0) + forked[2:]])
+    return np.concatenate([forked if len(branches) else np.concatenate([pairs, roots[1:, 2:].sum(axis=0)]), whole])
+
+
+RATIOS = {"branch, per call": (0, 3), "branch, per token": (0, 2), "group, per call": (4, 7),
+          "group, per token": (4, 6), "group, right or wrong, per call": (5, 7)}  # fmt: skip
+"""Name -> numerator and denominator in `sums_of`."""
+
+
+def totals(lines: list[dict]) -> dict[str, np.ndarray]:
+    """Return arm -> (NUM_RESAMPLES + 1, 8) sums over the questions: as they are, then resampled."""
+    arms = [arm for arm in SHOWN if any(line["arm"] == arm for line in lines)]
+    questions = sorted({line["question"] for line in lines})
+    own = np.zeros((len(arms), len(questions), 8))
+    for line in lines:
+        own[arms.index(line["arm"]), questions.index(line["question"])] += sums_of(line)
+    drawn = np.random.default_rng(0).multinomial(
+        len(questions), np.full(len(questions), 1 / len(questions)), NUM_RESAMPLES
+    )
+    weights = np.concatenate([np.ones((1, len(questions))), drawn])
+    return {arm: weights @ own[number] for number, arm in enumerate(arms)}
+
+
+def interval(values: np.ndarray) -> str:
+    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
+    return f"{values[0]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def report(lines: list[dict]) -> str:
+    """Return the tables: what was sampled; each arm's contrast per cost, relative to those of others."""
+    sums, tables = totals(lines), []
+    rows = []
+    for arm in sums:
+        own = [line for line in lines if line["arm"] == arm]
+        branches = np.array([branch for line in own for branch in line["branches"]], float).reshape(-1, 7)
+        shown = [f"{branches[:, 0].mean():.2f}", f"{branches[:, 2].mean():.3f}"] if len(branches) else ["", ""]
+        new = sums[arm][0]
+        number = len(branches) or sum(len(line["roots"]) - 1 for line in own)
+        right = np.mean([root[1] for line in own for root in line["roots"]])
+        rows.append([arm, str(len(own)), str(len(branches)), *shown, f"{right:.3f}", f"{new[0] / number:.3f}",
+                     f"{new[2] / number:.0f}", f"{new[3] / number:.2f}", f"{new[7] / len(own):.1f}"])  # fmt: skip
+    head = ["arm", "groups", "branches", "mean turn of a fork", "mean H there", "roots right", "contrast of a new one",
+            "its tokens", "its calls", "calls per group"]  # fmt: skip
+    tables.append(markdown_table(head, rows))
+    for reference in [name for name in ("grpo", "random_2", "random_4", "positions_2") if name in sums]:
+        rows = [
+            [arm, *(interval(own[:, a] / own[:, b] / (sums[reference][:, a] / sums[reference][:, b]))
+                    for a, b in RATIOS.values())]
+            for arm, own in sums.items() if arm != reference
+        ]  # fmt: skip
+        tables.append(markdown_table([f"contrast, relative to {reference} [95 %]", *RATIOS], rows))
+    return "\n\n".join("\n".join(table) for table in tables) + "\n"
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.ablation.llm_forks", description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path("runs/llm_forks"))
+    parser.add_argument("--model", default="runs/llm_long_sft/hf")
+    parser.add_argument("--questions", default="data/llm_long/questions.jsonl")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--block", type=int, default=16, help="questions that are sampled together")
+    parser.add_argument("--report_only", action="store_true", help="sample nothing; write the table of what is there")
+    args = parser.parse_args()
+    args.dir.mkdir(parents=True, exist_ok=True)
+    path = args.dir / "results.jsonl"
+    lines = read_lines(path)
+    if not args.report_only:
+        sampling = Sampling(args.model, args.questions, args.dir, args.dtype)
+        done = {(line["seed"], line["question"]) for line in lines}
+        positions = Counter(
+            turn for line in lines if line["arm"] in POSITIONS_OF.values() for turn, *_ in line["branches"]
+        )
+        for seed in args.seeds:
+            todo = [prompt for prompt in sampling.prompts if (seed, prompt.prompt_id) not in done]
+            for start in range(0, len(todo), args.block):
+                found = sampling.block(todo[start : start + args.block], seed, positions)
+                with path.open("a") as file:
+                    file.write("".join(json.dumps(line) + "\n" for line in found))
+                lines += found
+                (args.dir / "TABLE.md").write_text(report(lines))
+                print(f"seed {seed}: {start + args.block} of {len(todo)} questions", flush=True)
+    print(report(lines))
+    (args.dir / "TABLE.md").write_text(report(lines))
+
+
+if __name__ == "__main__":
+    main()
