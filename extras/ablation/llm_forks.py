@@ -83,17 +83,15 @@ class Sampling:
     """A frozen policy, its tools, and what its groups are written as."""
 
     def __init__(self, model: str, questions: str, folder: Path, dtype: str):
-        """Load the model; its configuration is that of training, configs/llm_arpo.yaml."""
+        """Load the model; its configuration is that of training."""
         from arpo import ranks
         from arpo.engine.team import form_team
         from arpo.sampling.environment import Environment
         from train_rl import RLConfig
 
         flags = ["--model.path", model, "--data.train", questions, "--engine.dtype", dtype]
-        own = ["--rollout.max_tool_calls", "6", "--rollout.max_response_tokens", "288"]
-        self.configs = {
-            arm: load_config(RLConfig, ["configs/llm_arpo.yaml", *flags, *own, *ARMS[arm]]) for arm in SHOWN
-        }
+        files = ["configs/llm_arpo.yaml", "configs/llm_long.yaml"]
+        self.configs = {arm: load_config(RLConfig, [*files, *flags, *ARMS[arm]]) for arm in SHOWN}
         self.folder, cfg = folder, self.configs["grpo"]
         self.dist = ranks.init()
         self.env = Environment(

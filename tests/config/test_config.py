@@ -235,7 +235,7 @@ def test_where_files_are_not_read_as_utf8_one_line_says_so():
     assert done.returncode == 2 and "; set PYTHONUTF8=1" in done.stderr and done.stderr.count("\n") == 1
 
 
-OVERLAYS = ("demo_hard", "demo_long")
+OVERLAYS = ("demo_hard", "demo_long", "llm_long")
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in OVERLAYS)
 ROOTS = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
 DATA = {SFTConfig: ["--data.train", "x"], RLConfig: ["--data.train", "x"], EvalConfig: ["--eval.files", "x"]}
@@ -252,7 +252,7 @@ def test_every_config_of_the_repository_loads(path):
 @pytest.mark.parametrize("task", OVERLAYS)
 @pytest.mark.parametrize("stage, root", [("sft", SFTConfig), ("arpo", RLConfig), ("eval", EvalConfig)])
 def test_the_other_tasks_go_on_top_of_the_demo(stage, root, task):
-    files = [str(ROOT / "configs" / f"{name}.yaml") for name in (f"demo_{stage}", task)]
+    files = [str(ROOT / "configs" / f"{name}.yaml") for name in (f"{task.partition('_')[0]}_{stage}", task)]
     assert load_config(root, files).run.name == f"{task}_{stage}"
 
 
