@@ -26,15 +26,14 @@ from pathlib import Path
 import numpy as np
 
 from arpo.branching_signal import BranchingSignal, turns_after_results
-from arpo.config.load import load_config
+from arpo.config.load import load_config, run_or_exit
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.evals.tables import markdown_table
 from arpo.rewards import score_groups
 from arpo.trajectory import Group, Prompt
 from extras.ablation.forks import ARMS, POSITIONS_OF
 
-SHOWN = ("grpo", "random_4", "random_2", "arpo", "threshold_4", "quantile_2", "top_h_2", "top_h_4", "minority_h_2",
-         "positions_2")  # fmt: skip
+SHOWN = ("grpo", "random_2", "arpo", "quantile_2", "top_h_2", "minority_h_2", "positions_2")
 """Arms in the order in which a block's groups are sampled."""
 NUM_RESAMPLES = 4000
 
@@ -126,6 +125,8 @@ class Sampling:
             if arm in POSITIONS_OF.values():
                 positions.update(turn for line in found for turn, *_ in line["branches"])
             lines += found
+            right = np.mean([root[1] for line in found for root in line["roots"]])
+            print(f"{arm}: {len(found)} groups, {right:.2f} of the roots right, {len(engine.known)} turns", flush=True)
         return lines
 
 
@@ -199,7 +200,7 @@ def report(lines: list[dict]) -> str:
     head = ["arm", "groups", "branches", "mean turn of a fork", "mean H there", "roots right", "contrast of a new one",
             "its tokens", "its calls", "calls per group"]  # fmt: skip
     tables.append(markdown_table(head, rows))
-    for reference in [name for name in ("grpo", "random_2", "random_4", "positions_2") if name in sums]:
+    for reference in [name for name in ("grpo", "random_2", "positions_2") if name in sums]:
         rows = [
             [arm, *(interval(own[:, a] / own[:, b] / (sums[reference][:, a] / sums[reference][:, b]))
                     for a, b in RATIOS.values())]
@@ -213,16 +214,7 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m extras.ablation.llm_forks", description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=Path("runs/llm_forks"))
-    parser.add_argument("--model", default="runs/llm_long_sft/hf")
-    parser.add_argument("--questions", default="data/llm_long/questions.jsonl")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--block", type=int, default=16, help="questions that are sampled together")
-    parser.add_argument("--report_only", action="store_true", help="sample nothing; write the table of what is there")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> None:
     args.dir.mkdir(parents=True, exist_ok=True)
     path = args.dir / "results.jsonl"
     lines = read_lines(path)
@@ -243,6 +235,18 @@ def main() -> None:
                 print(f"seed {seed}: {start + args.block} of {len(todo)} questions", flush=True)
     print(report(lines))
     (args.dir / "TABLE.md").write_text(report(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m extras.ablation.llm_forks", description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path("runs/llm_forks"))
+    parser.add_argument("--model", default="runs/llm_long_sft/hf")
+    parser.add_argument("--questions", default="data/llm_long/questions.jsonl")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--block", type=int, default=20, help="questions that are sampled together")
+    parser.add_argument("--report_only", action="store_true", help="sample nothing; write the table of what is there")
+    run_or_exit(run, parser.parse_args())
 
 
 if __name__ == "__main__":
