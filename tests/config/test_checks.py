@@ -36,8 +36,8 @@ ALWAYS = {
     "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best stop_on_collapse",
     "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
-    "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt num_conversations_per_step "
-    "max_tokens max_tokens_per_microbatch mask_results train_turns tools",
+    "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt "
+    "num_conversations_per_step max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
     "answer_reserve_tokens carry_over dispatch",
     "engine": "max_num_seqs",
