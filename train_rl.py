@@ -153,16 +153,13 @@ def main(cfg: RLConfig) -> None:
     policy, optimizer, critic, reference = load_models(cfg, dist, num_updates)
     saver = Saver(run, dist, source=model.path)
     done_steps = saver.resume(policy, optimizer, critic)
-    seed = run.seed + team.index
-    engine = Engine(model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
-    engine.sync_weights(policy.hf_parameters())
+    engine = start_engine(cfg, policy, seed=run.seed + team.index)
     log = RunLog(
         run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=RL_CHARTS,
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    for line in said_at_start(cfg, num_steps):
-        log.line(line)
+    say_at_start(cfg, num_steps, log)
     sampler = Sampler(
         engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,
         score=score, on_group=score.on_group,
@@ -227,15 +224,22 @@ def main(cfg: RLConfig) -> None:
         part.close()
 
 
-def said_at_start(cfg: RLConfig, num_steps: int) -> list[str]:
-    """Return the lines that a run begins with: what its branching will be, what it lacks, and what its calls cost."""
-    lines = [
+def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
+    """Return vLLM with the policy's weights."""
+    engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
+    engine.sync_weights(policy.hf_parameters())
+    return engine
+
+
+def say_at_start(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
+    """Log what the run's branching will be, what it lacks, and what its calls cost."""
+    for line in filter(None, (
         checks.forecast(cfg.rollout, cfg.branching),
         checks.half_chosen_aepo(cfg.branching, cfg.loss),
         checks.no_baseline(cfg.rollout, cfg.advantage),
         expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step),
-    ]
-    return [line for line in lines if line]
+    )):  # fmt: skip
+        log.line(line)
 
 
 def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:

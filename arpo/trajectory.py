@@ -158,13 +158,12 @@ class Trajectory:
     segments: list[tuple[str, bool]] = field(default_factory=list)
     """`text` cut into (text, written by the model) runs; the format reward reads only the model's."""
     token_chars: list[int] = field(default_factory=list)
-    """Number of characters of `text` that each token adds; empty where they cannot be told apart (Codec.token_chars).
-    Characters at the start that no token adds are the prompt's: a <think> that the chat template opens."""
+    """Characters of `text` that each token adds; empty where they cannot be told apart. Those at the start that none
+    adds are the prompt's (Codec.token_chars)."""
     verdict: float | None = None
     """The judge's: 1 = right, 0 = wrong, or no answer was given; None = there is none, or not yet."""
     verdict_reason: str = ""
-    """Short stable name of the reason why there is none: judge_late, judge_failed or judge_unparsable. Dumps have both
-    fields' content in the reward's parts and reason."""
+    """Why there is none: judge_late, judge_failed or judge_unparsable. Dumps have both in the reward's fields."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
