@@ -48,12 +48,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_logfinish() -> None:
-    """An engine that closes has thawed all and collected."""
-    if not gc.get_freeze_count():
-        gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_outlives_a_file():
     """The next file's engine or mesh would take it for its own."""
