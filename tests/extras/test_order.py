@@ -30,6 +30,7 @@ def group(prompt: Prompt, num_solved: int) -> Group:
     trajectories = [Trajectory(prompt.prompt_id, str(i), stop_reason=StopReason.EOS) for i in range(4)]
     for i, t in enumerate(trajectories):
         t.reward = float(i < num_solved)
+        t.reward_parts = {"accuracy": t.reward}
     return Group(prompt, trajectories)
 
 
