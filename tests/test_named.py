@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_imported_is_said_before_a_model_is_loaded(tmp_pat
     (tmp_path / "good.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "mine.py").write_text("import nothing_like_it\n\n\ndef f(inputs, cfg): ...\n")
     short = ["--data.max_prompt_tokens", "64", "--rollout.max_response_tokens", "128"]
-    common = ["--data.train", "good.jsonl", "--model.path", str(tiny_model_dir), *short]
+    common = ["--data.train", "good.jsonl", "--model.path", str(tiny_model_dir), "--tools.names", "python", *short]
     for option in ("loss.kind", "advantage.tree", "run.trackers"):
         cfg = load_config(RLConfig, [*common, "--rollout.answer_reserve_tokens", "16", f"--{option}", "mine.py:f"])
         with pytest.raises(UserError, match=rf"{option}=mine.py:f: cannot be imported \(ModuleNotFoundError: "):

@@ -54,7 +54,7 @@ class ConversationRows(Sequence):
         self.origin: dict = manifest["origin"]  # everything that the tokens depend on
         self.num_dropped: int = manifest["num_dropped"]
         self.num_truncated: int = manifest["num_truncated"]
-        self.defects: dict[str, int] = manifest["defects"]
+        self.defects: dict[str, int] = manifest.get("defects", {})
         self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
         self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts

@@ -9,7 +9,7 @@ import sys
 import pytest
 from helpers.ranks import run_ranks, start_ranks
 from helpers.records import logged
-from test_saver import begin, change
+from helpers.saving import begin, change
 
 from arpo.checkpoint.best import keep_best
 

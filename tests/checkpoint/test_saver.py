@@ -7,30 +7,12 @@ import signal
 import sys
 
 import pytest
-import torch
 from helpers.ranks import run_ranks, start_ranks
 from helpers.records import logged
+from helpers.saving import begin, change
 
-from arpo.checkpoint import Saver
 from arpo.checkpoint.checkpoints import verify
-from arpo.config.sections import ModelConfig, OptimConfig, RunConfig
 from arpo.errors import UserError
-from arpo.model import load_policy
-from arpo.model.optim import build_optimizer
-
-
-def begin(ranks, model: str, folder: str) -> tuple[Saver, int]:
-    """A saver with a policy, and the step at which it goes on."""
-    policy = load_policy(ModelConfig(model, compute_dtype="float32"), ranks.mesh, device=torch.device("cpu"))
-    saver = Saver(RunConfig(dir=folder, name="run"), ranks, source=model)
-    return saver, saver.resume(policy, build_optimizer(policy, OptimConfig()))
-
-
-def change(saver: Saver) -> None:
-    """As a step would."""
-    with torch.no_grad():
-        for p in saver.policy.parameters():
-            p.add_(1.0)
 
 
 def limit_files_to(num_bytes: int) -> None:

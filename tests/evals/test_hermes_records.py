@@ -85,7 +85,7 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
 
 
 def test_each_form_of_calls_is_a_value_of_the_option_and_its_codec_knows_its_name():
-    assert get_args(get_type_hints(ProtocolConfig)["format"]) == tuple(FORMS) == ("tags", "hermes", "llama")
+    assert get_args(get_type_hints(ProtocolConfig)["format"]) == tuple(FORMS) == ("tags", "hermes", "llama", "xml")
     assert all(form.codec.format == name for name, form in FORMS.items())
 
 

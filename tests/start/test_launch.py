@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line(installed):
 
 def test_on_several_ranks_too_the_last_line_on_the_screen_is_ours(installed):
     done = call(installed, "arpo-rl", "--nproc_per_node", "2", "configs/arpo.yaml")
-    *_, last, rule = done.stderr.strip().splitlines()
+    *_, rule, last = done.stderr.strip().splitlines()
     assert done.returncode != 0 and "error: configs/arpo.yaml" in last and "data.train is empty" in last
     assert not rule.strip("=")
 

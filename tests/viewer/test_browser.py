@@ -67,7 +67,7 @@ def test_a_turn_that_was_chosen_afterwards_shows_its_score_and_rank(browser, tmp
     for number in range(len(turns)):
         rank = len(turns) - number
         assert f"score {number}.2375, rank {rank}, chosen after all had ended" in drawn
-        assert f"◆ {number}.24 #{rank} branched" in drawn
+        assert f"◆ {number}.24 #{rank}" in drawn
     assert browser.js("document.querySelector('#signal') !== null") == (probability is not None)  # a P to plot
     assert browser.js("document.getElementById('trend').hidden")  # and no metrics.jsonl with numbers
 
