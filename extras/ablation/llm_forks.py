@@ -4,10 +4,10 @@
     python -m extras.ablation.llm_forks --model runs/llm_long_sft/hf --questions data/llm_long/questions.jsonl
     python -m extras.ablation.llm_forks --report_only
 
-Each arm of `forks` samples its groups with the rollout of training, tools and all. The seed of a request is that of its
-place in the tree, so a root or a branch that two arms begin at the same place is the same trajectory: an engine that
-remembers samples it once, and the arms are compared on common chains. The same command goes on after the last whole
-block of questions. DIR/results.jsonl has a line for each group; DIR/TABLE.md says what came out.
+Each arm of `forks` samples its groups with the rollout of training, tools and all. A request's seed is that of its place
+in the tree, so what two arms begin at the same place is the same trajectory: an engine that remembers samples it once,
+and the arms are compared on common chains. The same command goes on after the last whole block of questions.
+DIR/results.jsonl has a line for each group; DIR/TABLE.md says what came out.
 
 The contrast of a branch is |its reward - its parent's|, of a root |its reward - that of the root before it|: a group of
 n has n - 1. They are divided by what was sampled: own tokens, and own calls, of branches alone or of whole groups.
@@ -33,7 +33,7 @@ from arpo.rewards import score_groups
 from arpo.trajectory import Group, Prompt
 from extras.ablation.forks import ARMS, POSITIONS_OF
 
-SHOWN = ("grpo", "random_2", "arpo", "quantile_2", "top_h_2", "minority_h_2", "positions_2")
+SHOWN = ("grpo", "random_4", "random_2", "arpo", "quantile_2", "top_h_2", "minority_h_2", "positions_2")
 """Arms in the order in which a block's groups are sampled."""
 NUM_RESAMPLES = 4000
 
@@ -126,7 +126,9 @@ class Sampling:
                 positions.update(turn for line in found for turn, *_ in line["branches"])
             lines += found
             right = np.mean([root[1] for line in found for root in line["roots"]])
-            print(f"{arm}: {len(found)} groups, {right:.2f} of the roots right, {len(engine.known)} turns", flush=True)
+            calls = [call.ok for group in groups for t in group.trajectories for call in t.own_tool_calls]
+            told = f"{right:.2f} of the roots right, {np.mean(calls):.2f} of {len(calls)} calls"
+            print(f"{arm}: {told}, {len(engine.known)} turns sampled", flush=True)
         return lines
 
 
@@ -151,13 +153,14 @@ def line_of(group: Group, arm: str, seed: int) -> dict:
 
 
 def sums_of(line: dict) -> np.ndarray:
-    """(8,) of a group: contrast (by reward, by accuracy), tokens and calls; first of its new trajectories alone, which
-    are the branches, or where there are none the roots after the first; then of all."""
+    """(8,) of a group: contrast (by reward, by accuracy), tokens and calls; first of its branches alone, in GRPO of its
+    roots after the first; then of all."""
     roots, branches = np.array(line["roots"], float), np.array(line["branches"], float).reshape(-1, 7)
-    pairs = np.abs(np.diff(roots[:, :2], axis=0)).sum(axis=0)
+    new_roots = np.concatenate([np.abs(np.diff(roots[:, :2], axis=0)), roots[1:, 2:]], axis=1).sum(axis=0)
     forked = branches[:, 3:].sum(axis=0)
-    whole = np.concatenate([pairs + forked[:2], roots[:, 2:].sum(axis=0) + forked[2:]])
-    return np.concatenate([forked if len(branches) else np.concatenate([pairs, roots[1:, 2:].sum(axis=0)]), whole])
+    whole = new_roots + forked
+    whole[2:] += roots[0, 2:]
+    return np.concatenate([new_roots if line["arm"] == "grpo" else forked, whole])
 
 
 RATIOS = {"branch, per call": (0, 3), "branch, per token": (0, 2), "group, per call": (4, 7),
@@ -200,7 +203,7 @@ def report(lines: list[dict]) -> str:
     head = ["arm", "groups", "branches", "mean turn of a fork", "mean H there", "roots right", "contrast of a new one",
             "its tokens", "its calls", "calls per group"]  # fmt: skip
     tables.append(markdown_table(head, rows))
-    for reference in [name for name in ("grpo", "random_2", "positions_2") if name in sums]:
+    for reference in [name for name in ("grpo", "random_2", "random_4", "positions_2") if name in sums]:
         rows = [
             [arm, *(interval(own[:, a] / own[:, b] / (sums[reference][:, a] / sums[reference][:, b]))
                     for a, b in RATIOS.values())]

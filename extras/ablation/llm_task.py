@@ -2,8 +2,8 @@
 
     python -m extras.ablation.llm_task --out data/llm_long --gsm8k FOLDER
 
-Writes OUT/{sft_train, sft_valid, questions}.jsonl. `questions` are those of sft_train: of others of this length the
-model is right in one sample of a hundred, and where all fail there is nothing to compare.
+Writes OUT/{sft_train, sft_again, questions}.jsonl. `questions` are those of sft_again, which are the first of sft_train:
+of others of this length the model is hardly ever right, and where all fail there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from extras.llm_demo import gsm8k
 LINES = range(3, 7)
 MAX_CHARS = 560
 """Of question and solution together: short texts of long chains, for few cores."""
-NUM_QUESTIONS, NUM_VALID = 40, 8
+CANDIDATES, NUM_SFT, NUM_QUESTIONS = 96, 40, 20
 
 
 def build(out: Path, folder: str) -> None:
@@ -33,14 +33,14 @@ def build(out: Path, folder: str) -> None:
     random.Random("gsm8k long").shuffle(rows)
     tool = PythonTool(PythonConfig(mode="live"))
     try:
-        converted, _ = gsm8k.convert(rows[: 2 * (NUM_QUESTIONS + NUM_VALID)], tool)
+        converted, _ = gsm8k.convert(rows[:CANDIDATES], tool)
     finally:
         asyncio.run(tool.aclose())
     by_question = {row["question"]: row for row in rows}
-    own, valid = converted[:NUM_QUESTIONS], converted[NUM_QUESTIONS:][:NUM_VALID]
-    questions = [gsm8k.rl_row(by_question[row["messages"][0]["content"]]) for row in own]
+    again = converted[:NUM_QUESTIONS]
+    questions = [gsm8k.rl_row(by_question[row["messages"][0]["content"]]) for row in again]
     out.mkdir(parents=True, exist_ok=True)
-    for name, part in {"sft_train": own, "sft_valid": valid, "questions": questions}.items():
+    for name, part in {"sft_train": converted[:NUM_SFT], "sft_again": again, "questions": questions}.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
         print(f"{out / name}.jsonl: {len(part)} rows")
 
