@@ -1,13 +1,12 @@
 """What a fork is worth to a pretrained model that is not trained: each rule's contrast per tool call and per token.
 
-    python -m extras.ablation.llm_task --out data/llm_long        # then SFT on it: docs/real_model.md
-    python -m extras.ablation.llm_forks --model runs/llm_long_sft/hf --questions data/llm_long/questions.jsonl
+    python -m extras.ablation.llm_task --out data/llm_long        # then SFT: configs/llm_long.yaml
+    python -m extras.ablation.llm_forks
     python -m extras.ablation.llm_forks --report_only
 
-Each arm of `forks` samples its groups with the rollout of training, tools and all. A request's seed is that of its place
-in the tree, so what two arms begin at the same place is the same trajectory: an engine that remembers samples it once,
-and the arms are compared on common chains. The same command goes on after the last whole block of questions.
-DIR/results.jsonl has a line for each group; DIR/TABLE.md says what came out.
+Each arm of `forks` samples its groups with the rollout of training, tools and all. A request's seed is that of its
+place in the tree, so what two arms begin at the same place is the same trajectory: an engine that remembers samples it
+once. The same command goes on after the last whole block of questions. DIR/results.jsonl has a line for each group.
 
 The contrast of a branch is |its reward - its parent's|, of a root |its reward - that of the root before it|: a group of
 n has n - 1. They are divided by what was sampled: own tokens, and own calls, of branches alone or of whole groups.
@@ -243,7 +242,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m extras.ablation.llm_forks", description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("runs/llm_forks"))
-    parser.add_argument("--model", default="runs/llm_long_sft/hf")
+    parser.add_argument("--model", default="runs/llm_long_again/hf")
     parser.add_argument("--questions", default="data/llm_long/questions.jsonl")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
