@@ -92,9 +92,8 @@ class Sampling:
         self.configs = {arm: load_config(RLConfig, [*files, *flags, *ARMS[arm]]) for arm in SHOWN}
         self.folder, cfg = folder, self.configs["grpo"]
         self.dist = ranks.init()
-        self.env = Environment(
-            cfg.model, cfg.protocol, cfg.tools, form_team(self.dist, 1, model), cfg.rollout.max_result_tokens
-        )
+        team = form_team(self.dist, 1, model)
+        self.env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
         self.prompts = self.env.prompts(questions, cfg.data)
         self.engine = Engine(model, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
 
@@ -126,8 +125,7 @@ class Sampling:
             lines += found
             right = np.mean([root[1] for line in found for root in line["roots"]])
             calls = [call.ok for group in groups for t in group.trajectories for call in t.own_tool_calls]
-            told = f"{right:.2f} of the roots right, {np.mean(calls):.2f} of {len(calls)} calls"
-            print(f"{arm}: {told}, {len(engine.known)} turns sampled", flush=True)
+            print(f"{arm}: {right:.2f} of the roots right, {np.mean(calls):.2f} of {len(calls)} calls", flush=True)
         return lines
 
 
@@ -188,8 +186,7 @@ def interval(values: np.ndarray) -> str:
 
 def report(lines: list[dict]) -> str:
     """Return the tables: what was sampled; each arm's contrast per cost, relative to those of others."""
-    sums, tables = totals(lines), []
-    rows = []
+    sums, tables, rows = totals(lines), [], []
     for arm in sums:
         own = [line for line in lines if line["arm"] == arm]
         branches = np.array([branch for line in own for branch in line["branches"]], float).reshape(-1, 7)
@@ -223,9 +220,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.report_only:
         sampling = Sampling(args.model, args.questions, args.dir, args.dtype)
         done = {(line["seed"], line["question"]) for line in lines}
-        positions = Counter(
-            turn for line in lines if line["arm"] in POSITIONS_OF.values() for turn, *_ in line["branches"]
-        )
+        known = [line for line in lines if line["arm"] in POSITIONS_OF.values()]
+        positions = Counter(turn for line in known for turn, *_ in line["branches"])
         for seed in args.seeds:
             todo = [prompt for prompt in sampling.prompts if (seed, prompt.prompt_id) not in done]
             for start in range(0, len(todo), args.block):
@@ -233,7 +229,6 @@ def run(args: argparse.Namespace) -> None:
                 with path.open("a") as file:
                     file.write("".join(json.dumps(line) + "\n" for line in found))
                 lines += found
-                (args.dir / "TABLE.md").write_text(report(lines))
                 print(f"seed {seed}: {start + args.block} of {len(todo)} questions", flush=True)
     print(report(lines))
     (args.dir / "TABLE.md").write_text(report(lines))

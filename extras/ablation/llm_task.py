@@ -2,8 +2,8 @@
 
     python -m extras.ablation.llm_task --out data/llm_long --gsm8k FOLDER
 
-Writes OUT/{sft_train, sft_again, questions}.jsonl. `questions` are those of sft_again, the first of sft_train: others of
-this length the model hardly ever answers, and where all trajectories fail there is nothing to compare.
+Writes OUT/{sft_train, sft_again, questions}.jsonl. `questions` are those of sft_again, the first of sft_train: others
+of this length are hardly ever answered, and where all trajectories fail there is nothing to compare.
 """
 
 from __future__ import annotations
