@@ -8,8 +8,8 @@ One trajectory is one response. Its token lists are parallel, and cover the resp
     turns             |------ Turn 0 -------------------------------|   |------ Turn 1 ------|
                       start            end               result_end     start             end = result_end
 
-With calls in JSON (protocol.format) a turn ends with the model's end token, and masked behind it is all that the chat
-template writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
+Without tags (protocol.format) a turn ends with the model's end token, and masked behind it is all that the template
+writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 NOT_DUMPED = ("verdict", "verdict_reason")
 
@@ -192,7 +191,7 @@ class Trajectory:
 
     @property
     def accuracy(self) -> float | None:
-        """What the reward says of the answer, 0..1: its part `accuracy`, or the judge's; None where it says nothing."""
+        """The answer's accuracy by the reward, 0..1: its part `accuracy`, or the judge's; None where it has neither."""
         return self.reward_parts.get("accuracy", self.reward_parts.get("judge"))
 
     @property
@@ -227,11 +226,6 @@ class Trajectory:
     def own_tool_calls(self) -> list[ToolCall]:
         """Calls made for this trajectory itself; a branch's inherited calls belong to its parent."""
         return [call for t in self.turns for call in t.tool_calls if not t.inherited]
-
-    @property
-    def has_replay_mismatch(self) -> bool:
-        """True where a replay did not give it the state that its parent had, or so with one it was forked from."""
-        return any(call.replay_mismatches for call in self.tool_calls)
 
     def to_dict(self) -> dict:
         """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""

@@ -67,9 +67,7 @@ def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
 def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Prompt, bool]:
     """Return the prompt of a row of any schema, and whether it was repaired. Raises BadRow."""
     rest = dict(row)
-    if (
-        "question" in rest and "golden_answers" in rest
-    ):  # Search-R1's: its prompt has tags of its own, metadata has pages
+    if {"question", "golden_answers"} <= rest.keys():  # Search-R1's: its prompt has tags of its own, metadata has pages
         rest = {name: value for name, value in rest.items() if name not in ("prompt", "reward_model", "metadata")}
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
     reward_model = rest.pop("reward_model", None)

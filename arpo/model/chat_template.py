@@ -13,7 +13,6 @@ import re
 import resource
 import subprocess
 import sys
-from contextlib import suppress
 from functools import cache
 from itertools import product
 
@@ -41,14 +40,13 @@ def excess_of(template: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{WALL_S:g} s"
-    if done.returncode == TOO_MUCH_MEMORY:
-        return f"{MEMORY_BYTES >> 30} GiB"
-    return f"{CPU_S} s of CPU time" if done.returncode < 0 else ""  # what else may be wrong with it shows at its use
+    if done.returncode > 0 and done.returncode != TOO_MUCH_MEMORY:
+        raise RuntimeError(f"chat templates cannot be tried: {done.stderr.strip()[-300:]}")
+    return {0: "", TOO_MUCH_MEMORY: f"{MEMORY_BYTES >> 30} GiB"}.get(done.returncode, f"{CPU_S} s of CPU time")
 
 
 def render_all(template: str) -> None:
-    """Render conversations as transformers does. What a template refuses is no matter here."""
-    from jinja2 import TemplateError
+    """Render conversations as transformers does. What a template refuses or gets wrong shows at its use."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -59,13 +57,14 @@ def render_all(template: str) -> None:
     environment.filters["tojson"] = lambda value, **options: json.dumps(value)
     environment.globals |= {"raise_exception": refuse, "strftime_now": datetime.datetime.now().strftime}
     template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # marks of transformers' own
-    try:
-        compiled = environment.from_string(template)
-        for messages, tools in product(CONVERSATIONS, (None, [_TOOL])):
-            with suppress(ValueError, TypeError, LookupError, AttributeError, TemplateError):
-                compiled.render(messages=messages, tools=tools, add_generation_prompt=True, eos_token="", bos_token="")
-    except MemoryError:
-        sys.exit(TOO_MUCH_MEMORY)
+    for messages, tools in product(CONVERSATIONS, (None, [_TOOL])):
+        told = {"messages": messages, "tools": tools, "add_generation_prompt": True, "eos_token": "", "bos_token": ""}
+        try:
+            environment.from_string(template).render(told)
+        except MemoryError:
+            sys.exit(TOO_MUCH_MEMORY)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -96,11 +96,12 @@ def checkpoint_speed(policy, optimizer, ranks: Ranks) -> float:
 
 
 def kv_tokens(engine: Engine, shape_name: str, cfg: EngineConfig) -> dict[str, float]:
-    """What vLLM has, and what the line at a run's start would say."""
+    """Return the tokens of vLLM's KV cache ("ours"), and those that the arithmetic of a run's start says."""
     cache = engine.llm.llm_engine.vllm_config.cache_config
     found = float(cache.num_gpu_blocks * cache.block_size)
     total = torch.cuda.get_device_properties(0).total_memory if ON_GPU else 0
-    computed = engine_memory(SHAPES[shape_name].sizes, cfg, total).kv_tokens if ON_GPU else found
+    memory = engine_memory(SHAPES[shape_name].sizes, cfg, total)
+    computed = memory.kv_tokens if ON_GPU else cfg.kv_cache_gib * GIB / memory.kv_bytes_per_token
     return {"ratio": found / computed, "ours": found, "baseline": computed, "unit": "tokens of KV cache"}
 
 

@@ -314,7 +314,7 @@ def test_replays_are_counted_and_shown(tool):
     [group] = play(searches("a", "b"), tools=[tool], cfg=LONG, branching=ALWAYS)
     children = [t for t in group.trajectories if t.parent_id and t.own_tool_calls]
     assert children and all(t.own_tool_calls[0].replayed >= 1 for t in children)
-    assert not any(t.has_replay_mismatch for t in group.trajectories)
+    assert not any(call.replay_mismatches for t in group.trajectories for call in t.tool_calls)
     for t in group.trajectories:
         t.reward = 1.0
     values = rollout_metrics([group]).values()
@@ -331,7 +331,7 @@ def test_a_replay_that_answers_otherwise_is_counted_and_marked_on_the_trajectory
             return ToolResult(f"{result.text} {len(self.ran)}", ok=True)
 
     [group] = play(searches("a", "b"), tools=[Random()], cfg=LONG, branching=ALWAYS)
-    marked = [t for t in group.trajectories if t.has_replay_mismatch]
+    marked = [t for t in group.trajectories if any(call.replay_mismatches for call in t.tool_calls)]
     assert marked and all(t.parent_id for t in marked)
     assert rollout_metrics([group]).values()["tools/replay_mismatch"] > 0
     times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}

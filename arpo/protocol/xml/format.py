@@ -7,7 +7,7 @@ from arpo.protocol.xml.text import read_function
 
 
 class XmlRules(HermesRules):
-    """As `HermesRules`, but a block holds one whole function."""
+    """The rules of calls in JSON, with one whole function in a block in the place of an object."""
 
     @staticmethod
     def name_of(body: str) -> str | None:
