@@ -27,6 +27,7 @@ train_rl:
   engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
   tools: {search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}}
   reward: {bonus_tools: [python]}
+  loss: {entropy_coefficient: 1.0e-3}  # the answers of a question are all right, so the rewards alone teach nothing
   update: {num_prompts_per_minibatch: 3, max_tokens_per_microbatch: 1600}
 evaluate:
   eval: {files: [@DIR@/questions.jsonl], max_prompt_tokens: 400}

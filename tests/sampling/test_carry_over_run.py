@@ -154,7 +154,7 @@ KILLS = [  # each start goes on behind the step before the kill
     ("arpo.sampling.carry_over:CarryOver.exchange", 2),
     ("arpo.sampling.carry_over:CarryOver.end", 1),
     ("arpo.sampling.rollouts:state_of", 2),
-    ("arpo.checkpoint.manifest:measure", 2),
+    ("arpo.checkpoint.manifest:write", 2),
     ("arpo.sampling.carried_state:_add_group", 1),
     ("arpo.sampling.carry_over:CarryOver.whole", 2),
 ]
