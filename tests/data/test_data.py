@@ -254,3 +254,10 @@ def test_search_r1s_rows_are_their_question_without_its_instructions_and_an_exac
     for prompt in prompts:
         measure = accuracy_function(prompt.answers, prompt.data_source, prompt.meta["ability"])
         assert [measure(text, prompt.answers) for text in ("the lovelace", "Ada, Countess of Lovelace")] == [1.0, 0.0]
+
+
+def test_browsecomp_plus_rows_as_its_script_writes_them_are_questions(tmp_path):
+    page = {"docid": "5", "text": "a page", "url": "http://u"}
+    row = {"query_id": "769", "query": "Who?", "answer": "Ada", "gold_docs": [page], "evidence_docs": [page]}
+    [prompt] = load_prompts(write_jsonl(tmp_path / "browsecomp_plus_decrypted.jsonl", [row]))
+    assert (prompt.messages[-1]["content"], prompt.answers) == ("Who?", ["Ada"])
