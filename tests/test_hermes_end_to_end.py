@@ -1,9 +1,12 @@
 """The three scripts with calls in JSON, from SFT to a report, on tiny models that call real Python."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from helpers.calling_model import DIALOGUES, build_calling_model, conversation
+from helpers.edits import ROOT
 from helpers.files import read_jsonl, write_jsonl
 from helpers.ranks import run_script, try_script
 from helpers.vllm_serve import serving
@@ -94,3 +97,17 @@ def test_evaluation_on_an_engine_on_a_server_and_from_records_agree(world, proto
     ]  # fmt: skip
     scores = json.loads((world / "runs" / "own" / "scores.json").read_text())["questions"]
     assert scores["accuracy"] == 1.0 and scores["well_formed"] == pytest.approx(2 / 3)
+
+
+def test_questions_are_answered_line_by_line_and_one_that_is_too_long_costs_nothing_else(world):
+    typed = "one call\n\n" + "call " * 2000 + "\na wrong call\n"
+    command = [sys.executable, "-m", "extras.ask", str(world / "config.yaml")]
+
+    found = subprocess.run(command, cwd=ROOT, input=typed, capture_output=True, text=True, timeout=300)
+
+    assert found.returncode == 0, found.stderr
+    one, rest = found.stdout.split("the question: ")
+    assert "print(6 * 7)" in one and "boxed{42}" in one
+    assert rest.startswith("1 of 1 prompts exceed max_prompt_tokens=400")
+    assert rest.count("print(6 * 7)") >= 2 and rest.rstrip().endswith("boxed{42}.")
+    assert "\x1b" not in found.stdout  # colours are for terminals

@@ -1,5 +1,13 @@
 // Which prompts and trajectories are shown, and the address that keeps it.
-const FILTERS = ["find", "kind", "stop", "reason", "tool", "low", "high"];
+const FILTERS = ["find", "kind", "stop", "reason", "tool", "low", "high", "sort"];
+const numBranches = group => count(group.trajectories, t => t.parent_id !== null && !repeats(group, t));
+const most = (group, of) => Math.max(...group.trajectories.map(of));
+const SORTS = {  // what stands first has the highest
+  worst: group => -(group.mean_reward ?? Infinity), best: group => group.mean_reward ?? -Infinity, branches: numBranches,
+  entropy: group => most(group, t => Math.max(...t.turns.map(turn => turn.entropy ?? 0))),
+  tokens: group => most(group, t => t.num_tokens),
+  wait: group => most(group, t => t.turns.flatMap(turn => turn.tool_calls).reduce((sum, call) => sum + call.seconds, 0)),
+};
 let haystacks = [];  // of each group, all its text in lower case
 
 const isBranched = group => group.trajectories.some(t => t.parent_id !== null);
@@ -42,9 +50,14 @@ function fillFilters() {  // options with the number of trajectories that have t
     ...g.trajectories.flatMap(t => t.turns.map(turn => turn.text + turn.result_text))].join("\n").toLowerCase());
 }
 
+const optionOf = index => $(`prompt-${index}`);
+const shownPrompts = () => [...$("prompts").children].filter(option => !option.hidden).map(option => Number(option.id.slice(7)));
+
 function filter() {
-  const fitting = DATA.groups.map(fitsGroup);
-  fitting.forEach((fits, i) => { $("prompts").children[i].hidden = !fits; });
+  const fitting = DATA.groups.map(fitsGroup), key = SORTS[$("sort").value] ?? (() => 0), keys = DATA.groups.map(key);
+  const order = [...DATA.groups.keys()].sort((a, b) => keys[b] - keys[a] || a - b);
+  $("prompts").append(...order.map(optionOf));
+  fitting.forEach((fits, i) => { optionOf(i).hidden = !fits; });
   const isFiltered = FILTERS.some(id => $(id).value !== ""), groups = DATA.groups.filter((_, i) => fitting[i]);
   const matching = count(groups.flatMap(g => g.trajectories), fitsTrajectory);
   $("count").textContent = `${groups.length} of ${DATA.groups.length} prompts`
@@ -70,7 +83,7 @@ function readAddress() {  // into the filters and the state; returns [group, tra
   const [place, ...rest] = location.hash.slice(1).split("&"), given = new URLSearchParams(rest.join("&"));
   const [, index, id] = decodeURIComponent(place).match(/^(\d+)\/(.*)$/) ?? [];
   FILTERS.forEach(name => { $(name).value = given.get(name) ?? ""; });
-  for (const name of ["kind", "stop", "reason", "tool"]) {
+  for (const name of ["kind", "stop", "reason", "tool", "sort"]) {
     const value = given.get(name) ?? "";  // of another step, which this one does not have: shown as such, not dropped
     if ($(name).value !== value) {
       $(name).append(el("option", {value}, `${plain(value)} (0)`));

@@ -13,14 +13,14 @@ function redraw() {  // the text only
 }
 
 function show(index, id) {  // a group by its index, a trajectory by its id (default: the first that the filters want)
-  const {trajectories} = DATA.groups[index], options = $("prompts").children;
+  const {trajectories} = DATA.groups[index], option = optionOf(index);
   const old = $("prompts").querySelector(".selected"), found = trajectories.find(t => t.trajectory_id === id);
   old?.classList.remove("selected");
   old?.setAttribute("aria-selected", "false");
-  options[index].classList.add("selected");
-  options[index].setAttribute("aria-selected", "true");
-  reveal($("prompts"), options[index]);
-  $("prompts").setAttribute("aria-activedescendant", options[index].id);
+  option.classList.add("selected");
+  option.setAttribute("aria-selected", "true");
+  reveal($("prompts"), option);
+  $("prompts").setAttribute("aria-activedescendant", option.id);
   Object.assign(state, {group: index, trajectory: found ?? trajectories.find(fitsTrajectory) ?? trajectories[0]});
   draw();
   $("text").scrollTop = 0;
@@ -29,17 +29,15 @@ function show(index, id) {  // a group by its index, a trajectory by its id (def
 function showAddress() {
   const [index, id] = readAddress();
   filter();
-  const shown = [...$("prompts").children].map((option, k) => option.hidden ? -1 : k).filter(k => k >= 0);
-  const branches = k => count(DATA.groups[k].trajectories, t => t.parent_id !== null && !repeats(DATA.groups[k], t));
+  const shown = shownPrompts(), branches = k => numBranches(DATA.groups[k]);
   const mixed = shown.filter(k => DATA.groups[k].kind === "mixed").sort((a, b) => branches(b) - branches(a));
-  const first = mixed[0] ?? shown[0] ?? 0;  // there is most to see
+  const first = ($("sort").value ? null : mixed[0]) ?? shown[0] ?? 0;  // there is most to see
   show(DATA.groups[index] ? Number(index) : first, id);
 }
 
 function applyFilters() {  // stays at the prompt, where it fits
   filter();
-  const fits = i => !$("prompts").children[i].hidden;
-  const index = fits(state.group) ? state.group : [...DATA.groups.keys()].find(fits);
+  const shown = shownPrompts(), index = shown.includes(state.group) ? state.group : shown[0];
   if (index === undefined) return keepAddress();
   show(index, index === state.group && fitsTrajectory(state.trajectory) ? state.trajectory.trajectory_id : undefined);
 }
@@ -71,7 +69,7 @@ function neighbour(items, current, by) {  // stays at the ends
 }
 
 function nextPrompt(by) {
-  const index = neighbour([...DATA.groups.keys()].filter(i => !$("prompts").children[i].hidden), state.group, by);
+  const index = neighbour(shownPrompts(), state.group, by);
   if (index !== undefined) show(index);
 }
 

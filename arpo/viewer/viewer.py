@@ -3,6 +3,7 @@
     RUN/viewer.html                      the newest dump, or the one that was asked for
     RUN/viewer/step_000100.html ...      one page per dump, which the pages' step picker leads to
     RUN/viewer/gaia.html ...             one page per set of questions, where RUN is an evaluation
+    RUN/beside_OTHER.html                with --beside OTHER: each question with what both runs made of it
 
 Each page is self-contained: it opens with file://, loads nothing, and shows what the model wrote as text only. The data
 of a dump is packed (gzip) into its page, so that a page is about as large as the dump. A page is written again only
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,7 +28,7 @@ from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals.grades import grades_path
 from arpo.evals.tables import replace_file
-from arpo.viewer.groups import read_groups
+from arpo.viewer.groups import put_beside, read_groups
 from arpo.viewer.trend import entropy_scale, read_trend
 
 SCRIPTS = ("elements.js", "base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
@@ -144,9 +146,12 @@ def is_current(run: Path, dump: Dump, max_groups: int) -> bool:
         return stamp in file.read(STAMP_WITHIN)
 
 
-def page_of(run: Path, dump: Dump, max_groups: int) -> bytes:
-    """Return the page of a dump, still without what concerns the whole run (with_run_data)."""
+def page_of(run: Path, dump: Dump, max_groups: int, other: tuple[str, Dump] | None = None) -> bytes:
+    """Return the page of a dump, still without what concerns the whole run (with_run_data); with the name and the dump
+    of another run, that one's trajectories of the same prompts stand below its own."""
     groups, num_groups = read_groups(dump.paths, dump.grades, max_groups)
+    if other:
+        put_beside(groups, read_groups(other[1].paths, other[1].grades, sys.maxsize)[0], other[0])
     data = {"title": title_of(run, dump), "num_groups": num_groups, "groups": groups}
     try:
         script = script_json(data).encode()
@@ -208,6 +213,9 @@ def main(argv: list[str] | None = None) -> None:
         "--file", type=Path, help="a dump by its path, e.g. runs/NAME/trajectories/valid_000100.jsonl.gz"
     )
     parser.add_argument("--out", type=Path, help="write this page only; default: RUN/viewer.html and RUN/viewer/")
+    parser.add_argument(
+        "--beside", type=Path, help="another run, or a dump: RUN/beside_NAME.html shows both for each prompt"
+    )
     parser.add_argument("--max_groups", type=int, default=200, help="show only the first N prompts (default 200)")
     parser.add_argument(
         "--pages", type=int, default=20, help="newest dumps of each kind that get a page in RUN/viewer/ (default 20)"
@@ -223,6 +231,12 @@ def make_pages(args: argparse.Namespace) -> None:
         raise UserError(f"--pages {args.pages}: must be at least 0")
     run, dumps = args.run, dumps_of(args.run)
     shown = known_dump(args.file, dumps) if args.file else choose_dump(run, dumps, step=args.step)
+    if args.beside:
+        name, other = beside(args.beside, shown)
+        out = args.out or run / f"beside_{name}.html"
+        write(out, page_of(run, shown, args.max_groups, (name, other)))
+        print(out)
+        return
     trend = read_trend(run)
     is_there = is_current(run, shown, args.max_groups)
     page = page_path(run, shown).read_bytes() if is_there else page_of(run, shown, args.max_groups)
@@ -244,6 +258,18 @@ def known_dump(path: Path, dumps: list[Dump]) -> Dump:
     """Return the dump of a file: the run's own that it belongs to, or one by itself."""
     known = [dump for dump in dumps if path.resolve() in [own.resolve() for own in dump.paths]]
     return known[0] if known else Dump.of_file(path)
+
+
+def beside(path: Path, shown: Dump) -> tuple[str, Dump]:
+    """Return name and dump of another run, of which the dump has the name of the one shown, or of one file. Raises
+    UserError."""
+    if path.is_file():
+        dump = Dump.of_file(path)
+        return dump.name, dump
+    dumps = {dump.name: dump for dump in dumps_of(path)}
+    if shown.name not in dumps:
+        raise UserError(f"{path}: no dump {shown.name}; it has {', '.join(dumps) or 'none'}; name one by its file")
+    return path.resolve().name, dumps[shown.name]
 
 
 def newest(dumps: list[Dump], count: int) -> list[Dump]:

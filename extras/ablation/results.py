@@ -101,7 +101,8 @@ def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean over n seeds with its 95 % t interval (n - 1 degrees of freedom); one seed has no interval.
+    """Return the mean over n seeds with its 95 % t interval (n - 1 degrees of freedom); fewer than three have
+    none: that of two would be 25 standard errors wide.
 
     A bootstrap over so few seeds would be too narrow: over five, it covers the mean in 85 % of cases.
     [0, 1, 2] -> mean 1, low 1 - 4.303 / sqrt(3), high 1 + 4.303 / sqrt(3)
@@ -109,8 +110,8 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
     from scipy.special import stdtrit
 
     n, centre = len(values), mean(values)
-    if n == 1:
-        return {"mean": centre, "seeds": 1}
+    if n < 3:
+        return {"mean": centre, "seeds": n}
     half = float(stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(n))
     return {"mean": centre, "low": centre - half, "high": centre + half, "seeds": n}
 
@@ -164,12 +165,15 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
     """Write what `compare_algorithms` returned as Markdown tables, one row per algorithm: the result, the validation
     accuracy at equal tokens (where runs were validated), and what the branching signal did.
 
-    A number over n seeds has its t interval and "n=..."; a difference may be over fewer seeds than its algorithm has.
+    A number over n seeds has "n=...", from three on with its t interval; a difference may be over fewer seeds than its
+    algorithm has.
     """
 
     def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
-        if not cell or cell["seeds"] == 1:
-            return f"{cell['mean']:{sign}.{digits}f}" if cell else ""
+        if not cell:
+            return ""
+        if "low" not in cell:
+            return f"{cell['mean']:{sign}.{digits}f}" + (f" n={cell['seeds']}" if cell["seeds"] > 1 else "")
         return f"{with_interval(cell['mean'], cell['low'], cell['high'], sign, digits)} n={cell['seeds']}"
 
     references = [r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())]

@@ -29,8 +29,8 @@ def test_the_cost_until_a_target_lies_between_the_steps_around_it():
 
 
 def test_ratios_are_paired_by_seed_and_leave_out_runs_that_never_got_there():
-    costs = {("grpo", 0): 100.0, ("grpo", 1): 200.0, ("grpo", 2): 50.0, ("top_h_2", 0): 50.0, ("top_h_2", 1): 100.0,
-             ("top_h_2", 2): None}  # fmt: skip
+    costs = {("grpo", 0): 100.0, ("grpo", 1): 200.0, ("grpo", 2): 80.0, ("grpo", 3): 50.0,
+             ("top_h_2", 0): 50.0, ("top_h_2", 1): 100.0, ("top_h_2", 2): 40.0, ("top_h_2", 3): None}  # fmt: skip
     lines = [{"arm": arm, "seed": seed, "calls_80": cost} for (arm, seed), cost in costs.items()]
     assert ratio(lines, "top_h_2", "grpo", "calls_80") == "0.50 [0.50, 0.50]"
     assert ratio(lines, "grpo", "grpo", "calls_80") == ""

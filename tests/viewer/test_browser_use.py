@@ -77,6 +77,28 @@ def test_two_trajectories_are_compared_from_where_they_differ(browser, shown_run
 # -- the run's other steps -------------------------------------------------------------------------------------------
 
 
+def test_prompts_are_sorted_and_the_keys_follow_the_order(browser, shown_run):
+    browser.open(shown_run / "viewer.html", ready=READY)
+    order = "[...document.querySelectorAll('.prompt')].map(p => [p.id, Number(p.querySelector('b').lastChild.data)])"
+    browser.choose("#sort", "best")
+    rewards = [reward for _, reward in browser.js(order)]
+    assert rewards == sorted(rewards, reverse=True)
+    browser.choose("#sort", "worst")
+    found = browser.js(order)
+    assert [reward for _, reward in found] == sorted(rewards)
+    browser.open(shown_run / "viewer.html", browser.js("location.hash"), ready=READY)
+    assert browser.js(order) == found  # the address keeps it
+    chosen = "document.querySelector('.prompt.selected').id"
+    browser.press("ArrowUp", "ArrowUp", "ArrowUp")
+    walked = [browser.js(chosen)]
+    for _ in range(2):
+        browser.press("ArrowDown")
+        walked.append(browser.js(chosen))
+    assert walked == [name for name, _ in found]
+    browser.click("#clear")
+    assert [name for name, _ in browser.js(order)] == ["prompt-0", "prompt-1", "prompt-2"]
+
+
 def test_the_step_picker_leads_to_other_steps_and_keeps_the_filters(browser, shown_run):
     browser.open(shown_run / "viewer.html", "#2/0&colour=logprob&find=question", ready=READY)
     assert browser.js("document.getElementById('step').selectedOptions[0].text") == "training step 10"
@@ -162,7 +184,7 @@ def test_every_control_is_reached_with_tab_and_shows_it(browser, shown_run):
         reached.append(browser.js("document.activeElement.id || document.activeElement.tagName"))
         if reached[-1] != "BODY":
             assert browser.js("getComputedStyle(document.activeElement).outlineStyle") != "none", reached[-1]
-    filters = ["find", "kind", "stop", "reason", "tool", "low", "high"]
+    filters = ["find", "kind", "stop", "reason", "tool", "low", "high", "sort"]
     assert {"previous", "step", "A", "keys", "SUMMARY", *filters, "prompts", "scale", "rows"} <= set(reached)
     assert {"text", "colour", "compare"} <= set(reached)
 

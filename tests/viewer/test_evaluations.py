@@ -10,6 +10,7 @@ from helpers.sample_groups import HOSTILE
 from helpers.viewer_pages import READY, data_of, run_data_of, write_page
 
 from arpo.evals.grades import Grade, grades_path, write_grades
+from arpo.viewer import viewer
 
 
 @pytest.fixture
@@ -88,3 +89,33 @@ def test_answer_and_judge_are_shown_and_never_executed(browser, run, groups):
     assert browser.js("document.getElementById('step').selectedOptions[0].text") == "gaia"
     browser.click("#next")
     browser.wait("document.title === 'eval · own_12'")
+
+
+def test_two_runs_stand_beside_each_other_question_by_question(run, groups, tmp_path, capsys):
+    sft = tmp_path / "runs" / "sft"
+    saved(sft, groups[1:], "gaia", "qa")
+    viewer.main([str(run), "--beside", str(sft)])
+    page = Path(capsys.readouterr().out.strip())
+    assert page == run / "beside_sft.html"
+    alone, both, _ = data_of(page.read_text())["groups"]
+    own = [t.trajectory_id for t in groups[1].trajectories]
+    assert [t["trajectory_id"] for t in alone["trajectories"]] == [t.trajectory_id for t in groups[0].trajectories]
+    assert [t["trajectory_id"] for t in both["trajectories"]] == own + [f"sft {name}" for name in own]
+    parents = {t["trajectory_id"]: t["parent_id"] for t in both["trajectories"]}
+    assert {f"sft {parent}" for t in groups[1].trajectories if (parent := t.parent_id)} <= set(parents.values())
+    alike = data_of(write_page(run, "--file", str(run / "trajectories" / "gaia.1.jsonl")))["groups"][1]
+    assert both["mean_reward"] == alike["mean_reward"]
+
+
+def test_a_file_can_stand_beside_and_what_has_none_of_the_questions_is_one_line(run, groups, tmp_path, capsys):
+    sft = tmp_path / "runs" / "sft"
+    saved(sft, groups[1:], "other", "qa")
+    viewer.main([str(run), "--beside", str(sft / "trajectories" / "other.0.jsonl")])
+    assert (run / "beside_other.html").exists()
+    for path, words in (
+        (sft, f"{sft}: no dump own_12; it has other; name one by its file"),
+        (sft / "trajectories" / "other.0.jsonl", "other: has none of these prompts"),
+    ):
+        with pytest.raises(SystemExit):
+            viewer.main([str(run), "--file", str(run / "trajectories" / "own_12.0.jsonl"), "--beside", str(path)])
+        assert words in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""Ask a trained agent, and watch it call its tools: one question a line, each from the beginning.
+
+    python -m extras.ask configs/demo_eval.yaml --model.path runs/demo_arpo/hf
+    echo "What is 17 * 23?" | python -m extras.ask configs/qwen2.5_7b.yaml configs/eval.yaml --model.path runs/NAME/hf
+
+Takes the config files and flags of evaluate.py, of which it uses model, engine, rollout, protocol and tools, and
+`eval.system_prompt`; --rollout.temperature 0 asks for the likeliest answer. What a tool returned is dim.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from arpo import ranks
+from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.model_folder import check_model_folder
+from arpo.data import tokenize_prompts
+from arpo.engine import Engine
+from arpo.engine.team import form_team
+from arpo.errors import UserError, printable
+from arpo.evals.prompts import asked_as
+from arpo.options import BranchingConfig
+from arpo.rollout import Rollout, Source, drive
+from arpo.sampling.environment import Environment
+from arpo.tools import system_prompt_for
+from arpo.trajectory import Prompt, Trajectory
+from evaluate import EvalConfig
+
+DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+
+
+@dataclass(frozen=True)
+class AskConfig(EvalConfig):
+    """The options of evaluate.py; the questions come from the keyboard."""
+
+    def __post_init__(self) -> None:
+        """Ask for no benchmark."""
+
+
+def check(cfg: AskConfig) -> None:
+    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option="eval.max_prompt_tokens")
+
+
+def ask(cfg: AskConfig) -> None:
+    """Answer the questions of standard input until it ends."""
+    dist = ranks.init()
+    team = form_team(dist, 1, cfg.model.path)
+    env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
+    codec, system_prompt = env.codec, system_prompt_for(cfg.eval.system_prompt, env.schemas, form=env.codec.format)
+    engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed)
+    alone, no_branching = replace(cfg.rollout, group_size=1), BranchingConfig(selector="none", num_initial_rollouts=1)
+    longest = cfg.eval.max_prompt_tokens
+
+    for number, question in enumerate(questions()):
+        asked = Prompt(f"question {number}", [{"role": "user", "content": question}], answers=[])
+        asked = asked_as(asked, system_prompt, codec.format)
+        try:
+            prompts = tokenize_prompts([asked], codec.render_prompt, longest, "error", "the question")
+        except UserError as error:
+            print(error)
+            continue
+        printed = Printed(Rollout(engine, env.tools, codec, alone, no_branching))
+        source = Source(printed.loop, prompts, f"{cfg.run.seed}|{number}")
+        drive([source], engine, env.tools, printed.go_on)
+        printed.end(source.groups[0].trajectories[0])
+    env.tools.close()
+    engine.close()
+    dist.close()
+
+
+class Printed:
+    """How much of a trajectory stands on the screen."""
+
+    def __init__(self, loop: Rollout):
+        self.loop, self.num_tokens = loop, 0
+
+    def go_on(self) -> None:
+        """Print what the trajectory has more than before, while it is under way."""
+        for live in [*self.loop.decoding.values(), *(live for live, _ in self.loop.calling.values())]:
+            self.write(live.trajectory)
+
+    def write(self, trajectory: Trajectory, *, to_the_end: bool = False) -> None:
+        """Print the new tokens, those of a result dim; but for the start of a character that is not whole yet."""
+        while (start := self.num_tokens) < (size := len(trajectory.token_ids)):
+            mask, stop = trajectory.loss_mask, start + 1
+            while stop < size and mask[stop] == mask[start]:
+                stop += 1
+            text = printable(self.loop.codec.decode(trajectory.token_ids[start:stop]))
+            if text.endswith("\ufffd") and stop == size and not to_the_end:
+                return
+            self.num_tokens = stop
+            print(text if mask[start] else f"{DIM}{text}{PLAIN}", end="", flush=True)
+
+    def end(self, trajectory: Trajectory) -> None:
+        """Print the rest, and why it ended where that is not its own end."""
+        self.write(trajectory, to_the_end=True)
+        print("" if trajectory.stop_reason == "eos" else f"\n({trajectory.stop_reason})", flush=True)
+
+
+def questions() -> Iterator[str]:
+    """Yield the lines that are typed, or piped in, without empty ones."""
+    while True:
+        try:
+            line = input("\n> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+if __name__ == "__main__":
+    run_or_exit(ask, load_or_exit(AskConfig, check))
