@@ -17,7 +17,7 @@ class McpConfig:
 
     servers: tuple[str, ...] = ()
     """Servers of the Model Context Protocol (MCP). Each is a mapping with command, args and env, or url and headers;
-    docs/tools.md has the other keys. Keys of services stand in the environment, and here as $NAME."""
+    extras/tools/README.md has the other keys. Keys of services stand in the environment, and here as $NAME."""
 
     def __post_init__(self) -> None:
         if not self.servers:
