@@ -66,15 +66,11 @@ def _is_mine(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock_of(path: Path) -> Iterator[bool]:
-    """Let one process at a time in for `path` (yields True). The kernel frees the lock of a process that dies.
+def lock_of(path: Path) -> Iterator[None]:
+    """Let one process at a time in for `path`. The kernel frees the lock of a process that dies.
 
-    Where the file system has no locks, all come in at once (yields False), so what they do must bear that.
+    Raises OSError where the file system has no locks.
     """
     with path.with_name(path.name + ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            is_alone = True
-        except OSError:
-            is_alone = False
-        yield is_alone
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

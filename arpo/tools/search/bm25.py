@@ -120,11 +120,8 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
         if opened := _open(path, stamp):
             return path, opened
     path = first_writable(paths)
-    with lock_of(path) as is_alone:  # the others wait here, and find it done
+    with lock_of(path):  # the others wait here, and find it done
         if not (opened := _open(path, stamp)):
-            if is_alone:
-                for remains in path.parent.glob(f"{path.name}.{os.uname().nodename}.*.tmp"):  # of a killed build
-                    shutil.rmtree(remains)
             _build(corpus, path, stamp)
             opened = _open(path, stamp)
     if not opened:
@@ -169,11 +166,10 @@ def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
 def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
     """Build the index where no reader looks, then move it to `path`. Raises OSError."""
     started = time.perf_counter()
-    building = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    replaced = building.with_suffix(".old.tmp")
+    building = path.with_name(f"{path.name}.tmp")
     num_passages = 0
     try:
-        shutil.rmtree(building, ignore_errors=True)  # of a killed build with this number, where there are no locks
+        shutil.rmtree(building, ignore_errors=True)  # of a killed build
         building.mkdir()
         index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
         index.register_tokenizer("words", ANALYZER)
@@ -189,14 +185,12 @@ def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
         for part in building.iterdir():
             with part.open("rb") as file:
                 os.fsync(file.fileno())
-        if path.is_dir():  # no folder takes the place of another at once; who comes in between waits at the lock
-            path.rename(replaced)
-        building.replace(path)  # readers of the index before it keep theirs
+        shutil.rmtree(path, ignore_errors=True)  # of another corpus; its readers keep what they have open
+        building.replace(path)
     except ValueError as error:  # what tantivy says when the disk is full
         raise OSError(f"writing {building}: {error}") from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
     logger.info("%s: %d passages indexed in %.1f s", path, num_passages, time.perf_counter() - started)
 
 

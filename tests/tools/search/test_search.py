@@ -367,7 +367,7 @@ def test_a_killed_build_leaves_nothing_that_the_next_one_trusts(tmp_path):
     builder.send_signal(signal.SIGKILL)
     assert builder.wait() == -signal.SIGKILL
     [left] = remains(tmp_path)
-    assert left.endswith(f".{builder.pid}.tmp")
+    assert left.endswith(".tmp")
     assert Bm25Index(corpus).search("word49999", 1) == ["word49999 common"]
     assert len(remains(tmp_path)) == 1 and not list(tmp_path.glob("*.tmp"))
 
