@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from arpo.trajectory import Group, StopReason, Trajectory
+from arpo.trajectory import Group, StopReason
 
 MAX_FAILED_SHARE = 0.05
 """A batch with a larger share of failed trajectories is not trained on."""
@@ -14,6 +14,7 @@ MAX_UNJUDGED_SHARE = 0.5
 """A batch with a larger share of answers that a judge was asked about in vain is not trained on."""
 MAX_BAD_BATCHES = 3
 """Number of such batches in a row that ends the run."""
+NOT_RECORDED = "not in the recorded results"
 
 
 class ToolHealth:
@@ -33,12 +34,11 @@ class ToolHealth:
         """Share of the last batch's trajectories that ended in a failure of ours."""
         self.missed_share = 0.0
         """Share of the last batch's searches for which nothing is recorded. Inherited ones do not count twice."""
-        self.unjudged_share = 0.0
-        """Share of the last batch's trajectories that a judge was asked about, and gave no verdict on."""
         self.warning = ""
         """What the console should say of the last batch; empty for nothing. Few misses are said once in a run, and so
         are few answers without a verdict."""
-        self._told_of_misses = self._told_of_judge = False
+        self._reason = ""  # what makes the last batch a bad one
+        self._told: set[str] = set()
         self._first_bad = 0
 
     def may_train(self, groups: list[Group], first: int = 0) -> bool:
@@ -50,19 +50,29 @@ class ToolHealth:
         searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
         self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
         self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
-        self.unjudged_share = _share(_is_unjudged(t) for t in trajectories)
-        is_bad = self._too_much_failed or self.missed_share > MAX_MISSED_SHARE
-        self.num_bad_batches = self.num_bad_batches + 1 if is_bad else 0
+        # a judge was asked in vain: without a reward, it is left out for that reason
+        unjudged_share = _share(t.reward_parts.get("judge_failed", 0.0) > 0 for t in trajectories)
+        failed = f"tools failed in {self.failed_share:.0%} of the trajectories"
+        unjudged = f"the judge gave no verdict on {unjudged_share:.0%} of the trajectories"
+        missed = f"{self.missed_share:.1%} of the searches are {NOT_RECORDED}"
+        causes = (
+            (failed, self.failed_share, MAX_FAILED_SHARE),
+            (unjudged, unjudged_share, MAX_UNJUDGED_SHARE),
+            (missed, self.missed_share, MAX_MISSED_SHARE),
+        )
+        self._reason = next((what for what, share, most in causes if share > most), "")
+        self.num_bad_batches = self.num_bad_batches + 1 if self._reason else 0
         if self.num_bad_batches <= 1:
             self._first_bad = first
-        self.warning = f"warning: this batch is not trained on: {self._reason}" if is_bad else ""
-        if self.missed_share and not is_bad and not self._told_of_misses:
-            self.warning = f"warning: {self._misses}; the model reads an error in their place, and is trained on it"
-        self._told_of_misses |= self.missed_share > 0
-        if self.unjudged_share and not is_bad and not self._told_of_judge:
-            self.warning = f"warning: {self._unjudged}; judge.fallback says what becomes of them (judge/failed, late)"
-        self._told_of_judge |= self.unjudged_share > 0
-        return not is_bad
+        self.warning = f"warning: this batch is not trained on: {self._reason}" if self._reason else ""
+        for kind, share, words in (
+            ("misses", self.missed_share, f"{missed}; the model reads an error in their place, and is trained on it"),
+            ("judge", unjudged_share, f"{unjudged}; judge.fallback says what becomes of them (judge/failed, late)"),
+        ):
+            if share and kind not in self._told and not self._reason:
+                self.warning = f"warning: {words}"
+            self._told |= {kind} if share else set()
+        return not self._reason
 
     @property
     def must_stop(self) -> bool:
@@ -73,41 +83,15 @@ class ToolHealth:
         prompts of the first of the bad batches. Nothing was learnt of those, and they come again once the tools do."""
         return self._first_bad if self.must_stop else num_drawn
 
-    @property
-    def _too_much_failed(self) -> bool:
-        """True where the last batch is a bad one through tools or a judge that failed."""
-        return self.failed_share > MAX_FAILED_SHARE or self.unjudged_share > MAX_UNJUDGED_SHARE
-
-    @property
-    def _unjudged(self) -> str:
-        return f"the judge gave no verdict on {self.unjudged_share:.0%} of the trajectories"
-
-    @property
-    def _misses(self) -> str:
-        return f"{self.missed_share:.1%} of the searches are not in the recorded results"
-
-    @property
-    def _reason(self) -> str:
-        """What makes the last batch a bad one."""
-        failures = f"tools failed in {self.failed_share:.0%} of the trajectories"
-        if self.failed_share > MAX_FAILED_SHARE:
-            return failures
-        return self._unjudged if self.unjudged_share > MAX_UNJUDGED_SHARE else self._misses
-
     def __str__(self) -> str:
         """The one line that ends the run."""
         fix = "see the warnings above, then start the same command again"
-        if not self._too_much_failed:
+        if self._reason.endswith(NOT_RECORDED):
             fix = (
                 "start the command again with run.resume_changed True, tools.search.mode record and "
                 "tools.search.backend brightdata or serper (each needs a key), http (a retriever) or local (a corpus)"
             )
         return f"{self._reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
-
-
-def _is_unjudged(t: Trajectory) -> bool:
-    """Return whether a judge was asked about its answer in vain; without a reward, it is left out for that reason."""
-    return t.reward_parts.get("judge_failed", 0.0) > 0
 
 
 def _share(events: Iterable[bool]) -> float:
