@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 MAX_DEPTH = 50
 """Levels of a schema that are looked at: one that refers to itself says nothing new below."""
@@ -35,6 +35,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "null": type(None),
 }
 _SURROGATE = re.compile("[\ud800-\udfff]")
+T = TypeVar("T")
 
 
 class About(NamedTuple):
@@ -69,12 +70,12 @@ class ToolSchema:
     @property
     def properties(self) -> dict[str, Any]:
         """Schemas of the arguments, by name."""
-        return self.parameters.get("properties") or {}
+        return _part(self.parameters, "properties", dict)
 
     @property
     def required(self) -> list[str]:
         """Names of the arguments that have no default."""
-        return self.parameters.get("required") or []
+        return _texts(self.parameters, "required")
 
     @property
     def text_argument(self) -> str:
@@ -206,27 +207,26 @@ def _mismatch(
         return None
     if "$ref" in schema:
         return _mismatch(value, _referred(schema["$ref"], root), root, place, depth + 1, left)
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choices is not None and not any(choice == value and type(choice) is type(value) for choice in choices):
+    choices = [schema["const"]] if "const" in schema else _part(schema, "enum", list)
+    if choices and not any(choice == value and type(choice) is type(value) for choice in choices):
         return place, ("" if len(choices) == 1 else "one of ") + ", ".join(map(_as_json, choices)), value
-    for ways in filter(None, (schema.get("anyOf"), schema.get("oneOf"))):
+    for ways in filter(None, (_part(schema, "anyOf", list), _part(schema, "oneOf", list))):
         found = [_mismatch(value, way, root, place, depth + 1, left) for way in ways]
         if all(found):
             inside = next((one for one in found if one[0] != place), None)  # the type is right, what it holds is not
             return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
-    kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type") or []
+    kinds = _texts(schema, "type")
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         return place, " or ".join(map(_with_article, kinds)), value
-    parts = [(part, place) for part in schema.get("allOf") or ()]
-    inner = ((value, part, place) for part, place in parts)
+    inner = ((value, part, place) for part in _part(schema, "allOf", list))
     for one, part, where in [*inner, *_members(value, schema, place)]:
         if wrong := _mismatch(one, part, root, where, depth + 1, left):
             return wrong
     if isinstance(value, dict):
-        for name in schema.get("required") or ():
+        for name in _texts(schema, "required"):
             if name not in value:
                 return place, f'an object with "{name}"', value
-        extra = value.keys() - (schema.get("properties") or {}).keys()
+        extra = value.keys() - _part(schema, "properties", dict).keys()
         if extra and schema.get("additionalProperties") is False:
             return place, f"an object without {_shown(min(extra))}", value
     return None
@@ -237,9 +237,21 @@ def _members(value: Any, schema: Mapping, place: str) -> list[tuple[Any, Any, st
     if isinstance(value, list):
         return [(one, schema.get("items"), f"{place}[{i}]") for i, one in enumerate(value)]
     if isinstance(value, dict):
-        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        known, others = _part(schema, "properties", dict), schema.get("additionalProperties")
         return [(one, known.get(name, others), f'{place}."{name}"') for name, one in value.items()]
     return []
+
+
+def _part(schema: Mapping, key: str, kind: type[T]) -> T:
+    """Return a part of a schema; an empty one where a stranger's schema has something else there."""
+    part = schema.get(key)
+    return part if isinstance(part, kind) else kind()
+
+
+def _texts(schema: Mapping, key: str) -> list[str]:
+    """Return the texts of a part that is one, or a list of some."""
+    part = schema.get(key)
+    return [one for one in (part if isinstance(part, list) else [part]) if isinstance(one, str)]
 
 
 def _is_a(value: Any, kind: str) -> bool:
@@ -279,22 +291,21 @@ def _a_call(schema: ToolSchema) -> str:
 
 
 def _kind(schema: Any) -> str:
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return kind if isinstance(kind, str) else " or ".join(kind) if kind else "value"
+    return " or ".join(_texts(schema, "type") if isinstance(schema, Mapping) else ()) or "value"
 
 
 def _example(schema: Any) -> Any:
     """Return some value of a type; "..." where the schema does not name one."""
     if not isinstance(schema, Mapping):
         return "..."
-    if choices := schema.get("enum"):
+    if choices := _part(schema, "enum", list):
         return choices[0]
     values = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
     return values.get(_kind(schema), "...")
 
 
 def _with_article(kind: str) -> str:
-    return "null" if kind == "null" else f"a{'n' if kind[0] in 'aeiou' else ''} {kind}"
+    return "null" if kind == "null" else f"a{'n' if kind[:1] in 'aeiou' else ''} {kind}"
 
 
 def _as_json(value: Any) -> str:

@@ -32,9 +32,11 @@ compare values in our memory. A row that the data made larger can be read no mor
 READABLE_PRAGMAS = {"table_info", "table_list", "index_list", "index_info", "foreign_key_list"}
 OUTSIDE = {
     "random", "randomblob", "last_insert_rowid", "changes", "total_changes", "load_extension", "fts3_tokenizer",
+    "json_group_array", "json_group_object", "jsonb_group_array", "jsonb_group_object",
 }  # fmt: skip
-"""Functions of what is not in the database."""
+"""Functions of what is not in the database, and those that no limit of SQLite's keeps from taking all memory."""
 DENIED = {
+    sqlite3.SQLITE_SAVEPOINT,  # each may keep a copy of all pages in memory, which max_page_count does not count
     sqlite3.SQLITE_ATTACH,
     sqlite3.SQLITE_DETACH,
     sqlite3.SQLITE_CREATE_TEMP_INDEX,

@@ -61,6 +61,21 @@ def test_what_all_notebooks_keep_has_one_limit_and_the_largest_is_replayed():
     assert asyncio.run(story()) == ["10", "40"]
 
 
+def test_removed_files_that_a_notebook_holds_count_to_what_it_keeps():
+    tool = start(CFG, TIERS[0], kind=NotebookTool)
+
+    async def story() -> int:
+        session = await tool.open(CONTEXT)
+        code = "import os\nf = open('f', 'wb')\nos.remove('f')\nfor _ in range(20): f.write(bytes(1 << 20))\nf.flush()"
+        assert (await tool.run(code, CONTEXT, session)).ok
+        kept = session.kept_bytes
+        await tool.close(session)
+        await tool.aclose()
+        return kept
+
+    assert 20 << 20 <= asyncio.run(story()) < 40 << 20
+
+
 def test_errors_and_exits_end_their_cell_only(tool):
     found = cells(tool, "x = 1\n1/0", "raise SystemExit(3)", "exit()", "x", "def", "x = 2; x")
     assert [r.text for r in found] == [

@@ -61,6 +61,8 @@ def test_several_statements_run_in_order_and_the_last_rows_are_shown():
     ("CREATE TEMP TABLE t (x)", "not authorized"),
     ("SELECT random()", "not authorized"),
     ("PRAGMA foreign_keys = ON", "not authorized"),
+    ("BEGIN; SAVEPOINT a", "not authorized"),
+    ("SELECT json_group_array(1)", "not authorized"),
     ("SELECT load_extension('/x')", "not authorized"),
     ("VACUUM INTO '/tmp/x.db'", "authorization denied"),
     ("SELECT '\0'", "null character"),

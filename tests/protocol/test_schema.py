@@ -9,7 +9,7 @@ import pytest
 from arpo.errors import UserError
 from arpo.protocol.function_schema import schema_of
 from arpo.protocol.prompts import About, default_system_prompt
-from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, text_schema
+from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments, example_call, text_schema
 
 TEXT = {"type": "string"}
 
@@ -171,6 +171,21 @@ def test_schemas_of_servers_refer_nest_and_leave_open():
     assert check_arguments(open_one, {"a": 1}) == "" and "must be an integer" in check_arguments(open_one, {"a": "b"})
     assert check_arguments(ToolSchema("log", "Log.", {"additionalProperties": {}}), {"a": "b"}) == ""
     assert "it takes no arguments" in check_arguments(ToolSchema("now", "Now.", {"type": "object"}), {"a": 1})
+
+
+@pytest.mark.parametrize("value", [1, "s", None, [1], {"a": 1}])
+@pytest.mark.parametrize("odd", [5, "", [{}], [5], [None], {"a": 5}, None])
+@pytest.mark.parametrize(
+    "key",
+    ["type", "enum", "anyOf", "oneOf", "allOf", "items", "required", "properties", "additionalProperties", "$ref"],
+)
+def test_a_strangers_schema_that_is_none_allows_or_refuses_and_breaks_nothing(key, odd, value):
+    for schema in (
+        ToolSchema("t", "", {"properties": {"a": {key: odd}}}),
+        ToolSchema("t", "", {"properties": {"a": {}}, key: odd}),
+    ):
+        assert isinstance(check_arguments(schema, {"a": value}), str)
+        assert isinstance(example_call(schema) + schema.text_argument, str)
 
 
 @pytest.mark.parametrize("form", ["anyOf", "allOf", "oneOf"])

@@ -21,7 +21,7 @@ class HermesRules(FormatRules):
 
     # One lazy span over all results of a turn: a pattern that repeated per result could part them in ever more ways.
     results = re.compile(
-        r"(?<=</tool_call>)\s*(?:user|tool)?\s*<tool_response>\n.*?\n</tool_response>\s*assistant\n", re.DOTALL
+        r"(?<=</tool_call>)\s*+(?:user|tool)?\s*+<tool_response>\n.*?\n</tool_response>\s*assistant\n", re.DOTALL
     )
 
     def graded_text(self, segments: Segments) -> str:

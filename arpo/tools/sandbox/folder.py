@@ -79,6 +79,10 @@ class FolderJail:
             removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
         return exceeds(scratch, self.limits, removed)
 
+    def file_bytes(self, scratch: str) -> int:
+        """Return the memory of a call's files: none, they are on a disk."""
+        return 0
+
     def kill(self, worker: int) -> None:
         """End all processes of the call (called in the supervisor)."""
         with contextlib.suppress(ProcessLookupError):

@@ -135,6 +135,10 @@ class NamespaceJail:
         """Return False: the tmpfs has a size, beyond which the kernel says ENOSPC."""
         return False
 
+    def file_bytes(self, scratch: str) -> int:
+        """Return the memory of all files, also of those that are removed and still open (called in the supervisor)."""
+        return sum((s.f_blocks - s.f_bfree) * s.f_frsize for s in map(os.statvfs, (scratch, "/dev/shm")))
+
     def kill(self, worker: int) -> None:
         """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
         with contextlib.suppress(ProcessLookupError):

@@ -28,18 +28,18 @@ MODES = ("live", "record", "replay", "replay_strict")
 PROGRAM, ADDRESS = Needs("command", use="PROGRAM"), Needs("url", use="ADDRESS")
 DURATION_S = Between(0.001, 86400.0)
 SECRET_NAMES = (
-    "key", "token", "secret", "password", "passwd", "pwd", "credential", "credentials", "auth", "authorization",
-    "cookie",
+    "key", "token", "secret", "password", "passwd", "passphrase", "pwd", "-pass", "_pass", "_pat", "credential",
+    "credentials", "auth", "authorization", "cookie",
 )  # fmt: skip
 """Ends of names whose values must not stand in a config."""
 _SECRET = re.compile(
     r"\b(?i:bearer|basic)\s+[^\s$]|://[^/\s@:]*:[^/\s@$][^/\s@]*@"
     r"|\b(?:sk-|[spr]k_|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|AIza|ya29\.|eyJ)[\w-]{8}"
-    rf"|^['\"]?[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?(?!\w+ \$)[^\s'\"$/-]"
-    r"|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)\b[\w-]{24}"
+    rf"|(?:^|[\s?&#;,{{'\"])[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?(?!\w+ \$)[^\s'\"$/-]"
+    r"|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)\b[\w-]{24}|\b[0-9a-f]{32}\b"
 )
-"""Texts that are, or have in them, a key as services give it, a password in an address, a value beside such a name, or
-24 letters and digits that are no word."""
+"""Texts that are, or have in them, a key as services give it, a password in an address, a value beside such a name, 24
+letters and digits that are no word, or 32 digits of a hexadecimal number."""
 _PLAIN = re.compile(r"true|false|[\d.]+", re.IGNORECASE)
 """Values of env and headers that may stand there as they are; all others are $NAME."""
 _LEAST_SECRET_CHARS = 4
@@ -193,7 +193,7 @@ def _check_secrets(server: McpServer, where: str) -> None:
             is_plain = not text or (_PLAIN.fullmatch(text) and not names_secret(name))
             is_plain = is_plain or (Template(text).get_identifiers() and not _SECRET.search(text))
             require(is_plain, f"{where}.{key}.{name}: {why}; write {variable} here")
-    for arg, following in pairwise([*server.args, ""]):
+    for arg, following in pairwise([server.command, *server.args, ""]):
         follows = arg.startswith("-") and "=" not in arg and names_secret(arg)
         name = arg.partition("=")[0] if arg.startswith("-") else "one"
         is_secret = _SECRET.search(arg) or (follows and following and following[0] not in "-/$")

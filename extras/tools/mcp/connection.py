@@ -34,8 +34,8 @@ GRACE_S = 1.0
 """Time that the client has to notice that a call is overdue, before we do."""
 PROBE_S = 5.0
 """Longest time in which a server that is alive lists its tools, or says goodbye."""
-STDERR_BYTES = 2000
-"""Bytes kept of the last that a server wrote to its standard error."""
+STDERR_BYTES, MAX_SAID_CHARS = 2000, 300
+"""Bytes kept of the last that a server wrote to its standard error, and characters of its end that are shown."""
 HTTP_FAILED = "Server returned an error response"
 """Message with which the client stands in for an HTTP error that has no JSON-RPC error in it."""
 SESSION_LOST = "Session terminated"
@@ -190,9 +190,9 @@ class OpenClient:
 
     def last_words(self) -> str:
         """Return why the connection ended, and what the server wrote last to its standard error, in one line."""
-        said = self._stderr.last_line()
-        why = self._error or "it closed the connection"
-        return self.server.redacted(f"{why}; it said: {said}" if said else why)
+        said = self.server.redacted(self._stderr.last_line())[-MAX_SAID_CHARS:]  # a key that is cut is not found
+        why = self.server.redacted(self._error or "it closed the connection")
+        return f"{why}; it said: {said}" if said else why
 
     def http_status(self) -> str:
         return f"HTTP {self._statuses[-1]}" if self._statuses else ""
@@ -276,7 +276,7 @@ class _Tail(asyncio.Protocol):
 
     def last_line(self) -> str:
         lines = self._end.decode("utf-8", "replace").strip().splitlines()
-        return " ".join(lines[-1].split())[:300] if lines else ""
+        return " ".join(lines[-1].split()) if lines else ""
 
 
 async def _listed(client: Client) -> list[Tool]:

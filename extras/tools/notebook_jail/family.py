@@ -189,6 +189,8 @@ class Family:
         member.others = tuple(m.worker for m in self.members.values() if m is not member)
         header, stdout, stderr = member.run(request, self.host_bytes)
         self._clean(member)
+        if header.get("is_open"):
+            header["memory_bytes"] += self.jail.file_bytes(member.scratch)
         wire.send_reply(member.conn, header, stdout, stderr)
         return bool(header.get("is_open")), None
 

@@ -215,6 +215,16 @@ def test_an_http_server_that_is_busy_is_asked_again_over_the_same_connection(tmp
         assert running.call("add", a=1, b=3).text == "4" and running.restarts() == 0
 
 
+@pytest.mark.slow
+def test_a_key_in_what_a_server_says_last_is_hidden_also_where_that_is_cut(monkeypatch):
+    monkeypatch.setenv("MCP_TEST_KEY", key := "swordfish" * 5)
+    for num_before, num_after in ((280, 0), (280, 280), (0, connection.STDERR_BYTES - 30)):
+        code = f"import os, sys; sys.exit('x' * {num_before} + os.environ['MY_KEY'] + 'y' * {num_after})"
+        with pytest.raises(UserError, match="it said: ") as error:
+            Running({"command": sys.executable, "args": ["-c", code], "env": {"MY_KEY": "$MCP_TEST_KEY"}})
+        assert key[:9] not in str(error.value).partition("it said: ")[2] and len(str(error.value)) < 900
+
+
 LEGACY = """
 import asyncio, json, os, sys
 print("my key is", os.environ["MY_KEY"], flush=True)
