@@ -15,6 +15,7 @@ from arpo.checkpoint.best import keep_best
 from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
 from arpo.checkpoint.export import export_hf, point_to
 from arpo.config.sections import RunConfig
+from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import TrainedCritic
 from arpo.ranks import Ranks
@@ -38,6 +39,8 @@ class Saver:
         """source: the model folder from which an export has all but its weights."""
         self.run, self.ranks, self.source = run, ranks, source
         self.link = run.folder / "hf"
+        if run.save_hf and self.link.is_dir() and not self.link.is_symlink():
+            raise UserError(f"{self.link}: a folder, where the link to the newest export will stand; move it away")
         self.checkpoints = Checkpoints(run.folder / "checkpoints", ranks, keep=run.keep_checkpoints)
         self.saved_step = self.num_failed = 0
 

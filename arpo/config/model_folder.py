@@ -30,12 +30,16 @@ def check_model_folder(
         fix = old if [*folder.glob("pytorch_model*.bin")] else "; was the model saved completely?"
         raise UserError(f"{option}={path}: no weights (*.safetensors){fix}")
     if (folder / "model.safetensors.index.json").exists():
-        index = read_json(option, folder, "model.safetensors.index.json", "copy it again")
-        if absent := sorted({name for name in index.get("weight_map", {}).values() if not (folder / name).exists()}):
+        index = read_json(option, folder, "model.safetensors.index.json", "copy it again").get("weight_map")
+        names = set(map(str, index.values() if isinstance(index, dict) else ["weight_map"]))
+        if absent := sorted(name for name in names if "/" in name or not (folder / name).is_file()):
             raise UserError(f"{option}={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
     tokenizer = read_json(option, folder, "tokenizer_config.json", "save the tokenizer into the folder")
     if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
         raise UserError(f"{option}={path}: the tokenizer has no chat template; add chat_template.jinja")
+    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"):
+        if (folder / name).exists():  # transformers' errors would be tracebacks, that of the last one after the run
+            read_json(option, folder, name, "copy it again, or remove it")
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     if positions and max_model_len > positions:
         raise UserError(

@@ -59,9 +59,8 @@ def claim_folder(folder: Path, script: str) -> None:
 def script_of(folder: Path) -> str:
     """Return the script that began the run in `folder`, by the first line of its config.yaml; "" for none."""
     try:
-        with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
-            key, _, value = file.readline(100).partition(":")
-    except OSError:
+        key, _, value = read_file(folder / CONFIG).partition(b"\n")[0].decode(errors="replace").partition(":")
+    except (OSError, ValueError):
         return ""
     return value.strip() if key == "script" else ""
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from arpo.config.bounded import parse_json
+from arpo.config.bounded import parse_json, read_file
 from arpo.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def _num_bytes_until(path: Path, step: int) -> int:
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     """Yield each line and its row, and pass over those that are none."""
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line in _lines(path):
         try:
             row = parse_json(line)
             row["step"] = int(row["step"])
@@ -101,10 +101,20 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
         yield line, row
 
 
+def _lines(path: Path) -> list[bytes]:
+    """Return the lines with an end; [] where there is no file. Raises UserError for a device and the like."""
+    try:
+        return read_file(path).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; move it away") from None
+
+
 def rows_until(path: Path, step: int) -> dict[int, dict[str, float]]:
     """Return the numbers of the first `step` steps by step, as far as the file has whole lines of them."""
     rows: dict[int, dict[str, float]] = {}
-    for _, row in _whole_lines(path) if path.exists() else ():
+    for _, row in _whole_lines(path):
         if row["step"] <= step:
             rows.setdefault(row["step"], {}).update(row)
     return rows
@@ -116,11 +126,10 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     A last line without its end, which a working run may be writing, is passed over. Raises UserError for a broken line.
     """
     path = folder / "metrics.jsonl"
-    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
     rows: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             rows.setdefault(int(row["step"]), {}).update(row)
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{path}:{number}: not a line of metrics; drop the line") from None

@@ -7,11 +7,13 @@ import signal
 import sys
 
 import pytest
-from helpers.ranks import run_ranks, start_ranks
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks, start_ranks
 from helpers.records import logged
 from helpers.saving import begin, change
 
+from arpo.checkpoint import Saver
 from arpo.checkpoint.checkpoints import verify
+from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 
 
@@ -194,3 +196,9 @@ def test_a_start_says_that_it_renews_and_is_silent_where_nothing_is_to_do(tiny_m
     link.symlink_to("checkpoints/step_000001/hf")
     [[line]] = run_ranks(1, renewals, str(tiny_model_dir), str(tmp_path))
     assert f"{link} is renewed" in line and (link.resolve() / "config.json").exists()
+
+
+def test_a_folder_in_the_place_of_the_link_is_said_before_training_and_not_after(tmp_path):
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"run/hf: a folder, where the link .*; move it away"):
+        Saver(RunConfig(name="run", dir=str(tmp_path)), ranks_of(mesh), source="")

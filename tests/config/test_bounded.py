@@ -13,11 +13,13 @@ from arpo.checkpoint.export import model_of_run
 from arpo.config.bounded import inflate, read_file
 from arpo.config.load import load_config
 from arpo.config.model_folder import read_json
-from arpo.config.run_folder import settings_of
+from arpo.config.run_folder import script_of, settings_of
 from arpo.data import load_prompts
 from arpo.errors import UserError
 from arpo.evals.grades import read_grades
+from arpo.log import read_metrics
 from arpo.log.dumps import read_dump
+from arpo.log.metrics_file import rows_until
 from arpo.protocol import FORMS
 from arpo.sampling.carried_state import check_nothing_is_left
 from arpo.sft.conversations import read_conversations
@@ -69,6 +71,7 @@ READERS = {
     "dump": lambda path: list(read_dump(path)),
     "carried": lambda path: check_nothing_is_left([path]),
     "grades": read_grades,
+    "metrics": lambda path: read_metrics(path.parent),
     "cache": read_released,
     "model": lambda path: read_json("model.path", path.parent, path.name, "copy it again"),
 }
@@ -87,6 +90,7 @@ BOMBS = [
     ("carried", "carried_00000.json.gz", BOMB),
     *[("carried", "carried_00000.json.gz", gzip.compress(text.encode())) for text in (DEEP, NUMBER + "x")],
     ("carried", "carried_00000.json.gz", gzip.compress(b"{}")[:-1]),
+    *[("metrics", "metrics.jsonl", text + "\n") for text in (DEEP, NUMBER, "[]")],
     *[("grades", "g.jsonl", text + "\n") for text in (DEEP, NUMBER)],
     *[("cache", "c.json", f'{{"a": {text}}}') for text in (DEEP, NUMBER, DEEP_BUT_WHOLE)],
     *[("model", "config.json", text) for text in (DEEP, f'{{"a": {NUMBER}}}', "[]")],
@@ -114,6 +118,17 @@ def test_only_as_much_is_unpacked_as_is_allowed():
     tracemalloc.stop()
     assert len(BOMB) < 2 << 20 and peak < 8 << 20
     assert inflate(zlib.compress(b"a")) == inflate(gzip.compress(b"a")) == b"a"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_run_folder_of_devices_ends_at_once(tmp_path, make):
+    make(tmp_path / "config.yaml")
+    make(tmp_path / "metrics.jsonl")
+    assert script_of(tmp_path) == ""
+    for read in (read_metrics, lambda folder: rows_until(folder / "metrics.jsonl", 1)):
+        with pytest.raises(UserError, match=r"metrics\.jsonl: no file of at most"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])

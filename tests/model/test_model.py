@@ -316,15 +316,23 @@ def edit_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def write_index(folder, names):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 @pytest.mark.parametrize(
     "damage, words",
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
         (lambda f: (f / "model.safetensors").unlink(), "no weights"),
-        (
-            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2-of-2"}}'),
-            "model-2-of-2 is missing",
+        (lambda f: write_index(f, {"a": "model-2-of-2"}), "model-2-of-2 is missing"),
+        (lambda f: write_index(f, {"a": "../model/config.json"}), "config.json is missing"),
+        *((lambda f, names=names: write_index(f, names), "is missing") for names in ([1], {"a": 5}, None)),
+        *(
+            (lambda f, name=name, text=text: (f / name).write_text(text), f"{name} is not valid JSON")
+            for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+            for text in ("[" * 100_000, '{"a": ' + "1" * 5000 + "}", "[]")
         ),
         (lambda f: (f / "tokenizer_config.json").unlink(), "no tokenizer_config.json"),
         (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
