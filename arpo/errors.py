@@ -41,6 +41,15 @@ class PrintableRecord(logging.LogRecord):
     def getMessage(self) -> str:
         return printable(super().getMessage())
 
+    @property
+    def exc_text(self) -> str | None:
+        """The traceback, which has the words of an exception."""
+        return self._exc_text
+
+    @exc_text.setter
+    def exc_text(self, text: str | None) -> None:
+        self._exc_text = printable(text) if text else None
+
 
 def printable(text: str) -> str:
     r"""Return a text that a terminal shows and does not obey: with control characters, but for tabs and line breaks,

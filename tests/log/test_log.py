@@ -85,7 +85,7 @@ from train_sft import SFTConfig
 said = "a service said \\x1b]52;c;ZXZpbA==\\x07\\x9b2J\\r\tfine"
 sys.argv[1:] = ["--model.path", "model", "--data.train", "data.jsonl"]
 load_or_exit(SFTConfig)
-logging.getLogger("anybody").warning("%s", said)
+logging.getLogger("anybody").warning("%s", said, exc_info=ValueError(said))
 Console(is_main=True).line(said)
 def fail(_):
     raise UserError(said)
@@ -96,7 +96,7 @@ run_or_exit(fail, None)
 def test_no_line_holds_what_a_terminal_obeys():
     done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, cwd=REPO)
     said = r"a service said \x1b]52;c;ZXZpbA==\x07\x9b2J\x0d" + "\tfine\n"
-    assert (done.stdout, done.stderr, done.returncode) == (said, f"{said}error: {said}", 2)
+    assert (done.stdout, done.stderr, done.returncode) == (said, f"{said}ValueError: {said}error: {said}", 2)
 
 
 def steps(folder, num_steps: int, *, done: int = 0, validates: tuple[int, ...] = (), is_main: bool = True) -> None:

@@ -12,7 +12,7 @@ from arpo.config.bounded import inflate, parse_json
 
 FORMAT = 1
 MAX_QUERY_CHARS = 512
-MAX_ENTRY_BYTES = 64 << 20
+MAX_ENTRY_BYTES = 16 << 20
 NO_RESULTS = "No search results found."
 """The answer where nothing matches, as in the released cache."""
 Row = tuple[bytes, str, str, bytes, bool, float]
