@@ -67,6 +67,8 @@ def test_much_space_takes_no_time():
     """Of a length whose square would take a minute."""
     started = time.process_time()
     assert RULES.format_error([(" " * 300_000, True)]) == "missing_answer"
+    behind_a_call = "</tool_call>" + " " * 300_000 + "x"
+    assert FORMS["hermes"].rules.derive_segments(behind_a_call) == [(behind_a_call, True)]
     assert time.process_time() - started < 5
 
 
