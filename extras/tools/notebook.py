@@ -54,13 +54,12 @@ class NotebookConfig(PythonConfig):
         require(self.total_mib >= 1, f"total_mib={self.total_mib} must be at least 1")
 
 
-ENDED = "The notebook has ended; the next call begins a new one, without the variables."
-
-
 @dataclass
 class Notebook:
     """A trajectory's session."""
 
+    first_cell: str = ""
+    """Code with which each process of it begins."""
     process: SessionClient | None = None
     """None before the first cell that is not answered from the cache."""
     cells: list[str] = field(default_factory=list)
@@ -74,6 +73,7 @@ class NotebookTool(PythonTool, SessionTool):
     """Runs cells in the trajectory's notebook; see the module. Without a session (`run(code)`), in one of its own."""
 
     tag = "notebook"
+    ended = "The notebook has ended; the next call begins a new one, without the variables."
     setting = "tools.options: notebook"
     about = About(
         "a Python notebook",
@@ -138,12 +138,13 @@ class NotebookTool(PythonTool, SessionTool):
         result = self._result(reply)
         if reply.is_open or result.infra_error:
             return result
-        return replace(result, text=shorten(f"{result.text}\n{ENDED}", MAX_OUTPUT_CHARS))
+        return replace(result, text=shorten(f"{result.text}\n{self.ended}", MAX_OUTPUT_CHARS))
 
     def _run_cell(self, session: Notebook, code: str) -> Reply:
         """Run what was answered from the cache so far, then the code."""
         with self._slots.take() if self._slots else nullcontext():
-            for cell in [*session.cells, code]:
+            begin = [session.first_cell] if session.first_cell and session.process is None else []
+            for cell in [*begin, *session.cells, code]:
                 if session.is_closed:
                     raise SessionLost
                 if session.process is None:
@@ -186,7 +187,7 @@ class NotebookTool(PythonTool, SessionTool):
                 process = None
             if process is None:
                 raise CannotFork("threads, open files or processes cannot be copied")
-        return self._noted(Notebook(process, list(session.cells), kept_bytes=session.kept_bytes))
+        return self._noted(replace(session, process=process, cells=list(session.cells)))
 
     async def close(self, session: Notebook) -> None:
         session.is_closed = True

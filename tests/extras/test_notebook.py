@@ -16,7 +16,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import ToolContext, ToolRunner
 from arpo.tools.sandbox.client import Sandbox
 from arpo.tools.sandbox.host import NUM_SPARES
-from extras.tools.notebook import ENDED, Notebook, NotebookConfig, NotebookTool
+from extras.tools.notebook import Notebook, NotebookConfig, NotebookTool
 from extras.tools.session_tool import CannotFork, SessionLost
 
 LONG = RolloutConfig(
@@ -121,13 +121,13 @@ def test_a_process_whose_name_is_no_text_is_counted_as_any_other(tool):
 
 def test_a_process_that_dies_ends_the_notebook_and_the_next_cell_begins_a_new_one(tool):
     died, after, more = cells(tool, "import os\nx = 1\nos._exit(4)", "'x' in globals()", "'os' in globals()")
-    assert died.text == f"The process exited with code 4\n{ENDED}" and not died.ok and not died.infra_error
+    assert died.text == f"The process exited with code 4\n{NotebookTool.ended}" and not died.ok and not died.infra_error
     assert [after.text, more.text] == ["False", "False"]
 
 
 def test_a_cell_that_prints_without_end_or_takes_too_much_memory_ends_the_notebook(tool):
     printed, after = cells(tool, "while True: print('x' * 10000)", "1")
-    assert printed.error_kind == "output_limit" and printed.text.endswith(ENDED) and after.text == "1"
+    assert printed.error_kind == "output_limit" and printed.text.endswith(NotebookTool.ended) and after.text == "1"
     took, still = cells(tool, "x = 1\ny = bytearray(10**10)", "x")
     assert took.text == "MemoryError" and still.text == "1"  # an allocation that fails is an error of the code
 
@@ -144,7 +144,7 @@ def test_limits_hold_for_each_cell_and_for_the_notebook(tier):
     long.sandbox = Sandbox(limits, tier=tier)
     try:
         slept, after = cells(short, "x = 1\nimport time\ntime.sleep(100)", "1")
-        assert slept.error_kind == "timeout" and slept.text.endswith(ENDED) and after.text == "1"
+        assert slept.error_kind == "timeout" and slept.text.endswith(NotebookTool.ended) and after.text == "1"
         one, two, three, after = cells(long, burn.format(0.4), burn.format(0.4), burn.format(0.4), "1")
         assert one.ok and two.ok and three.error_kind == "cpu_limit" and after.text == "1"
         if tier == "namespaces":  # the other tier's kernel limits the notebook, not a cell

@@ -1,0 +1,72 @@
+"""What runs in the jail of the <sql> tool: the first cell of a database's notebook. Imports nothing of ours."""
+
+import sqlite3
+
+STEPS_PER_LOOK = 10_000
+MAX_CELL_CHARS = 200
+OUTSIDE = {"random", "randomblob", "load_extension", "fts3_tokenizer"}
+"""Functions of what is not in the process: a branch, or a replay, would read something else."""
+DENIED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # files last for one call only
+database = sqlite3.connect(":memory:", isolation_level=None)
+problem = ""
+
+
+def authorize(action, first, second, *_):
+    is_outside = action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in OUTSIDE
+    return sqlite3.SQLITE_DENY if action in DENIED or is_outside else sqlite3.SQLITE_OK
+
+
+def begin(script):
+    """Fill the database. Where that fails, `ask` says why."""
+    global problem
+    database.execute("PRAGMA temp_store = MEMORY")  # what is sorted counts as ours
+    database.set_authorizer(authorize)
+    try:
+        database.executescript(script)
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        problem = str(error)
+
+
+def ask(text, max_steps, max_rows):
+    """Run statements, and print the rows of the last one that has any. Leaves with an error's words."""
+    if problem:
+        raise SystemExit(problem)
+    looks_left, shown = max_steps // STEPS_PER_LOOK, "(no rows)"
+
+    def must_stop():
+        nonlocal looks_left
+        looks_left -= 1
+        return looks_left < 0
+
+    database.set_progress_handler(must_stop, STEPS_PER_LOOK)
+    try:
+        for statement in statements(text):
+            cursor = database.execute(statement)
+            if cursor.description:
+                shown = table(cursor, max_rows)
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
+        reason = str(error) or "out of memory"
+        raise SystemExit(f"Error: {reason if looks_left >= 0 else f'more than {max_steps} steps'}") from None
+    print(shown)
+
+
+def table(cursor, max_rows):
+    """Return the first rows as text, their names above, in the order in which SQLite yields them."""
+    lines = [" | ".join(str(column[0]) for column in cursor.description)]
+    for number, row in enumerate(cursor):
+        if number == max_rows:
+            lines.append("...")
+            break
+        lines.append(" | ".join("NULL" if cell is None else str(cell)[:MAX_CELL_CHARS] for cell in row))
+    cursor.close()
+    return "\n".join(lines)
+
+
+def statements(text):
+    """Return the statements of a text, one by one. "a; b" -> ["a;", " b"]"""
+    found, start = [], 0
+    for end in [i + 1 for i, char in enumerate(text) if char == ";"]:
+        if sqlite3.complete_statement(text[start:end]):
+            found.append(text[start:end])
+            start = end
+    return [*found, text[start:]] if text[start:].strip() else found
