@@ -212,6 +212,8 @@ class Rollout:
             seed=number_of(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
             num_top_logprobs=self.num_top_logprobs,
+            # those that a decision waits for end a chunk; a cut would lose those that have not come yet
+            num_chunk_tokens=1 if self.cfg.carry_over else max(self.num_entropy_tokens - 1, 1),
         )
         live.watch = StopWatch.at_cut(sampled, spec.stop)
         self.engine.submit(live.key, [*group.prompt.token_ids, *token_ids], spec)

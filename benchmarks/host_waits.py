@@ -86,8 +86,7 @@ def request_in_flight() -> dict:
 
 def output_of(request_id: str, row: list[float]) -> SimpleNamespace:
     """Return vLLM's output of one token, which ends the request."""
-    flat = SimpleNamespace(logprobs=row, start_indices=[0], end_indices=[len(row)])
-    completion = SimpleNamespace(token_ids=[0], logprobs=flat, finish_reason="length", stop_reason=None)
+    completion = SimpleNamespace(token_ids=[0], logprobs=[row], finish_reason="length", stop_reason=None)
     return SimpleNamespace(request_id=request_id, outputs=[completion], finished=True, num_cached_tokens=0)
 
 

@@ -115,7 +115,7 @@ def spec_of(prompt: Prompt, tools: ToolRunner) -> SamplingSpec:
     """Return the sampling parameters that the rollout asks for."""
     return SamplingSpec(
         max_tokens=2000, stop=tuple(f"</{tag}>" for tag in prompt.tools if tag in tools.tools), seed=7,
-        num_entropy_tokens=BranchingConfig().entropy_tokens,
+        num_entropy_tokens=BranchingConfig().entropy_tokens, num_chunk_tokens=BranchingConfig().entropy_tokens - 1,
     )  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def main() -> None:
         bench.close()
         return
     engine = bench.engine
-    spec = SamplingSpec(128, stop=("</search>",), seed=7, num_entropy_tokens=20)
+    spec = SamplingSpec(128, stop=("</search>",), seed=7, num_entropy_tokens=20, num_chunk_tokens=19)
     rates = tokens_per_second(engine, bench.prompts, spec, repeats)
     bench.prescribe(shortest, longest)
     groups = bench.streaming(0.0)  # warm

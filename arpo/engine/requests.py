@@ -22,6 +22,9 @@ class SamplingSpec:
     """Number of first tokens whose entropies are wanted; 0 = none, -1 = all."""
     num_top_logprobs: int = 0
     """Number K of largest logprobs that are wanted for each of those tokens."""
+    num_chunk_tokens: int = 1
+    """Tokens that come together, after the first one, which comes alone; an end comes at once, and `abort` loses what
+    has not come yet. A server ignores it."""
 
 
 @dataclass(frozen=True)

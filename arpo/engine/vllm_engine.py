@@ -34,7 +34,6 @@ from arpo.model.loading import text_name
 from arpo.ranks import RandomState
 
 logger = logging.getLogger(__name__)
-MAX_ROWS = 1024  # of logprobs are looked at at a time: a scored prompt has many, and each part is copied twice
 
 
 @dataclass
@@ -138,9 +137,11 @@ class Engine:
         self.temperature = spec.temperature or in_flight
         engine = self.llm.llm_engine
         engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, self.sampling_params(spec))
-        # Stop strings need a tokenizer, and then vLLM would also decode every logprob candidate: half of a step's time.
         newest = next(reversed(engine.output_processor.request_states.values()))
-        newest.logprobs_processor.tokenizer = None
+        newest.stream_interval = spec.num_chunk_tokens
+        # vLLM would decode every candidate, and make six lists of each token: one row is all that `chunk` reads.
+        rows = newest.logprobs_processor.logprobs
+        newest.logprobs_processor._update_sample_logprobs = lambda new: rows.extend(new.logprobs.tolist())
         self.running[request_id] = Running(spec, len(token_ids))
 
     @staticmethod
@@ -158,7 +159,6 @@ class Engine:
             detokenize=bool(spec.stop),
             skip_special_tokens=False,  # a tokenizer may have declared the tags special
             logprobs=1 + spec.num_top_logprobs,
-            flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
         )
 
@@ -173,9 +173,8 @@ class Engine:
 
     def chunk(self, output) -> Chunk:
         request, completion = self.running[output.request_id], output.outputs[0]
-        token_ids, flat = list(completion.token_ids), completion.logprobs
         # One row per token, as `sampled_and_entropy` wrote it: [sampled, entropy, top 1, ..., top K].
-        rows = [flat.logprobs[start:end] for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+        token_ids, rows = list(completion.token_ids), completion.logprobs
         wanted = len(rows)
         assert wanted == len(token_ids), (output.request_id, wanted, len(token_ids))
         if request.spec.num_entropy_tokens >= 0:
@@ -233,8 +232,7 @@ class Engine:
         """
         from vllm.v1.outputs import LogprobsTensors
 
-        parts = zip(logprobs.split(MAX_ROWS), token_ids.split(MAX_ROWS), strict=True)
-        values = torch.cat([sampled_and_entropy(*part, num_logprobs - 1, self.temperature) for part in parts])
+        values = sampled_and_entropy(logprobs, token_ids, num_logprobs - 1, self.temperature)
         ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
         return LogprobsTensors(ids, values, torch.ones_like(token_ids))
 

@@ -203,6 +203,25 @@ def test_entropies_and_top_logprobs_cover_only_the_tokens_asked_for(engine, hf):
     assert done["plain"].entropies == done["plain"].top_logprobs == []
 
 
+def test_tokens_that_come_together_are_those_that_come_one_by_one(engine):
+    def spec(seed: int, **more) -> SamplingSpec:
+        return SamplingSpec(max_tokens=23, temperature=0.8, seed=seed, num_entropy_tokens=6, num_top_logprobs=2, **more)
+
+    sizes: dict[str, list[int]] = {"a": [], "b": []}
+    together = {name: None for name in sizes}
+    for seed, name in enumerate(sizes):
+        engine.submit(name, prompt_of(20, seed), spec(seed, num_chunk_tokens=5))
+    while engine.num_running:
+        for chunk in engine.step():
+            sizes[chunk.request_id].append(len(chunk.token_ids))
+            together[chunk.request_id] = join(together[chunk.request_id], chunk)
+    # the first alone; with the next five those that a decision waits for are there; an end comes at once
+    assert sizes == {name: [1, 5, 5, 5, 5, 2] for name in sizes}
+    engine.reset_prefix_cache()
+    assert together == run(engine, {name: (prompt_of(20, seed), spec(seed)) for seed, name in enumerate(sizes)})
+    assert all(len(chunk.entropies) == len(chunk.top_logprobs) == 6 for chunk in together.values())
+
+
 def test_stats_count_generated_prefilled_and_cached_tokens(engine):
     before = replace(engine.stats)
     chunk = run(engine, {"a": (prompt_of(64), SamplingSpec(max_tokens=4, temperature=0.0))})["a"]
