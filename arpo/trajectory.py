@@ -15,6 +15,7 @@ writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... 
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -135,7 +136,10 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`."""
+    """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`.
+
+    Once all ranks have it (`Team.exchange`), the lists of numbers, one per token, are arrays.
+    """
 
     prompt_id: str
     trajectory_id: str
@@ -229,7 +233,8 @@ class Trajectory:
 
     def to_dict(self) -> dict:
         """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""
-        mine = {name: value for name, value in vars(self).items() if name not in NOT_DUMPED}
+        kept = {name: value for name, value in vars(self).items() if name not in NOT_DUMPED}
+        mine = {name: value.tolist() if isinstance(value, array) else value for name, value in kept.items()}
         return mine | {"turns": [asdict(turn) for turn in self.turns]}
 
 

@@ -217,7 +217,7 @@ class CarryOver(Source):
         ready = {c.number: c.state.finish() for c in self.carried if c.number in chosen}
         for group in ready.values():
             group.sampled_by = self.team.ranks.rank
-        trained = {number: g for part in self.team.ranks.all_gather_objects(ready) for number, g in part.items()}
+        trained = self.team.exchange(list(ready.values()), 0, list(ready))
         self.carried = [c for c in self.carried if c.number not in chosen]
         self.begun = [entry for entry in everywhere if entry.number not in chosen]
         for entry in everywhere:
@@ -225,4 +225,4 @@ class CarryOver(Source):
         if self._store is not None and self.team.ranks.is_main:
             for word in ("whole", "due", "next"):
                 self._store.delete_key(self._key(word))  # all ranks have seen the end of the step
-        return [trained[number] for number in sorted(trained)]
+        return trained

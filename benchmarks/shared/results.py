@@ -22,6 +22,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
     "dumps": ("slows_python", "written_s", "plain_s"),
+    "exchange": ("bytes_ratio", "mb", "baseline_mb"),
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
     "mcp_overhead": ("http", "stdio_per_s", "http_per_s", "direct_per_s"),
     "head_memory": ("time_ratio", "compiled_time_ratio"),

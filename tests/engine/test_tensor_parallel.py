@@ -107,7 +107,8 @@ def team_of_two(folder) -> list[dict]:
 
 
 def tokens_of(groups: list[Group]) -> list[tuple]:
-    return [(g.prompt.prompt_id, t.trajectory_id, t.token_ids, t.loss_mask) for g in groups for t in g.trajectories]
+    trajectories = ((g.prompt.prompt_id, t) for g in groups for t in g.trajectories)
+    return [(prompt_id, t.trajectory_id, list(t.token_ids), list(t.loss_mask)) for prompt_id, t in trajectories]
 
 
 @pytest.mark.slow
@@ -160,13 +161,14 @@ def deal_out(ranks: Ranks, folder: str) -> dict:
     """Four ranks in two teams; what each rank brings carries its number."""
     team = form_team(ranks, 2, folder)
     share = team.share(list(range(5)))
-    return {"share": share, "all": team.exchange([(number, ranks.rank) for number in share], 5)}
+    groups = [Group(Prompt(str(number), [], []), [], sampled_by=ranks.rank) for number in share]
+    return {"share": share, "all": [(g.prompt.prompt_id, g.sampled_by) for g in team.exchange(groups, 5)]}
 
 
 def test_prompts_are_dealt_out_to_teams_and_come_back_in_order_from_their_first_ranks(tiny_model_dir):
     ranks = run_ranks(4, deal_out, str(tiny_model_dir))
     assert [rank["share"] for rank in ranks] == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
-    assert all(rank["all"] == [(0, 0), (1, 2), (2, 0), (3, 2), (4, 0)] for rank in ranks)
+    assert all(rank["all"] == [("0", 0), ("1", 2), ("2", 0), ("3", 2), ("4", 0)] for rank in ranks)
 
 
 def refused(argument: str) -> ToolResult:
