@@ -212,7 +212,6 @@ class Rollout:
             seed=number_of(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
             num_top_logprobs=self.num_top_logprobs,
-            # those that a decision waits for end a chunk; a cut would lose those that have not come yet
             num_chunk_tokens=1 if self.cfg.carry_over else max(self.num_entropy_tokens - 1, 1),
         )
         live.watch = StopWatch.at_cut(sampled, spec.stop)
@@ -341,8 +340,7 @@ class Rollout:
             self.start_roots(group, roots - 1, may_branch=True)
             group.budget.budget = group.size - roots
         self.grow(group)
-        now_s = time.perf_counter()
-        group.wall_s[live.path] = now_s - (live.began_at_s or now_s)
+        group.wall_s[live.path] = time.perf_counter() - live.began_at_s if live.began_at_s else 0.0
         if len(group.wall_s) == group.size:
             self._whole.append(group)
             self.tools.sessions.forget(group.name)

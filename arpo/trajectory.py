@@ -136,10 +136,8 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`.
-
-    Once all ranks have it (`Team.exchange`), the lists of numbers, one per token, are arrays.
-    """
+    """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`. Once
+    all ranks have it (`Team.exchange`), its lists of a number per token are arrays."""
 
     prompt_id: str
     trajectory_id: str
