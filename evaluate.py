@@ -20,7 +20,7 @@ from arpo.config.rewards import RewardConfig
 from arpo.config.run_folder import save_config
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
-from arpo.errors import require
+from arpo.errors import refuse, require
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.start.inputs import check_evaluation
 
@@ -57,7 +57,7 @@ class EvalConfig:
             return
         some = self.eval.benchmarks or self.eval.files
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
-        check_result_room(self.tools.search, self.rollout)
+        refuse(*check_result_room(self.tools.search, self.rollout))
         require(
             self.rollout.dispatch != "pull_longest_first",
             "rollout.dispatch=pull_longest_first goes by earlier epochs, of which there are none; set it to pull",

@@ -27,6 +27,7 @@ from arpo.config.sections import (
     UpdateConfig,
 )
 from arpo.config.tools import ToolsConfig
+from arpo.errors import refuse
 from arpo.options import AdvantageConfig, BranchingConfig, CriticConfig, LossConfig, RolloutConfig
 from arpo.start.inputs import check_rl
 
@@ -80,15 +81,17 @@ class RLConfig:
         return [self.model, *critic, *([self.reference_model] if self.loss.kl_coefficient else [])]
 
     def __post_init__(self) -> None:
-        checks.check_sizes(self.data, self.rollout, self.branching, self.update)
-        checks.check_result_room(self.tools.search, self.rollout)
-        checks.check_parallel(self.model, self.advantage, self.loss)
-        checks.check_loss(self.loss)
-        checks.check_terms(self.reward, self.judge, self.rollout)
-        checks.check_rewards_in_time(self.advantage, self.loss)
-        checks.check_queue(self.branching, self.advantage, self.reward)
-        checks.check_rewards_agree(self.branching, self.engine)
-        checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage)
+        refuse(
+            *checks.check_sizes(self.data, self.rollout, self.branching, self.update),
+            *checks.check_result_room(self.tools.search, self.rollout),
+            *checks.check_parallel(self.model, self.advantage, self.loss),
+            *checks.check_loss(self.loss),
+            *checks.check_terms(self.reward, self.judge, self.rollout),
+            *checks.check_rewards_in_time(self.advantage, self.loss),
+            *checks.check_queue(self.branching, self.advantage, self.reward),
+            *checks.check_rewards_agree(self.branching, self.engine),
+            *checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage),
+        )
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.

@@ -103,6 +103,12 @@ def require(ok: object, message: str) -> None:
         raise ValueError(message)
 
 
+def refuse(*messages: str) -> None:
+    """Raise an ExceptionGroup of ValueErrors, one with each message; nothing where there is none."""
+    if messages:
+        raise ExceptionGroup("contradictions", [ValueError(message) for message in messages])
+
+
 def exit_with(error: UserError) -> NoReturn:
     """Print the one line (once, from rank 0 where it can) and leave with code 2, which no launcher should retry.
 

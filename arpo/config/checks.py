@@ -1,106 +1,111 @@
-"""Contradictions between the sections of a config. A section itself finds those within it, and facts.py what is wrong
-with a single knob. Imports no torch, so that a mistake shows at once.
+"""Contradictions between the sections of a config: a check yields a message for each. A section itself finds those
+within it, and facts.py what is wrong with a single knob. Imports no torch, so that a mistake shows at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.named import is_own, names_of
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, UpdateConfig
 from arpo.config.tools import SearchConfig
-from arpo.errors import require
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 
 NEED_REWARDS = names_of("retrospective", "NEED_REWARDS")
 
 
-def check_sizes(data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig) -> None:
-    """Raise ValueError where the sizes of these sections do not fit each other."""
-    require(data.train, "data.train is empty; pass a parquet or jsonl file of prompts")
-    require(
-        branching.selector == "none"
-        or branching.dynamic_budget
-        or 1 <= branching.num_initial_rollouts <= rollout.group_size,
-        f"branching.num_initial_rollouts={branching.num_initial_rollouts} must lie between 1 and "
-        f"rollout.group_size={rollout.group_size}; lower it or raise the group size",
-    )
-    require(
-        update.num_prompts_per_minibatch > 0 and data.num_prompts_per_step % update.num_prompts_per_minibatch == 0,
-        f"data.num_prompts_per_step={data.num_prompts_per_step} is not a multiple of "
-        f"update.num_prompts_per_minibatch={update.num_prompts_per_minibatch}",
-    )
-    require(
-        1 <= rollout.answer_reserve_tokens < rollout.max_response_tokens,
-        f"rollout.answer_reserve_tokens={rollout.answer_reserve_tokens} must lie between 1 and "
-        f"rollout.max_response_tokens={rollout.max_response_tokens}",
-    )
+def check_sizes(
+    data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig
+) -> Iterator[str]:
+    """Yield which sizes of these sections do not fit each other."""
+    if not data.train:
+        yield "data.train is empty; pass a parquet or jsonl file of prompts"
+    has_roots = branching.selector != "none" and not branching.dynamic_budget
+    if has_roots and not 1 <= branching.num_initial_rollouts <= rollout.group_size:
+        yield (
+            f"branching.num_initial_rollouts={branching.num_initial_rollouts} must lie between 1 and "
+            f"rollout.group_size={rollout.group_size}; lower it or raise the group size"
+        )
+    per_minibatch = update.num_prompts_per_minibatch
+    if per_minibatch <= 0 or data.num_prompts_per_step % per_minibatch:
+        yield (
+            f"data.num_prompts_per_step={data.num_prompts_per_step} is not a multiple of "
+            f"update.num_prompts_per_minibatch={per_minibatch}"
+        )
+    if not 1 <= rollout.answer_reserve_tokens < rollout.max_response_tokens:
+        yield (
+            f"rollout.answer_reserve_tokens={rollout.answer_reserve_tokens} must lie between 1 and "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}"
+        )
     longest = data.max_prompt_tokens + rollout.max_response_tokens
-    require(
-        longest <= update.max_tokens_per_microbatch,
-        f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
-        f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it",
-    )
-    require(
-        rollout.temperature > 0,
-        "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from",
-    )
+    if longest > update.max_tokens_per_microbatch:
+        yield (
+            f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens; raise it"
+        )
+    if rollout.temperature <= 0:
+        yield "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from"
 
 
-def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError where search results are so long that the pages in them would always be cut off again."""
+def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield that search results are so long that the pages in them would always be cut off again, where they are."""
     least_tokens = search.read_pages * search.page_chars // 8  # web text has about 4 characters per token, 8 at most
-    require(
-        search.summarizer_url or least_tokens <= rollout.max_result_tokens,
-        f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
-        f"tokens, of which rollout.max_result_tokens={rollout.max_result_tokens} cuts off the end; raise it, or "
-        "lower page_chars",
-    )
+    if not search.summarizer_url and least_tokens > rollout.max_result_tokens:
+        yield (
+            f"tools.search.read_pages={search.read_pages} x page_chars={search.page_chars} are at least {least_tokens} "
+            f"tokens, of which rollout.max_result_tokens={rollout.max_result_tokens} cuts off the end; raise it, or "
+            "lower page_chars"
+        )
 
 
-def check_loss(loss: LossConfig) -> None:
-    """Raise ValueError where negative advantages, or the KL to the reference, would have no gradient."""
-    require(
-        loss.dual_clip is None or loss.dual_clip > 1,
-        f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
-        "ratio 1; None = no bound",
-    )
-    require(
-        not (loss.kl_coefficient and loss.kl_in == "loss" and loss.kl_estimator == "k1"),
-        "loss.kl_estimator=k1 does nothing in the loss, where its gradient averages to 0; take k2 or k3, or set "
-        "loss.kl_in=reward",
-    )
+def check_loss(loss: LossConfig) -> Iterator[str]:
+    """Yield where negative advantages, or the KL to the reference, would have no gradient."""
+    if loss.dual_clip is not None and loss.dual_clip <= 1:
+        yield (
+            f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
+            "ratio 1; None = no bound"
+        )
+    if loss.kl_coefficient and loss.kl_in == "loss" and loss.kl_estimator == "k1":
+        yield (
+            "loss.kl_estimator=k1 does nothing in the loss, where its gradient averages to 0; take k2 or k3, or set "
+            "loss.kl_in=reward"
+        )
 
 
-def check_rewards_agree(branching: BranchingConfig, engine: EngineConfig) -> None:
-    """Raise ValueError where ranks that share an engine would each score a group, and fork by what they find."""
-    require(
-        engine.tensor_parallel == 1 or branching.selector not in NEED_REWARDS,
-        f"branching.selector={branching.selector} cannot go with engine.tensor_parallel={engine.tensor_parallel}; set "
-        "it to 1, or the selector to top_h",
-    )
+def check_rewards_agree(branching: BranchingConfig, engine: EngineConfig) -> Iterator[str]:
+    """Yield that ranks that share an engine would each score a group, and fork by what they find, where they would."""
+    if engine.tensor_parallel > 1 and branching.selector in NEED_REWARDS:
+        yield (
+            f"branching.selector={branching.selector} cannot go with engine.tensor_parallel={engine.tensor_parallel}; "
+            "set it to 1, or the selector to top_h"
+        )
 
 
 def check_sampling_policy(
     engine: EngineConfig, loss: LossConfig, rollout: RolloutConfig, advantage: AdvantageConfig
-) -> None:
-    """Tokens of older or quantised policies need a rollout correction."""
-    waits = rollout.carry_over <= 0  # no group outlives its policy
-    why = f"rollout.carry_over={rollout.carry_over} cannot go with"
-    require(waits or loss.rollout_correction != "none", f"{why} loss.rollout_correction=none; set it to tis or mis")
-    require(
-        waits or advantage.dead_groups != "resample", f"{why} advantage.dead_groups=resample; set it to drop or keep"
-    )
-    require(waits or engine.tensor_parallel == 1, f"{why} engine.tensor_parallel={engine.tensor_parallel}; set it to 1")
-    require(
-        engine.quantization == "none" or loss.rollout_correction != "none",
-        f"engine.quantization={engine.quantization} samples from another policy than the one that is trained; set "
-        "loss.rollout_correction=tis (or mis), or engine.quantization=none",
-    )
+) -> Iterator[str]:
+    """Tokens of older or quantised policies need a rollout correction; yield what lacks it, or has no such tokens."""
+    if rollout.carry_over > 0:  # groups outlive their policy
+        why = f"rollout.carry_over={rollout.carry_over} cannot go with"
+        if loss.rollout_correction == "none":
+            yield f"{why} loss.rollout_correction=none; set it to tis or mis"
+        if advantage.dead_groups == "resample":
+            yield f"{why} advantage.dead_groups=resample; set it to drop or keep"
+        if engine.tensor_parallel > 1:
+            yield f"{why} engine.tensor_parallel={engine.tensor_parallel}; set it to 1"
+    if engine.quantization != "none" and loss.rollout_correction == "none":
+        yield (
+            f"engine.quantization={engine.quantization} samples from another policy than the one that is trained; set "
+            "loss.rollout_correction=tis (or mis), or engine.quantization=none"
+        )
 
 
-def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Raise ValueError where an algorithm needs whole rows on a rank, but context parallelism gives it parts."""
+def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
+    """Yield which algorithms need whole rows on a rank, where context parallelism gives it parts."""
+    if model.context_parallel == 1:
+        return
     known = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
 
     def combines(value: str) -> bool:  # a user's function may
@@ -113,46 +118,41 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         (combines(loss.rollout_correction), f"loss.rollout_correction={loss.rollout_correction}"),
         (loss.kl_coefficient and loss.kl_in == "reward", "loss.kl_in=reward"),
     ):
-        require(
-            model.context_parallel == 1 or not wrong,
-            f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1",
+        if wrong:
+            yield f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1"
+
+
+def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
+    """Yield that something looks at rewards before the KL has been taken off them, where it does."""
+    if advantage.dead_groups == "resample" and loss.kl_coefficient and loss.kl_in == "reward":
+        yield (
+            "advantage.dead_groups=resample needs the rewards during the rollout, but loss.kl_in=reward takes the KL "
+            "off them after it; set loss.kl_in=loss"
         )
 
 
-def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Raise ValueError where something looks at rewards before the KL has been taken off them."""
-    require(
-        not (advantage.dead_groups == "resample" and loss.kl_coefficient and loss.kl_in == "reward"),
-        "advantage.dead_groups=resample needs the rewards during the rollout, but loss.kl_in=reward takes the KL off "
-        "them after it; set loss.kl_in=loss",
-    )
+def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield which terms of the reward cannot have a value, or have it too late."""
+    if "overlong" in reward.weights and reward.overlong_buffer_tokens >= rollout.max_response_tokens:
+        yield (
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} must be below "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}"
+        )
+    if "judge" in reward.weights and judge.deadline_s <= 0:
+        yield f"judge.deadline_s={judge.deadline_s} must be above 0"
 
 
-def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError where a term of the reward cannot have a value, or has it too late."""
-    require(
-        reward.overlong_buffer_tokens < rollout.max_response_tokens,
-        f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} must be below "
-        f"rollout.max_response_tokens={rollout.max_response_tokens}",
-    )
-    if "judge" not in reward.weights:
-        return
-    require(judge.deadline_s > 0, f"judge.deadline_s={judge.deadline_s} must be above 0")
-
-
-def check_queue(branching: BranchingConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig) -> None:
-    """Raise ValueError where a rollout would wait for a judge."""
-    if "judge" not in reward.weights:
-        return
+def check_queue(branching: BranchingConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig) -> Iterator[str]:
+    """Yield where a rollout would wait for a judge."""
     for option, waits, others in (
         ("advantage.dead_groups=resample", advantage.dead_groups == "resample", "drop or keep"),
         (f"branching.selector={branching.selector}", branching.selector in NEED_REWARDS, "top_h"),
     ):
-        require(
-            not waits,
-            f"{option} needs rewards during the rollout, and would wait for the judge each time; set it to {others}, "
-            "or drop judge from reward.terms",
-        )
+        if waits and "judge" in reward.weights:
+            yield (
+                f"{option} needs rewards during the rollout, and would wait for the judge each time; set it to "
+                f"{others}, or drop judge from reward.terms"
+            )
 
 
 def no_baseline(rollout: RolloutConfig, advantage: AdvantageConfig) -> str:

@@ -127,14 +127,14 @@ def may_change(key: str, cfg: object) -> bool:
 
 
 def out_of_range(cfg: object) -> str:
-    """Return an error message for a number of a script's config that lies outside its range; "" if all fit."""
-    values = leaves(cfg)
+    """Return an error message for the numbers of a script's config that lie outside their ranges; "" if all fit."""
+    values, wrong = leaves(cfg), []
     for knob, facts in facts_of(type(cfg)).items():
         for span in of_kind(Between, facts):
             if values[knob] is not None and not span.low <= values[knob] <= span.high:
                 bounds = f"be at least {span.low}" if span.high == inf else f"lie between {span.low} and {span.high}"
-                return f"{knob}={values[knob]} must {bounds}"
-    return ""
+                wrong.append(f"{knob}={values[knob]} must {bounds}")
+    return "; ".join(wrong)
 
 
 class Ignored(NamedTuple):

@@ -29,6 +29,8 @@ from arpo.errors import PrintableRecord, UserError, exit_interrupted, exit_with
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
+ALSO = "\n  also: "
+"""What stands between the mistakes of a message."""
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
 
@@ -97,6 +99,8 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
             cfg = parse(root, [token for key, s in settings.items() for token in (f"--{key}", *s.values)])
         except ValueError as error:  # of tyro or a __post_init__
             raise UserError(f"{where}: {error}") from None
+        except ExceptionGroup as several:  # of refuse()
+            raise UserError(f"{where}: " + ALSO.join(map(str, several.exceptions))) from None
         if wrong := out_of_range(cfg):
             raise UserError(f"{where}: {wrong}")
         useless = ignored(cfg)
@@ -104,7 +108,7 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
             return cfg
         overruled = [one for one in useless if levels.get(one.owner, -1) > levels[one.knob]]
         if not overruled:
-            raise UserError(f"{settings[useless[0].knob].where}: {useless[0].message}")
+            raise UserError(ALSO.join(f"{settings[one.knob].where}: {one.message}" for one in useless))
         for one in overruled:
             settings.pop(one.knob, None)
             levels[one.knob] = levels[one.owner]

@@ -328,6 +328,31 @@ def test_a_contradiction_is_refused_with_its_reason(flags, words):
 
 
 @pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            ["--rollout.answer_reserve_tokens", "9000", "--update.num_prompts_per_minibatch", "7", *CARRY, "1"],
+            ["minibatch=7", "answer_reserve_tokens=9000 must lie between", "carry_over=1 cannot go with"],
+        ),
+        (
+            ["--loss.kind", "reinforce", "--loss.clip_low", "0.1", "--branching.budget_weight", "1"],
+            ["budget_weight=1.0 is ignored", "clip_low=0.1 is ignored"],
+        ),
+    ],
+)
+def test_one_message_names_all_contradictions_with_a_line_for_each(flags, words):
+    with pytest.raises(UserError) as caught:
+        load_config(RLConfig, ["--data.train", "x", *flags])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True)), lines
+
+
+def test_one_message_names_all_numbers_that_are_out_of_range():
+    with pytest.raises(UserError, match=r"clip_low=-0\.1 must be at least 0; .*max_grad_norm=-1\.0 must be at least 0"):
+        load_config(RLConfig, ["--data.train", "x", "--loss.clip_low", "-0.1", "--optim.max_grad_norm", "-1"])
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         [*GAE, "--critic.warmup_steps", "3", "--critic.path", "other", "--advantage.lam", "0.95"],

@@ -1,5 +1,6 @@
 """Rows spread over real gloo ranks; the reference is one rank that has them whole, in float32."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -124,6 +125,6 @@ def test_ranks_that_are_left_over_are_refused():
     ],
 )
 def test_what_needs_whole_rows_is_refused_with_parts(advantage, loss, words):
-    check_parallel(ModelConfig(), advantage, loss)
-    with pytest.raises(ValueError, match=words):
-        check_parallel(ModelConfig(context_parallel=2), advantage, loss)
+    assert not [*check_parallel(ModelConfig(), advantage, loss)]
+    [message] = check_parallel(ModelConfig(context_parallel=2), advantage, loss)
+    assert re.search(words, message)
