@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arpo.config.load import run_or_exit
+from arpo.errors import UserError
 from arpo.start.memory import FP32, GIB
 from benchmarks.shared.cost_model import (
     MODELS,
@@ -96,13 +99,12 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
 
 
 def shape_of(path: str) -> Shape:
-    """Return the shape of a folder with config.json, or of a name that contains one of ours."""
-    from arpo.errors import UserError
-
+    """Return the shape of a folder with config.json, or of a path or name that contains one of ours."""
     if (Path(path) / "config.json").exists():
         c = json.loads((Path(path) / "config.json").read_text())
         return shape_from_json(c)
-    known = [name for name in MODELS if name.lower() in path.lower()]
+    letters = re.compile(r"[^a-z0-9]")  # runs/qwen2.5_7b-sft/hf is a Qwen2.5-7B
+    known = [name for name in MODELS if letters.sub("", name.lower()) in letters.sub("", path.lower())]
     if not known:
         raise UserError(f"model.path={path}: no folder with config.json; say --model {'|'.join(MODELS)}, or a folder")
     return MODELS[known[0]]
@@ -147,14 +149,14 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", choices=HARDWARE, default="8xH100-80GB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--config", nargs="+", help="estimate this step only, for its own model, or --model")
     parser.add_argument("--model", help="a model's folder, or its name, where the config's model.path is not there yet")
     parser.add_argument("--quick", action="store_true", help="measure a smaller model")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     hw, work, models = HARDWARE[args.hardware], Workload(), MODELS
     if args.config:
         path, work = from_config(args.config)
@@ -178,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_or_exit(main, None)

@@ -10,6 +10,7 @@ from helpers.ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from arpo.config.sections import ModelConfig, OptimConfig
+from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
 from arpo.start.memory import Job, training_state
@@ -102,3 +103,10 @@ def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit, match=r"warning: .* does not fit on 1 node"):
         scaling.main()
     assert "does not fit: trainer and engine need" in capsys.readouterr().out
+
+
+def test_the_model_is_known_by_the_name_of_its_runs_folder_or_is_asked_for_in_a_line():
+    assert scaling.shape_of("runs/qwen2.5_7b-sft/hf") == cost_model.MODELS["Qwen2.5-7B"]
+    assert scaling.shape_of("runs/llama3.1_8b-sft/hf") == cost_model.MODELS["Llama-3.1-8B"]
+    with pytest.raises(UserError, match=r"model\.path=Qwen/Qwen3\.5-4B: no folder .*say --model Qwen2\.5-3B\|"):
+        scaling.shape_of("Qwen/Qwen3.5-4B")
