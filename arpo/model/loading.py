@@ -44,7 +44,7 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
             hf = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"model.path={path}: cannot build the model ({' '.join(str(error).split())[:300]})") from None
     check_layers(hf, path)
     check_head(hf)
@@ -86,6 +86,7 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
+    file = Path(path)
     try:
         shapes: dict[Path, dict[str, tuple[int, ...]]] = {}
         for file in weight_files(path):
@@ -101,7 +102,8 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
                 with safe_open(file, "pt") as tensors, torch.no_grad():
                     copy_rows(parameter, tensors.get_slice(name))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"model.path={path}: cannot load the weights ({' '.join(str(error).split())[:300]})") from None
+        reason = f"{file.name}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"model.path={path}: cannot load the weights ({reason}); copy or save them again") from None
 
 
 def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tuple[int, ...]], path: str) -> None:

@@ -63,7 +63,7 @@ def sizes_of(path: str) -> Sizes | None:
             state_numbers_per_row=num_recurrent and num_recurrent * state_numbers(config),
             head_dim=head_dim,
         )
-    except (UserError, OSError, ValueError, AttributeError):  # what is wrong with the folder is the loader's to say
+    except (UserError, OSError, ValueError, AttributeError, AssertionError):  # the loader says what is wrong
         return None
 
 

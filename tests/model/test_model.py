@@ -27,6 +27,7 @@ from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
 from arpo.model.chat_template import excess_of
 from arpo.model.head import token_logprobs
+from arpo.start.memory import sizes_of
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")
@@ -371,9 +372,17 @@ def test_missing_weights_are_an_error_not_random_numbers(broken, mesh, capfd):
 def test_truncated_weights_are_one_line(broken, mesh):
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot load the weights") as caught:
+    with pytest.raises(UserError, match=r"cannot load the weights \(model\.safetensors: ") as caught:
         load_policy(cfg_of(broken), mesh, device=CPU)
     assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_without_the_padding_token_is_one_line(broken, mesh):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"vocab_size": 5, "pad_token_id": 5}))
+    assert sizes_of(str(broken)) is None
+    with pytest.raises(UserError, match=r"cannot build the model \(Padding_idx must be within num_embeddings\)"):
+        load_policy(cfg_of(broken), mesh, device=CPU)
 
 
 def test_a_head_with_soft_capping_is_refused(tmp_path, mesh):
