@@ -7,6 +7,7 @@ run never ends for its sake. A continued run goes on in the same run of the trac
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -104,7 +105,7 @@ def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
 
 
 class Wandb:
-    """Weights & Biases. Texts are left to TensorBoard and the viewer.
+    """Weights & Biases.
 
     WANDB_MODE=offline writes to RUN/wandb alone. The key is wandb's business: it is in none of our files.
     """
@@ -121,7 +122,7 @@ class Wandb:
         # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._histogram = wandb.Histogram
+        self._histogram, self._html = wandb.Histogram, wandb.Html
         self.where = f"wandb: {self._run.url}" if self._run.url else f"wandb sync {Path(self._run.dir).parent}"
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
@@ -129,7 +130,8 @@ class Wandb:
         self._run.log({**values, **drawn, "step": step})
 
     def text(self, step: int, name: str, text: str) -> None:
-        pass
+        pre = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'  # what a model wrote is shown, not obeyed
+        self._run.log({name: self._html(pre, inject=False), "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -150,6 +150,22 @@ def test_wandb_offline_has_the_numbers_and_one_run_goes_on(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+def test_wandb_shows_texts_as_they_are_written_and_not_as_a_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = log_of(tmp_path, "wandb")
+    log.scalars(1, {"reward/mean": 0.25})
+    log.trackers.text(1, "step/0", "<script>1 < 2</script>")
+    log.finish()
+    rows = history(tmp_path, 2)
+    assert rows[1]["step"] == 1 and rows[1]["step/0/_type"] == "html-file"
+    [file] = tmp_path.glob("wandb/offline-run-*/files/media/html/step/*.html")
+    assert "&lt;script&gt;1 &lt; 2&lt;/script&gt;" in file.read_text() and "<script" not in file.read_text()
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
     pytest.importorskip("wandb")
     code = (
