@@ -9,6 +9,7 @@ A licence is that which the base model's own card names; cards of ours hand it o
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,15 @@ The licence of {{ source }} is not known here: look it up before you pass this m
 | setting | value |
 |---|---|
 {% for key, value in settings.items() %}| `{{ key }}` | {{ value }} |
-{% endfor %}"""
+{% endfor %}
+To ask it, in a checkout of ARPO-torch (a search that needs a key or a corpus needs its options too):
+
+```bash
+{{ ask }}
+```
+{% if stops %}
+Elsewhere: stop it after {{ stops }}, run the call, append ` <result>\\n...\\n</result>`, and let it go on.
+{% endif %}"""
 
 
 def card_of(checkpoint: Path) -> str:
@@ -82,8 +91,27 @@ def card_of(checkpoint: Path) -> str:
             how="reinforcement learning" if is_rl else "supervised fine-tuning",
             steps=checkpoint.name.removeprefix("step_").lstrip("0"),
             settings=shown | _chosen(settings),
+            ask=_command(run.name, settings),
+            stops=" or ".join(f"`</{tool}>`" for tool in _tools(settings)) if _form(settings) == "tags" else "",
         )
     )
+
+
+def _form(settings: dict[str, Any]) -> str:
+    return settings.get("protocol.format", "tags")
+
+
+def _tools(settings: dict[str, Any]) -> list[str]:
+    return [_plain(name) for name in settings.get("tools.names") or settings.get("data.tools") or ()]
+
+
+def _command(name: str, settings: dict[str, Any]) -> str:
+    """Return the command that asks the model in the form, with the tools and by the prompt that it was trained with."""
+    words = ["python", "-m", "extras.ask", "--model.path", f"OWNER/{name}", "--protocol.format", _form(settings)]
+    words += ["--tools.names", *_tools(settings)]
+    if (prompt := settings.get("data.system_prompt", "keep")) not in ("keep", "none", ""):
+        words += ["--eval.system_prompt", prompt]
+    return shlex.join(words)
 
 
 def _head_of(source: str) -> ModelCardData:

@@ -51,6 +51,17 @@ def test_a_card_says_what_the_model_is_made_from_and_names_no_folder(base, tmp_p
     assert "secret_folder" not in card.content and str(tmp_path) not in card.content
 
 
+def test_a_card_says_how_to_ask_the_model_and_where_to_stop_it_elsewhere(base, tmp_path):
+    flags = ["--data.train", "rows.jsonl", "--data.system_prompt", "default"]
+    text = ModelCard.load(export(tmp_path, "my_rl", RLConfig, str(base), *flags) / "README.md").text
+    command = "python -m extras.ask --model.path OWNER/my_rl --protocol.format tags --tools.names"
+    assert f"\n{command} python search --eval.system_prompt default\n" in text
+    assert r"stop it after `</python>` or `</search>`, run the call, append ` <result>\n...\n</result>`" in text
+    flags = ["--data.train", "rows.jsonl", "--protocol.format", "hermes"]
+    text = ModelCard.load(export(tmp_path, "json", RLConfig, str(base), *flags) / "README.md").text
+    assert "--protocol.format hermes --tools.names" in text and "stop it after" not in text
+
+
 def test_names_of_the_hub_are_kept_and_an_unknown_licence_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     data = "openai/gsm8k@0123456789012345678901234567890123456789:main/train.parquet"
