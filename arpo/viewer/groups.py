@@ -62,15 +62,15 @@ def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> 
 
 
 def put_beside(groups: list[dict], others: list[dict], name: str) -> None:
-    """Add another run's trajectories of the same prompts to the groups, their ids with its name before them. A group's
+    """Add another run's trajectories of the same prompts to the groups, their ids with its name behind them. A group's
     summary stays its own. Raises UserError where they have no prompt in common."""
     found: dict[str, list[dict]] = {group["prompt_id"]: group["trajectories"] for group in others}
     if not any(group["prompt_id"] in found for group in groups):
         raise UserError(f"{name}: has none of these prompts; compare runs over the same file")
     for group in groups:
         for t in found.get(group["prompt_id"], ()):
-            parent = t["parent_id"] and f"{name} {t['parent_id']}"
-            group["trajectories"].append(t | {"trajectory_id": f"{name} {t['trajectory_id']}", "parent_id": parent})
+            parent = t["parent_id"] and f"{t['parent_id']} {name}"
+            group["trajectories"].append(t | {"trajectory_id": f"{t['trajectory_id']} {name}", "parent_id": parent})
 
 
 def trajectory_view(t: Trajectory) -> dict:

@@ -106,7 +106,8 @@ function treeRow(group, t, depth) {
     "aria-expanded": hasChildren ? "true" : null, onclick: () => show(state.group, t.trajectory_id),
     "aria-label": `trajectory ${t.trajectory_id}, reward ${fixed(t.reward)}, advantage ${signed(t.advantage)}, `
       + `${t.num_tokens} tokens, stop ${t.stop_reason}`},
-    el("b", {style: `padding-left: ${10 * depth}px`}, t.trajectory_id), span(sign(t.reward), fixed(t.reward)),
+    el("b", {style: `padding-left: ${10 * depth}px`, title: t.trajectory_id}, t.trajectory_id),
+    span(sign(t.reward), fixed(t.reward)),
     span(sign(t.advantage), signed(t.advantage)), span("soft", String(t.num_tokens)));
 }
 

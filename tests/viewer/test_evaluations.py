@@ -100,9 +100,9 @@ def test_two_runs_stand_beside_each_other_question_by_question(run, groups, tmp_
     alone, both, _ = data_of(page.read_text())["groups"]
     own = [t.trajectory_id for t in groups[1].trajectories]
     assert [t["trajectory_id"] for t in alone["trajectories"]] == [t.trajectory_id for t in groups[0].trajectories]
-    assert [t["trajectory_id"] for t in both["trajectories"]] == own + [f"sft {name}" for name in own]
+    assert [t["trajectory_id"] for t in both["trajectories"]] == own + [f"{name} sft" for name in own]
     parents = {t["trajectory_id"]: t["parent_id"] for t in both["trajectories"]}
-    assert {f"sft {parent}" for t in groups[1].trajectories if (parent := t.parent_id)} <= set(parents.values())
+    assert {f"{parent} sft" for t in groups[1].trajectories if (parent := t.parent_id)} <= set(parents.values())
     alike = data_of(write_page(run, "--file", str(run / "trajectories" / "gaia.1.jsonl")))["groups"][1]
     assert both["mean_reward"] == alike["mean_reward"]
 
