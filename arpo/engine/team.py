@@ -55,14 +55,9 @@ class Team:
         """Return this team's part of the prompts."""
         return prompts[self.index :: self.num_teams]
 
-    def exchange(
-        self, groups: list[Group | None], num_prompts: int, places: Sequence[int] | None = None
-    ) -> list[Group | None]:
-        """Return all teams' groups in the order of the prompts, as each team's first rank has them. Collective.
-
-        They are `compact`. `places`: the place of each group among the prompts; None = those of this team's `share`.
-        """
-        places = self.share(range(num_prompts)) if places is None else places
+    def exchange(self, groups: Sequence[Group | None], places: Sequence[int]) -> list[Group | None]:
+        """Return all teams' groups in the order of their places among the prompts, as each team's first rank has them,
+        `compact`. Collective. `places`: those of this team's groups."""
         own = zip(places, groups, strict=True) if self.is_first else ()
         by_place: dict[int, Group | None] = {}
         for part in self.ranks.all_gather_objects({place: group and compact(group) for place, group in own}):

@@ -73,7 +73,7 @@ class Dealt(Source):
         """Return the groups of all teams in the order of the prompts; None for one that was begun and not finished.
         Collective."""
         places = sorted(self.places.values())
-        return self.team.exchange([self.groups.get(place) for place in places], len(self.prompts), places)
+        return self.team.exchange([self.groups.get(place) for place in places], places)
 
 
 class Pulled(Dealt):

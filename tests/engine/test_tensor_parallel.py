@@ -87,7 +87,7 @@ def two_steps_of_a_team(ranks: Ranks, folder: str) -> dict:
     late = BranchingConfig(selector="at2po", num_initial_rollouts=3)
     forked_late = sampled(engine, runner, folder, step=3, branching=late)
     mismatches = (at_first, outdated, largest_mismatch(policy, second, ranks))
-    once = team.exchange(first, NUM_PROMPTS)
+    once = team.exchange(first, team.share(range(NUM_PROMPTS)))
     runner.close()
     engine.close()
     ran = sum(len(tool.arguments) for tool in tools.values())
@@ -162,7 +162,10 @@ def deal_out(ranks: Ranks, folder: str) -> dict:
     team = form_team(ranks, 2, folder)
     share = team.share(list(range(5)))
     groups = [Group(Prompt(str(number), [], []), [], sampled_by=ranks.rank) for number in share]
-    return {"share": share, "all": [(g.prompt.prompt_id, g.sampled_by) for g in team.exchange(groups, 5)]}
+    return {
+        "share": share,
+        "all": [(g.prompt.prompt_id, g.sampled_by) for g in team.exchange(groups, team.share(range(5)))],
+    }
 
 
 def test_prompts_are_dealt_out_to_teams_and_come_back_in_order_from_their_first_ranks(tiny_model_dir):
