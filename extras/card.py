@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from arpo import options
+from arpo.config.named import is_own
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.run_folder import settings_of
 from arpo.config.sections import OptimConfig, UpdateConfig
@@ -92,7 +93,7 @@ def card_of(checkpoint: Path) -> str:
             steps=checkpoint.name.removeprefix("step_").lstrip("0"),
             settings=shown | _chosen(settings),
             ask=_command(run.name, settings),
-            stops=" or ".join(f"`</{tool}>`" for tool in _tools(settings)) if _form(settings) == "tags" else "",
+            stops=_stops(settings),
         )
     )
 
@@ -103,6 +104,14 @@ def _form(settings: dict[str, Any]) -> str:
 
 def _tools(settings: dict[str, Any]) -> list[str]:
     return [_plain(name) for name in settings.get("tools.names") or settings.get("data.tools") or ()]
+
+
+def _stops(settings: dict[str, Any]) -> str:
+    """Return after which texts a server has to stop; "" where it calls in JSON or XML, or by tags that a file names."""
+    tools = _tools(settings)
+    if _form(settings) != "tags" or any(map(is_own, tools)):
+        return ""
+    return " or ".join(f"`</{tool}>`" for tool in tools)
 
 
 def _command(name: str, settings: dict[str, Any]) -> str:

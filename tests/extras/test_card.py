@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 from huggingface_hub import ModelCard
 
 from arpo.config.load import load_config
@@ -60,6 +61,9 @@ def test_a_card_says_how_to_ask_the_model_and_where_to_stop_it_elsewhere(base, t
     flags = ["--data.train", "rows.jsonl", "--protocol.format", "hermes"]
     text = ModelCard.load(export(tmp_path, "json", RLConfig, str(base), *flags) / "README.md").text
     assert "--protocol.format hermes --tools.names" in text and "stop it after" not in text
+    flags = ["--data.train", "rows.jsonl", "--tools.names", "python", f"{ROOT}/extras/tools/sql.py:SqlTool"]
+    text = ModelCard.load(export(tmp_path, "own", RLConfig, str(base), *flags) / "README.md").text
+    assert "--tools.names python sql.py:SqlTool" in text and "stop it after" not in text  # its tag is the file's to say
 
 
 def test_names_of_the_hub_are_kept_and_an_unknown_licence_is_said(tmp_path, monkeypatch):
