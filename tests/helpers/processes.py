@@ -25,6 +25,6 @@ def free_port() -> int:
 def is_running(pid: int) -> bool:
     """Return whether there is such a process that has not ended. A zombie has, though nobody may have reaped it yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:  # it is gone, maybe since the file was opened
         return False

@@ -79,7 +79,7 @@ def processes_of(host_pid: int, *, zombies: bool = False) -> list[int]:
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
+            fields = path.read_text(errors="replace").rsplit(")", 1)[1].split()  # a name may be any bytes
         except OSError:  # it ended since it was listed
             continue
         if zombies or fields[0] != "Z":
