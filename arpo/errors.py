@@ -91,8 +91,9 @@ def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
 
 def exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
     """Handle Ctrl-C: leave with one line, and at once where it is pressed again while the process ends."""
-    signal.signal(number, signal.SIG_DFL)
-    if os.environ.get("RANK", "0") == "0":
+    handler = signal.signal(number, signal.SIG_DFL)
+    was_said = handler == signal.SIG_DFL  # the exit of a rank that wrote a checkpoint comes back as a KeyboardInterrupt
+    if os.environ.get("RANK", "0") == "0" and not was_said:
         print("interrupted: the same command goes on after the newest checkpoint", file=sys.stderr)
     sys.exit(128 + number)
 

@@ -277,11 +277,22 @@ def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
 @pytest.mark.parametrize(
     "rank, said", [("0", "interrupted: the same command goes on after the newest checkpoint\n"), ("1", "")]
 )
-def test_ctrl_c_is_one_line_of_one_rank(rank, said):
-    code = (
-        "import signal; from arpo.errors import exit_interrupted; "
-        "signal.signal(signal.SIGINT, exit_interrupted); signal.raise_signal(signal.SIGINT)"
-    )
+@pytest.mark.parametrize("during", ["signal.raise_signal(signal.SIGINT)", "broken_off_save()"])
+def test_ctrl_c_is_one_line_of_one_rank(rank, said, during):
+    code = f"""
+import signal
+from arpo.config.load import run_or_exit
+from arpo.errors import exit_interrupted
+
+def broken_off_save():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except SystemExit as error:  # as torch's distributed checkpoints do
+        raise KeyboardInterrupt from error
+
+signal.signal(signal.SIGINT, exit_interrupted)
+run_or_exit(lambda _: {during}, None)
+"""
     environment = os.environ | {"RANK": rank}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (130, said, "")
