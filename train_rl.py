@@ -111,7 +111,7 @@ from arpo.log.alarms import Alarms
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import reported_if_not_finite
-from arpo.metrics import distributions
+from arpo.metrics import Metrics, distributions
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import TrainedCritic, fill_values
@@ -122,7 +122,6 @@ from arpo.sampling.environment import Environment
 from arpo.sampling.scoring import Scoring
 from arpo.start.costs import expected_calls
 from arpo.start.memory import Job, check_memory, read_job
-from arpo.trajectory import Metrics
 from arpo.update import (
     Minibatch,
     fill_advantages,

@@ -57,6 +57,7 @@ from arpo.log import RunLog
 from arpo.log.charts import SFT_CHARTS
 from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import NonFinite, reported_if_not_finite
+from arpo.metrics import Metrics
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.accumulation import accumulating
 from arpo.model.attention import attention_backend
@@ -66,7 +67,6 @@ from arpo.ranks import Ranks
 from arpo.sft.token_store import tokenise
 from arpo.start.memory import check_memory, read_job
 from arpo.tools import make_codec
-from arpo.trajectory import Metrics
 
 
 def main(cfg: SFTConfig) -> None:

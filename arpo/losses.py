@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from arpo.config.named import find
+from arpo.metrics import Metrics
 from arpo.options import LossConfig
-from arpo.trajectory import Metrics
 
 MAX_K3 = 10.0
 MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range, and still finite in float32

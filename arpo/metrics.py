@@ -1,17 +1,22 @@
-"""The numbers of a rollout.
+"""The numbers of a rollout, and `Metrics`, which adds up any numbers of all ranks.
 
 Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the shares. The docs define each name.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import pstdev
+from typing import TYPE_CHECKING
 
 from arpo.branching_signal import turns_after_results
-from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_SOURCES = 16
 """Number of data sources whose accuracy is logged under their own name."""
@@ -154,3 +159,107 @@ def distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
         "histogram/response_tokens": [float(len(t.token_ids)) for t in trajectories],
         "histogram/delta_entropy": [entropy - root for entropy, root, _ in turns_after_results(groups)],
     }
+
+
+class Metrics:
+    """Named numbers with a declared reduction, so that a value means the same on 1 rank and on 64.
+
+    A number may be a tensor of one element. On a GPU it stays there, in float64, until `values` (or pickling) reads all
+    of them in one transfer, so that adding to a metric never makes the host wait for the GPU.
+
+    >>> m = Metrics(); m.mean("reward/mean", 1.0); m.mean("reward/mean", 0.0); m.sum("tools/calls", 3); m.values()
+    {'reward/mean': 0.5, 'tools/calls': 3.0}
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[str, float | Tensor, float | Tensor]] = {}  # name -> (op, value, weight)
+        self._samples: dict[str, list[float]] = {}
+        self._ratios: dict[str, tuple[str, str]] = {}
+        self._moments: dict[str, tuple[float, float, float]] = {}  # name -> (count, sum, sum of squares)
+
+    def mean(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add to a weighted mean; weight 0 adds nothing."""
+        self._add(name, "mean", _exact(value) * _exact(weight), _exact(weight))
+
+    def sum(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add to a sum. It has no value where all that was added has weight 0; so does `max`."""
+        self._add(name, "sum", _exact(value), _exact(weight))
+
+    def max(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        self._add(name, "max", _exact(value), _exact(weight))
+
+    def ratio(self, name: str, numerator: str, denominator: str) -> None:
+        """Declare a ratio of two sums, whatever is still added to them; it has no value where the latter is 0."""
+        self._ratios[name] = (numerator, denominator)
+
+    def percentiles(self, name: str, value: float) -> None:
+        """Add to the values of which `name`_p50, _p95 and _max are reported exactly."""
+        self._samples.setdefault(name, []).append(float(value))
+
+    def std(self, name: str, value: float) -> None:
+        """Add to the values whose standard deviation is reported, over those of all ranks."""
+        count, total, squares = self._moments.get(name, (0.0, 0.0, 0.0))
+        self._moments[name] = (count + 1.0, total + value, squares + value * value)
+
+    def _add(self, name: str, op: str, value: float | Tensor, weight: float | Tensor) -> None:
+        old_op, old, old_weight = self._entries.get(name, (op, float("-inf") if op == "max" else 0.0, 0.0))
+        assert op == old_op, f"metric {name} is declared as {old_op} and as {op}"
+        self._entries[name] = (op, _larger(old, value) if op == "max" else old + value, old_weight + weight)
+
+    def _read(self) -> None:
+        """Turn what is on a GPU into floats, with one transfer."""
+        tensors = [x for _, *numbers in self._entries.values() for x in numbers if not isinstance(x, float)]
+        if tensors:
+            import torch
+
+            read = iter(torch.stack(tensors).tolist())
+            for name, (op, *numbers) in self._entries.items():
+                self._entries[name] = (op, *(x if isinstance(x, float) else next(read) for x in numbers))
+
+    def __getstate__(self) -> dict:
+        self._read()
+        return vars(self)
+
+    def merge(self, other: Metrics, prefix: str = "") -> None:
+        """Add the other's numbers, as `prefix` + name."""
+        for name, (op, value, weight) in other._entries.items():
+            self._add(prefix + name, op, value, weight)
+        for name, samples in other._samples.items():
+            self._samples.setdefault(prefix + name, []).extend(samples)
+        for name, moments in other._moments.items():
+            own = self._moments.get(prefix + name, (0.0, 0.0, 0.0))
+            self._moments[prefix + name] = tuple(a + b for a, b in zip(own, moments, strict=True))
+        for name, (numerator, denominator) in other._ratios.items():
+            self._ratios[prefix + name] = (prefix + numerator, prefix + denominator)
+
+    def __getitem__(self, name: str) -> float:
+        """Return the reduced value. Raises KeyError where nothing was added."""
+        return self.values()[name]
+
+    def values(self) -> dict[str, float]:
+        """Return the reduced values by name; names without one are left out."""
+        self._read()
+        values = {n: (v / weight if op == "mean" else v) for n, (op, v, weight) in self._entries.items() if weight > 0}
+        for name, samples in self._samples.items():
+            ordered = sorted(samples)
+            for label, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
+                values[f"{name}_{label}"] = ordered[math.ceil(share * len(ordered)) - 1]
+        for name, (count, total, squares) in self._moments.items():
+            values[name] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+        for name, (numerator, denominator) in self._ratios.items():
+            if values.get(denominator):
+                values[name] = values[numerator] / values[denominator]
+        return values
+
+
+def _exact(number: float | Tensor) -> float | Tensor:
+    """Return a number as a float, or as float64 on the GPU that it is on."""
+    if not hasattr(number, "detach"):
+        return float(number)
+    number = number.detach()
+    return number.double() if number.is_cuda else float(number)
+
+
+def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    a, b = (b, a) if isinstance(b, float) else (a, b)
+    return max(a, b) if isinstance(b, float) else b.clamp(min=a)

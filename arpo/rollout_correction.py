@@ -14,8 +14,8 @@ from torch import Tensor
 
 from arpo.config.named import find
 from arpo.losses import MAX_LOG_RATIO, mean_over_sequence
+from arpo.metrics import Metrics
 from arpo.options import LossConfig
-from arpo.trajectory import Metrics
 
 
 def rollout_weights(

@@ -25,6 +25,7 @@ from arpo.losses import (
     token_moments,
     uses_entropy_statistics,
 )
+from arpo.metrics import Metrics
 from arpo.model import Policy
 from arpo.model.accumulation import accumulating
 from arpo.model.context_parallel import spread
@@ -33,7 +34,7 @@ from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights
 from arpo.selection import training_trajectories
-from arpo.trajectory import Group, Metrics, Trajectory
+from arpo.trajectory import Group, Trajectory
 from arpo.tree import tree_microbatches
 
 

@@ -5,8 +5,8 @@ import torch
 from helpers.losses import loss_of
 
 from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments
+from arpo.metrics import Metrics
 from arpo.options import LossConfig
-from arpo.trajectory import Metrics
 
 ONE = torch.ones(1, 1)
 

@@ -19,8 +19,9 @@ from arpo.config.evals import TrainingJudgeConfig
 from arpo.errors import UserError
 from arpo.evals.grading import predicted
 from arpo.evals.judge import Judge, JudgeTask, Verdict
+from arpo.metrics import Metrics
 from arpo.tools.http.client import HttpClient
-from arpo.trajectory import Group, Metrics, StopReason, Trajectory
+from arpo.trajectory import Group, StopReason, Trajectory
 
 CLOSE_TIMEOUT_S = 30.0
 Asked = Future[tuple[Verdict, float]]

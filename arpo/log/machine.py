@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from arpo.trajectory import Metrics
+from arpo.metrics import Metrics
 
 GIB = 2**30
 

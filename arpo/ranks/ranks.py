@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from arpo.errors import UserError
+from arpo.metrics import Metrics
 from arpo.ranks import devices, peers
-from arpo.trajectory import Metrics
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

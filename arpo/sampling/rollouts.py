@@ -11,7 +11,7 @@ from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
 from arpo.errors import UserError
 from arpo.log import RunLog
-from arpo.metrics import rollout_metrics, source_names
+from arpo.metrics import Metrics, rollout_metrics, source_names
 from arpo.options import AdvantageConfig
 from arpo.ranks import Timers
 from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state_of
@@ -23,7 +23,7 @@ from arpo.sampling.sources import Dealt, Pulled, Refilled
 from arpo.sampling.validation import Validation
 from arpo.selection import groups_to_train_on
 from arpo.tools import take_counts
-from arpo.trajectory import Group, Metrics, Prompt, SignalStatistics
+from arpo.trajectory import Group, Prompt, SignalStatistics
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.engine.team import Team
 from arpo.evals.training_judge import TrainingJudge
+from arpo.metrics import Metrics
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.rewards.terms import load_terms
-from arpo.trajectory import Group, Metrics, Prompt
+from arpo.trajectory import Group, Prompt
 
 
 class Scoring:

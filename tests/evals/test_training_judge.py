@@ -19,11 +19,11 @@ from arpo.engine.team import Team
 from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.evals.training_judge import TrainingJudge
-from arpo.metrics import rollout_metrics
+from arpo.metrics import Metrics, rollout_metrics
 from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.health import MAX_BAD_BATCHES, ToolHealth
 from arpo.sampling.scoring import Scoring
-from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 PATIENT_S = 120.0  # longer than any of these tests may take
 

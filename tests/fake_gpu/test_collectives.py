@@ -19,13 +19,13 @@ from arpo.checkpoint import Checkpoints
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
+from arpo.metrics import Metrics
 from arpo.model import load_policy
 from arpo.model.critic import TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks, Timers
 from arpo.ranks.ranks import make_group, make_mesh
-from arpo.trajectory import Metrics
 from arpo.update import (
     fill_advantages,
     fill_old_logprobs,

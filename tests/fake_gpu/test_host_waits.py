@@ -17,10 +17,10 @@ from helpers.updates import CASES
 
 import train_sft
 from arpo.config.sections import OptimConfig
+from arpo.metrics import Metrics
 from arpo.model.head import sampled_and_entropy
 from arpo.model.optim import build_optimizer
 from arpo.ranks import Ranks
-from arpo.trajectory import Metrics
 
 FAST = {("everything in the loss", "tree"), ("gae", "packed")}
 COMBINATIONS = {*FAST, *zip(CASES, itertools.cycle(["packed", "tree"]), strict=False)}

@@ -18,13 +18,13 @@ from helpers.updates import make_groups
 from torch import nn
 
 from arpo.config.sections import OptimConfig, UpdateConfig
+from arpo.metrics import Metrics
 from arpo.model import Policy
 from arpo.model.attention import register
 from arpo.model.critic import Critic, fill_values, update_critic
 from arpo.model.optim import build_optimizer
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
-from arpo.trajectory import Metrics
 from arpo.update import (
     Minibatch,
     fill_advantages,

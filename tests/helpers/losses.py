@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from arpo.losses import LossInputs, policy_loss
+from arpo.metrics import Metrics
 from arpo.options import LossConfig
-from arpo.trajectory import Metrics
 
 INPUTS = ("entropy", "ref_logprobs", "rollout_weights")
 

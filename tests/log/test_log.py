@@ -25,8 +25,8 @@ from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
 from arpo.log.metrics_file import MetricsFile
-from arpo.metrics import MAX_SOURCES, rollout_metrics, source_names
-from arpo.trajectory import Group, Metrics, Prompt, StopReason, Trajectory
+from arpo.metrics import MAX_SOURCES, Metrics, rollout_metrics, source_names
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 REPO = Path(__file__).resolve().parents[2]
 

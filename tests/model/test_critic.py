@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from arpo.batch import Row, collate, microbatches
 from arpo.checkpoint import Checkpoints
 from arpo.config.sections import ModelConfig, OptimConfig
+from arpo.metrics import Metrics
 from arpo.model import load_policy
 from arpo.model.critic import TrainedCritic, fill_values, load_critic, update_critic, value_loss
 from arpo.model.optim import build_optimizer
 from arpo.ranks import Ranks
-from arpo.trajectory import Metrics
 from arpo.tree import tree_microbatches
 
 CPU = torch.device("cpu")

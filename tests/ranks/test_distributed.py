@@ -29,12 +29,12 @@ from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
+from arpo.metrics import Metrics
 from arpo.model import load_policy
 from arpo.model.accumulation import accumulating
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.ranks.peers import nccl_backends, where
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
-from arpo.trajectory import Metrics
 
 # (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch
 # nearly alone. Of one row, the second of two ranks has nothing but an empty micro-batch.

@@ -11,13 +11,13 @@ from helpers.scripted_rollout import ANSWER, CODEC, TOKENIZER, prompt
 
 from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
-from arpo.metrics import rollout_metrics
+from arpo.metrics import Metrics, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, prices
 from arpo.tools.base import PricedTool, ToolResult, ToolRunner
 from arpo.tools.search import SearchTool
-from arpo.trajectory import Group, Metrics, ToolCall, Trajectory, Turn
+from arpo.trajectory import Group, ToolCall, Trajectory, Turn
 
 SEARCHES = ["otter", "fox", "zebra", "nothing at all"]
 
