@@ -141,7 +141,7 @@ def main(cfg: RLConfig) -> None:
     # ---- everything that can be wrong is found before a model is loaded
     check_start(cfg, dist)
     team = form_team(dist, cfg.engine.tensor_parallel, model.path)
-    env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
+    env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout)
     prompts = env.prompts(cfg.data.train, cfg.data)
     valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
     order = find("data.order", cfg.data.order, ORDERS)(prompts, cfg.data.num_prompts_per_step, run.seed)

@@ -4,6 +4,8 @@ Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest
 Rows lie one behind the other in one sequence of N tokens, position ids restart at 0 for each row, and attention works
 row by row (attention.py).
 
+A trajectory whose prompt gave way to other contexts is one row, with a sequence for each of them.
+
     input_ids      p p p r r r r p p r r r       (N,) two rows: prompt 3 + response 4, prompt 2 + response 3
     position_ids   0 1 2 3 4 5 6 0 1 2 3 4
     predict_from   [[2, 3, 4, 5], [8, 9, 10, 0]]   (B, T) the hidden state at 2 predicts the token at 3, ...
@@ -37,6 +39,8 @@ class Row:
     loss_mask: np.ndarray
     """1 = counts in the loss."""
     rollout_logprobs: np.ndarray | None = None
+    contexts: tuple[tuple[int, np.ndarray], ...] = ()
+    """(response index, token ids) of what stands in place of all before it, for the tokens from there on."""
 
     def __post_init__(self) -> None:
         assert len(self.response_ids) == len(self.loss_mask)
@@ -46,7 +50,19 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        """Number of tokens of all sequences."""
+        return len(self.prompt_ids) + len(self.response_ids) + sum(len(ids) for _, ids in self.contexts)
+
+    @property
+    def sequences(self) -> list[tuple[int, int, np.ndarray]]:
+        """(first response index, number of tokens before it, token ids) of what the model reads as one; where the
+        prompt gave way to other contexts, there are several."""
+        befores = [(0, self.prompt_ids), *self.contexts]
+        ends = [*(start for start, _ in self.contexts), len(self.response_ids)]
+        return [
+            (start, len(before), np.concatenate([before, self.response_ids[start:end]]))
+            for (start, before), end in zip(befores, ends, strict=True)
+        ]
 
 
 class RowPaths:
@@ -205,6 +221,7 @@ def row_of(group: Group, trajectory: Trajectory) -> Row:
         response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
         loss_mask=np.asarray(trajectory.loss_mask, dtype=np.int64),
         rollout_logprobs=np.asarray(trajectory.rollout_logprobs, dtype=np.float32),
+        contexts=tuple((c.start, np.asarray(c.token_ids, dtype=np.int64)) for c in trajectory.contexts),
     )
 
 
@@ -277,19 +294,20 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
             out[i, : len(value)] = torch.as_tensor(value, dtype=dtype)
         return out
 
-    lengths = tuple(row.num_tokens for row in rows)
-    starts = np.cumsum([0, *lengths[:-1]])
-    firsts = [start + len(row.prompt_ids) - 1 for start, row in zip(starts, rows, strict=True)]
-    ids = [part for row in rows for part in (row.prompt_ids, row.response_ids)]
+    sequences = [sequence for row in rows for sequence in row.sequences]
+    lengths = tuple(len(ids) for _, _, ids in sequences)
+    begin = iter(np.cumsum([0, *lengths]))
+    places = [  # of each row's response tokens in the sequence of all
+        np.concatenate([next(begin) + np.arange(num_before, len(ids)) for _, num_before, ids in row.sequences])
+        for row in rows
+    ]
     no_logprobs = np.zeros(0, np.float32)  # padded with 0
     loss_mask = padded([row.loss_mask for row in rows], torch.bool)
     rollout_logprobs = [no_logprobs if row.rollout_logprobs is None else row.rollout_logprobs for row in rows]
     return MicroBatch(
-        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
-        position_ids=torch.from_numpy(np.concatenate([np.arange(row.num_tokens) for row in rows]))[None],
-        predict_from=padded(
-            [f + np.arange(len(r.response_ids)) for f, r in zip(firsts, rows, strict=True)], torch.long
-        ).clamp_(min=0),  # -1 without a prompt, where the mask is 0
+        input_ids=torch.from_numpy(np.concatenate([ids for _, _, ids in sequences]).astype(np.int64))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None],
+        predict_from=padded([p - 1 for p in places], torch.long).clamp_(min=0),  # -1 without a prompt, where it is 0
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,
         loss_index=index_of(loss_mask),

@@ -67,6 +67,15 @@ class Live:
     def key(self) -> str:
         return f"{self.group.name}|{self.trajectory.trajectory_id}|{self.turn_index}"
 
+    def room(self, cfg: RolloutConfig) -> int:
+        """Return how many more tokens what the policy has before it may have."""
+        num_prompt = len(self.group.prompt.token_ids)
+        room = cfg.max_response_tokens - self.trajectory.num_context_tokens(num_prompt)
+        if cfg.context == "append":
+            return room
+        total = num_prompt + len(self.trajectory.token_ids) + sum(len(c.token_ids) for c in self.trajectory.contexts)
+        return min(room, cfg.max_trajectory_tokens - total)
+
     def measured(self, entropy: float) -> None:
         """Note the current turn's entropy, and with its first tokens renew the evidence."""
         turn, entropies = self.trajectory.turns[-1], tuple(self.entropies)
@@ -101,7 +110,7 @@ class GroupState:
         budget = BranchBudget(
             budget=None if cfg.dynamic_budget else size - roots,
             max_children=cfg.max_branches_per_turn,
-            last_turn=0 if cfg.selector == "none" or is_retrospective(cfg.selector) else rollout.max_tool_calls,
+            last_turn=0 if cfg.selector == "none" or is_retrospective(cfg.selector) else rollout.max_turns - 1,
         )
         return cls(prompt, size, budget, seed), roots
 

@@ -69,6 +69,7 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
             m.mean(f"reward/{part}", value)
         m.sum(f"reward_reason/{t.reward_reason or 'ok'}", 1)
     m.mean("response/tokens", len(t.token_ids))
+    m.sum("response/new_contexts", len(t.contexts), float(bool(t.contexts)))
     m.mean("response/sampled_tokens", t.num_sampled_tokens)
     for reason in StopReason:
         m.mean(f"response/stop_{reason}", float(t.stop_reason == reason))

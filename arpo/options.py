@@ -13,6 +13,9 @@ from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between
 from arpo.config.named import check_name, is_own, names_of, parameters_of
 from arpo.errors import UserError, require
 
+RENEWS = Needs("rollout.context", not_in=("append",), use="summary")
+CONDENSES = Needs("rollout.context", not_in=("append", "strip_thoughts"), use="summary")
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -30,6 +33,17 @@ class RolloutConfig:
     """Longer tool results are cut, with a visible mark. The results of one turn's calls share it."""
     answer_reserve_tokens: int = 256
     """Tokens at the end of max_response_tokens that tool results leave free, so that an answer still fits."""
+    context: str = "append"
+    """What the policy has before it in a turn: append = the prompt and all that it has sampled and read; strip_thoughts
+    = the same without the thoughts of earlier turns; summary = beyond context_tokens it is asked for notes, and goes on
+    behind the question and these; or your own, FILE.py:NAME. Each context may have max_response_tokens behind the
+    prompt; the response, which may be longer, is trained and rewarded as one."""
+    context_tokens: Annotated[int, AtLeast(0), CONDENSES] = 2048
+    """summary: tokens behind the prompt, beyond which the next result ends with the request for notes."""
+    note_tokens: Annotated[int, AtLeast(1), CONDENSES] = 192
+    """summary: sampled tokens of a note, at most. They need room in answer_reserve_tokens, with the request."""
+    max_trajectory_tokens: Annotated[int, AtLeast(1), RENEWS] = 16384
+    """Tokens of all contexts of a trajectory together, with the prompts in them: what training has in one row."""
     temperature: Annotated[float, AtLeast(0)] = 1.0
     """Sampling temperature; 0 = greedy."""
     top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use="1")] = 1.0
@@ -62,8 +76,14 @@ class RolloutConfig:
             limits[name] = int(number)
         return limits
 
+    @property
+    def max_turns(self) -> int:
+        """Largest number of turns: one behind each call, and a note behind each, and the first."""
+        return 1 + self.max_tool_calls * (1 if self.context == "append" else 2)
+
     def __post_init__(self) -> None:
         _ = self.call_limits  # which raises
+        check_name("rollout.context", self.context, "contexts", "CONTEXTS")
 
 
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary

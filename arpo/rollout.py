@@ -14,94 +14,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
+from arpo.config.named import find
+from arpo.contexts import CONTEXTS, ContextEvidence
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.growing import Decision, GroupState, Live, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from arpo.trajectory import Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
-
-
-class Source:
-    """Prompts to sample, and the groups that become of them: here all at once, on this rank. See arpo/sampling."""
-
-    hears_others = False
-    """True where other ranks may end it: then a rank that decodes nothing does not wait for its tools alone."""
-
-    def __init__(self, loop: Rollout, prompts: Sequence[Prompt], seed: str):
-        """`seed` names the random numbers: the run's seed and the rollout among those of the run."""
-        self.loop, self.prompts, self.seed = loop, prompts, seed
-        self.left = deque(range(len(prompts)))  # places of those that are not begun
-        self.places: dict[str, int] = {}  # of those that are, by the names of their groups
-        self.groups: dict[int, Group] = {}  # whole ones, by place
-
-    def take(self) -> int | None:
-        """Return the place of the next prompt to begin now, if any."""
-        return self.left.popleft() if self.left else None
-
-    def start(self) -> None:
-        """Start all groups that may begin now."""
-        while (place := self.take()) is not None:
-            self.places[self.loop.start_group(self.prompts[place], self.seed).name] = place
-
-    def whole(self, state: GroupState) -> None:
-        """Take a group of `loop` that has become whole."""
-        self.groups[self.places[state.name]] = state.finish()
-
-    def idle(self, *, has_calls: bool) -> None:
-        """Called where the engine decodes nothing; has_calls: tools are at work."""
-        assert has_calls, "trajectories are left, but nothing is at work"
-
-    @property
-    def is_done(self) -> bool:
-        """True once it needs nothing that is unfinished here, and begins nothing more."""
-        return not (self.left or self.loop.num_unfinished)
-
-    def end(self) -> None:
-        """Called once all sources are done."""
-
-
-def drive(
-    sources: Sequence[Source], engine: Engine, tools: ToolRunner, on_round: Callable[[], None] = lambda: None
-) -> None:
-    """Sample until all sources are done; they share the engine and the tools, and the first says how to wait.
-
-    The only place where tokens and results come in. Raises what a tool or the engine does.
-    """
-
-    def owner(name: str) -> Rollout:  # of a request or a call
-        return next(s.loop for s in sources if name in s.loop.decoding or name in s.loop.calling)
-
-    try:
-        while True:
-            for source in sources:
-                source.start()
-            if all(source.is_done for source in sources):
-                break
-            has_calls = tools.num_pending > 0
-            if not engine.num_running:
-                sources[0].idle(has_calls=has_calls)
-            block = has_calls and not (engine.num_running or sources[0].hears_others)
-            for call_id, result in tools.collect(block=block):
-                owner(call_id).on_tool_result(call_id, result)
-            for chunk in engine.step() if engine.num_running else ():
-                owner(chunk.request_id).on_chunk(chunk)
-            for source in sources:
-                for state in source.loop.take_whole():
-                    source.whole(state)
-            on_round()
-        for source in sources:
-            source.end()
-    except BaseException:
-        tools.abandon()  # what an exception, or Ctrl-C, leaves open
-        raise
+from arpo.trajectory import Context, Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
 
 
 class Rollout:
@@ -120,6 +46,7 @@ class Rollout:
         """`statistics`: of earlier steps' decisions, for rules; `score` fills missing rewards, for NEED_REWARDS."""
         self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching, self.statistics, self.score = cfg, branching, statistics, score
+        self.next_context = find("rollout.context", cfg.context, CONTEXTS)
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
@@ -158,7 +85,7 @@ class Rollout:
         parent = group.trajectories[parent_path]
         child = group.trajectories[path] = parent.branch(_name(path), turn)
         self.tools.sessions.fork((group.name, parent.trajectory_id), turn, (group.name, child.trajectory_id))
-        self.start_turn(Live(child, group, path, evidence))
+        self.start_turn(Live(child, group, path, evidence), is_note=parent.turns[turn].is_note)
 
     def grow(self, group: GroupState) -> None:
         """Start what the budget allows now: children; and, once nothing can branch any more, the missing roots."""
@@ -190,9 +117,9 @@ class Rollout:
         if not forks or group.num_rounds == self.branching.expansion_rounds:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
 
-    def start_turn(self, live: Live) -> None:
+    def start_turn(self, live: Live, *, is_note: bool = False) -> None:
         trajectory, start = live.trajectory, len(live.trajectory.token_ids)
-        trajectory.turns.append(Turn(start=start, end=start, result_end=start))
+        trajectory.turns.append(Turn(start=start, end=start, result_end=start, is_note=is_note))
         live.entropies, live.top_logprobs = [], []
         self.decoding[live.key] = live
         if live.group.budget.open.get(live.path) == live.turn_index:
@@ -201,13 +128,13 @@ class Rollout:
 
     def submit(self, live: Live) -> None:
         """Have the engine sample the current turn, or the rest of it after a cut."""
-        group, token_ids = live.group, live.trajectory.token_ids
-        sampled = token_ids[live.trajectory.turns[-1].start :]
+        group, turn, room = live.group, live.trajectory.turns[-1], live.room(self.cfg)
+        sampled = live.trajectory.token_ids[turn.start :]
         spec = SamplingSpec(
-            max_tokens=self.cfg.max_response_tokens - len(token_ids),
+            max_tokens=max(min(room, self.cfg.note_tokens - len(sampled)), 1) if turn.is_note else room,
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
-            stop=self.codec.stop_strings(self.offered_tools(group.prompt)),
+            stop=() if turn.is_note else self.codec.stop_strings(self.offered_tools(group.prompt)),
             # the rest's own: the engine would begin the turn's random stream anew
             seed=number_of(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
@@ -215,7 +142,7 @@ class Rollout:
             num_chunk_tokens=1 if self.cfg.carry_over else max(self.num_entropy_tokens - 1, 1),
         )
         live.watch = StopWatch.at_cut(sampled, spec.stop)
-        self.engine.submit(live.key, [*group.prompt.token_ids, *token_ids], spec)
+        self.engine.submit(live.key, live.trajectory.context(group.prompt.token_ids), spec)
 
     def offered_tools(self, prompt: Prompt) -> tuple[str, ...]:
         loaded = tuple(self.tools.tools)
@@ -270,6 +197,9 @@ class Rollout:
     def end_turn(self, live: Live, chunk: Chunk) -> None:
         """End the trajectory with its answer, or start all calls of the turn."""
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        if turn.is_note:
+            self.next_turn(live)
+            return
         sampled, offered = trajectory.token_ids[turn.start : turn.end], self.offered_tools(live.group.prompt)
         calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, offered)
         if not calls:
@@ -308,21 +238,44 @@ class Rollout:
                 self.append_results(live)
 
     def append_results(self, live: Live) -> None:
-        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        left = self.cfg.max_response_tokens - len(trajectory.token_ids) - self.cfg.answer_reserve_tokens
-        room = min(self.cfg.max_result_tokens, left)
-        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=trajectory.token_ids[-1])
-        if rendered is None:  # no room for results and an answer
+        turn, room = live.trajectory.turns[-1], live.room(self.cfg) - self.cfg.answer_reserve_tokens
+        if self.has_read(live, min(self.cfg.max_result_tokens, room)):
+            self.next_turn(live)
+        else:  # no room for results and an answer
             turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
-            return
+
+    def has_read(self, live: Live, room: int) -> bool:
+        """Have the results of the turn's calls stand behind it, and return True, if they fit."""
+        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
+        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=trajectory.token_ids[turn.end - 1])
+        if rendered is None:
+            return False
         texts, token_ids = rendered
         turn.tool_calls = [replace(call, result=text) for call, text in zip(turn.tool_calls, texts, strict=True)]
-        trajectory.token_ids += token_ids
-        trajectory.loss_mask += [0] * len(token_ids)
-        trajectory.rollout_logprobs += [0.0] * len(token_ids)
+        trajectory.token_ids[turn.end :] = token_ids
+        trajectory.loss_mask[turn.end :] = [0] * len(token_ids)
+        trajectory.rollout_logprobs[turn.end :] = [0.0] * len(token_ids)
         turn.result_end = len(trajectory.token_ids)
-        self.start_turn(live)
+        return True
+
+    def next_turn(self, live: Live) -> None:
+        """Begin a turn behind what the context policy leaves of all before it; without room end the trajectory."""
+        trajectory, turn, prompt = live.trajectory, live.trajectory.turns[-1], live.group.prompt
+        num_tokens = trajectory.num_context_tokens(len(prompt.token_ids))
+        found = self.next_context(ContextEvidence(prompt, trajectory, num_tokens, self.codec, self.cfg))
+        fits, asks = True, isinstance(found, str)
+        if asks:
+            turn.tool_calls[-1] = replace(turn.tool_calls[-1], result=turn.tool_calls[-1].result + found)
+            fits = self.has_read(live, live.room(self.cfg) + turn.result_end - turn.end - 1)
+        elif found is not None:
+            trajectory.contexts.append(Context(len(trajectory.token_ids), found))
+            if not (fits := live.room(self.cfg) > 0):
+                trajectory.contexts.pop()
+        if not fits:
+            self.end(live, StopReason.LENGTH)
+            return
+        self.start_turn(live, is_note=asks)
         if self.branching.compat == "upstream":  # by the turn before the call, before a token of the next is sampled
             self.decide(live)
 

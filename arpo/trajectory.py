@@ -15,6 +15,7 @@ writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
@@ -36,6 +37,7 @@ class Prompt:
 
     prompt_id: str
     messages: list[dict[str, str]]
+    """The chat that was rendered, its system message included; before that as the file has it."""
     answers: list[str]
     """Accepted answers (aliases); the reward takes the best match."""
     data_source: str = ""
@@ -122,11 +124,22 @@ class Turn:
     """Mean over the first k sampled tokens of the next-token entropy, nats; None until known."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls that the turn ended in, in order: none in an answer, one with tags, one or more in JSON."""
+    is_note: bool = False
+    """True where the policy was asked for a note: what it wrote there is neither a call nor an answer."""
     inherited: bool = False
     """True where a branch took the turn over from its parent: its tool calls were not executed again."""
     decision: BranchDecision | None = None
     token_entropies: list[float] = field(default_factory=list)
     """Next-token entropy (nats) of each of the first k sampled tokens, as far as the engine measured them."""
+
+
+@dataclass
+class Context:
+    """What the policy read in place of the prompt and all that it had sampled before, from a turn on."""
+
+    start: int
+    """Response index of the first token that was sampled behind it."""
+    token_ids: list[int]
 
 
 @dataclass
@@ -146,6 +159,8 @@ class Trajectory:
     parent_id: str | None = None
     fork_at: int = 0
     """Response index where the trajectory leaves its parent; 0 for roots."""
+    contexts: list[Context] = field(default_factory=list)
+    """Those that took the prompt's place, in order (contexts.py); none under rollout.context=append."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
     stop_reason: StopReason | None = None
@@ -175,6 +190,7 @@ class Trajectory:
         assert len(self.token_chars) in (0, n), self.trajectory_id
         assert all(lp == 0.0 for lp, m in zip(self.rollout_logprobs, self.loss_mask, strict=True) if not m)
         assert not self.turns or self.turns[-1].result_end == n, (self.trajectory_id, self.turns[-1], n)
+        assert {context.start for context in self.contexts} <= {turn.start for turn in self.turns}, self.trajectory_id
 
     @property
     def is_judged(self) -> bool:
@@ -203,7 +219,22 @@ class Trajectory:
             self.prompt_id, trajectory_id, self.token_ids[:at], self.loss_mask[:at], self.rollout_logprobs[:at],
             turns=[replace(t, inherited=True, decision=None) for t in self.turns[:turn]],
             parent_id=self.trajectory_id, fork_at=at, versions=[v for v in self.versions if v[0] < at],
+            contexts=[context for context in self.contexts if context.start <= at],
         )  # fmt: skip
+
+    def context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return all that the policy has before it: the newest context, or the prompt, and what was sampled and read
+        behind it."""
+        if not self.contexts:
+            return [*prompt_ids, *self.token_ids]
+        return [*self.contexts[-1].token_ids, *self.token_ids[self.contexts[-1].start :]]
+
+    def num_context_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the number of tokens of `context`, less those of the prompt."""
+        if not self.contexts:
+            return len(self.token_ids)
+        newest = self.contexts[-1]
+        return len(newest.token_ids) - num_prompt_tokens + len(self.token_ids) - newest.start
 
     def sampled_in(self, step: int) -> None:
         """Note that the tokens from here on are sampled in this step."""
@@ -228,7 +259,7 @@ class Trajectory:
         """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""
         kept = {name: value for name, value in vars(self).items() if name not in NOT_DUMPED}
         mine = {name: value.tolist() if isinstance(value, array) else value for name, value in kept.items()}
-        return mine | {"turns": [asdict(turn) for turn in self.turns]}
+        return mine | {name: [asdict(one) for one in mine[name]] for name in ("turns", "contexts")}
 
 
 @dataclass

@@ -15,7 +15,8 @@ attends to k exactly if k <= q < subtree_end[k]. Two rows, prompt a b:
 Everything aligned with the rows, (B, T), is as in batch.py, so losses, gradients and metrics are those of flat packing.
 
 Rows in the order of their token ids are the trees' leaves from left to right. Cutting that order in front of a row
-computes again what the row shares with the one before it, and nothing else.
+computes again what the row shares with the one before it, and nothing else. A row of several contexts (batch.py) is
+several leaves, which share what they can with each other too.
 """
 
 from __future__ import annotations
@@ -110,8 +111,13 @@ def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[in
     Smaller pieces spread better over the ranks but compute more prefixes again. Of some sizes, the one is chosen that
     leaves the busiest rank the least to compute.
     """
-    order, shared = depth_first(rows)
-    lengths = [rows[i].num_tokens for i in order]
+    sequences = [[ids for _, _, ids in row.sequences] for row in rows]
+    order, shared = depth_first([ids[0] for ids in sequences])
+    lengths = [num_unique(sequences[i]) for i in order]
+    for place, (before, after) in enumerate(pairwise(order), 1):  # with several sequences they may share more
+        if len(sequences[before]) + len(sequences[after]) > 2:
+            both = num_unique(sequences[before] + sequences[after])
+            shared[place] = lengths[place - 1] + lengths[place] - both
     per_rank = (sum(lengths) - sum(shared)) / world_size
     limits = {max_tokens} | {min(max_tokens, int(per_rank / k) + 1) for k in range(1, 9) if world_size > 1}
     plans = []
@@ -155,12 +161,17 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[tuple
     return pieces[::-1]
 
 
-def depth_first(rows: list[Row]) -> tuple[list[int], list[int]]:
-    """Return the row indices in the order of their token ids, a prefix first, and for each row the number of tokens
-    that it shares with the one before it, 0 for the first."""
-    ids = [np.concatenate([row.prompt_ids, row.response_ids]).astype(">u4") for row in rows]  # bytes sort like numbers
+def num_unique(sequences: list[np.ndarray]) -> int:
+    """Return the number of nodes of the trees of these sequences."""
+    return sum(map(len, sequences)) - (sum(depth_first(sequences)[1]) if len(sequences) > 1 else 0)
+
+
+def depth_first(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Return the indices of sequences in the order of their token ids, a prefix first, and for each of them the number
+    of tokens that it shares with the one before it, 0 for the first."""
+    ids = [sequence.astype(">u4") for sequence in sequences]  # bytes sort like numbers
     keys = [i.tobytes() for i in ids]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
+    order = sorted(range(len(ids)), key=keys.__getitem__)
     shared = [0]
     for before, after in pairwise(order):
         n = min(len(ids[before]), len(ids[after]))
@@ -176,17 +187,20 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
     """Return the TreeBatch of rows in any order, which it has depth first; without rows an empty micro-batch."""
     if not rows:
         return collate([])
-    order, shared = depth_first(rows)
+    order, _ = depth_first([row.sequences[0][2] for row in rows])
     rows = [rows[i] for i in order]
     flat = collate(rows, [row_ids[i] for i in order])
-    paths, subtree_end = number_nodes([row.num_tokens for row in rows], shared)
+    sequences = [(b, *sequence) for b, row in enumerate(rows) for sequence in row.sequences]
+    order, shared = depth_first([ids for *_, ids in sequences])
+    sequences = [sequences[i] for i in order]
+    paths, subtree_end = number_nodes([len(ids) for *_, ids in sequences], shared)
     input_ids, depths, parents = (np.zeros(len(subtree_end), np.int64) for _ in range(3))
-    input_ids[np.concatenate(paths)] = flat.input_ids[0].numpy()
     nodes = np.full(flat.targets.shape, -1)
-    for b, (row, path) in enumerate(zip(rows, paths, strict=True)):
+    for (b, start, num_before, ids), path in zip(sequences, paths, strict=True):
+        input_ids[path] = ids
         depths[path] = np.arange(len(path))
         parents[path[1:]] = path[:-1]
-        nodes[b, : len(row.response_ids)] = path[len(row.prompt_ids) :]
+        nodes[b, start : start + len(path) - num_before] = path[num_before:]
     seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]  # that have tokens of their own
     changed = {
         "input_ids": torch.from_numpy(input_ids)[None],

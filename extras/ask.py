@@ -22,7 +22,8 @@ from arpo.engine.team import form_team
 from arpo.errors import UserError, printable
 from arpo.evals.prompts import asked_as
 from arpo.options import BranchingConfig
-from arpo.rollout import Rollout, Source, drive
+from arpo.rollout import Rollout
+from arpo.sampling.driver import Source, drive
 from arpo.sampling.environment import Environment
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt, Trajectory
@@ -47,7 +48,7 @@ def ask(cfg: AskConfig) -> None:
     """Answer the questions of standard input until it ends."""
     dist = ranks.init()
     team = form_team(dist, 1, cfg.model.path)
-    env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
+    env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
     codec, system_prompt = env.codec, system_prompt_for(cfg.eval.system_prompt, env.schemas, form=env.codec.format)
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed)
     alone, no_branching = replace(cfg.rollout, group_size=1), BranchingConfig(selector="none", num_initial_rollouts=1)

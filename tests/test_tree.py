@@ -181,7 +181,7 @@ def all_cuts(n: int):
 @pytest.mark.parametrize("seed", range(10))
 def test_no_other_cut_of_the_order_computes_less_again(seed):
     rows = random_rows(seed, num_letters=4)[:8]
-    order, shared = depth_first(rows)
+    order, shared = depth_first([row.sequences[0][2] for row in rows])
     lengths = [rows[i].num_tokens for i in order]
     limit = max(lengths) + 15
 

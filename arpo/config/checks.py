@@ -40,6 +40,7 @@ def check_sizes(
             f"rollout.max_response_tokens={rollout.max_response_tokens}"
         )
     longest = data.max_prompt_tokens + rollout.max_response_tokens
+    yield from check_context(rollout, longest, update)
     if longest > update.max_tokens_per_microbatch:
         yield (
             f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
@@ -47,6 +48,27 @@ def check_sizes(
         )
     if rollout.temperature <= 0:
         yield "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from"
+
+
+def check_context(rollout: RolloutConfig, longest: int, update: UpdateConfig) -> Iterator[str]:
+    """Yield where contexts do not fit; `longest`: tokens of one, with the prompt."""
+    if rollout.context == "append":
+        return
+    if not longest < rollout.max_trajectory_tokens <= update.max_tokens_per_microbatch:
+        yield (
+            f"rollout.max_trajectory_tokens={rollout.max_trajectory_tokens} must be more than the {longest} of one "
+            "context (data.max_prompt_tokens + rollout.max_response_tokens), and at most "
+            f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch}"
+        )
+    if rollout.context != "strip_thoughts":
+        reserve = rollout.answer_reserve_tokens
+        if rollout.note_tokens >= reserve:
+            yield f"rollout.answer_reserve_tokens={reserve} has no room for rollout.note_tokens={rollout.note_tokens}"
+        if rollout.context_tokens >= rollout.max_response_tokens - reserve:
+            yield (
+                f"rollout.context_tokens={rollout.context_tokens} is never exceeded: results end at rollout."
+                f"max_response_tokens - answer_reserve_tokens = {rollout.max_response_tokens - reserve}; lower it"
+            )
 
 
 def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -133,6 +155,8 @@ def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> Itera
 
 def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Yield which terms of the reward cannot have a value, or have it too late."""
+    if "overlong" in reward.weights and rollout.context != "append":
+        yield f"reward term overlong counts the tokens of one context; drop it, or rollout.context={rollout.context}"
     if "overlong" in reward.weights and reward.overlong_buffer_tokens >= rollout.max_response_tokens:
         yield (
             f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} must be below "

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from arpo.config.bounded import parse_json
 from arpo.errors import UserError
-from arpo.trajectory import BranchDecision, Group, ToolCall, Trajectory, Turn
+from arpo.trajectory import BranchDecision, Context, Group, ToolCall, Trajectory, Turn
 
 SUFFIX = ".jsonl.gz"
 MAX_LINE_BYTES = 256 << 20
@@ -122,6 +122,7 @@ def _trajectory(row: dict) -> Trajectory:
     """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
     trajectory = Trajectory(**row)
     trajectory.turns = [Turn(**_of_now(turn)) for turn in trajectory.turns]
+    trajectory.contexts = [Context(**context) for context in trajectory.contexts]
     for turn in trajectory.turns:
         turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
         turn.decision = BranchDecision(**turn.decision) if turn.decision else None

@@ -74,6 +74,11 @@ class Codec(ABC):
         self._min_result_tokens = self._count_min_result_tokens()
 
     @property
+    def opens_thought(self) -> bool:
+        """True where the generation prompt ends in a <think> that the model goes on with."""
+        return bool(self._opened)
+
+    @property
     @abstractmethod
     def reserved(self) -> tuple[str, ...]:
         """Names of the tags that have a meaning in this form."""

@@ -9,7 +9,7 @@
     Refilled                 enough groups of all ranks can teach (advantage.dead_groups=resample); the rest is cut off
     CarryOver                enough groups of all ranks are whole (rollout.carry_over); the rest stays, and goes on
 
-A source (arpo/rollout.py) says which prompt begins and when it is done; `drive`, there, is the only loop. A validation
+A source (driver.py) says which prompt begins and when it is done; `drive`, there, is the only loop. A validation
 beside a rollout is one more source, whose groups go to the scores instead of the update.
 
 The invariant: each prompt that was drawn is trained on exactly once, or is drawn again. What a rank samples depends on

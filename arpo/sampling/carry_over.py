@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from arpo.growing import GroupState
-from arpo.rollout import Source
+from arpo.sampling.driver import Source
 from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.sampler import Looks, Sampler
 from arpo.trajectory import Group, Prompt, SignalStatistics

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from arpo.config.sections import DataConfig, ModelConfig, ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.data.hub import local_file, source_of
 from arpo.engine.team import Team
+from arpo.errors import UserError
 from arpo.model import load_tokenizer
+from arpo.options import RolloutConfig
 from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
 from arpo.protocol.schema import ToolSchema
@@ -19,14 +23,17 @@ class Environment:
     """Codec and tools of a run."""
 
     def __init__(
-        self, model: ModelConfig, protocol: ProtocolConfig, tools: ToolsConfig, team: Team, max_result_tokens: int
+        self, model: ModelConfig, protocol: ProtocolConfig, tools: ToolsConfig, team: Team, rollout: RolloutConfig
     ):
-        """Start the tools. Collective. Raises UserError where one cannot be, or where results of `max_result_tokens`
-        have no room for what every result has."""
+        """Start the tools. Collective. Raises UserError where one cannot be, where results have no room for what every
+        result has, and for a chat template with which there can be no context but the prompt."""
         self.schemas = tool_schemas(tools)
         tokenizer = load_tokenizer(model.path)
         self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
-        self.codec.check_result_room(max_result_tokens)
+        self.codec.check_result_room(rollout.max_result_tokens)
+        if rollout.context != "append" and self.codec.opens_thought:
+            reason = "the chat template opens a <think> in the prompt, which each new context would have to open again"
+            raise UserError(f"{model.path}: {reason}; set rollout.context=append")
         self.tools = team.tool_runner(team.ranks.together(lambda: make_tools(tools)))
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
@@ -39,7 +46,5 @@ def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict[st
     check_offered(prompts, codec.tools, file)
     system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
 
-    def render(messages: list[dict[str, str]], *tools: tuple[str, ...]) -> list[int]:
-        return codec.render_prompt(with_system_prompt(messages, system_prompt), *tools)
-
-    return tokenize_prompts(prompts, render, cfg.max_prompt_tokens, cfg.overlong, file)
+    prompts = [replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt)) for prompt in prompts]
+    return tokenize_prompts(prompts, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, file)

@@ -14,7 +14,8 @@ from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
-from arpo.rollout import Rollout, Source, drive
+from arpo.rollout import Rollout
+from arpo.sampling.driver import Source, drive
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, SignalStatistics
 

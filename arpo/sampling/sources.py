@@ -14,7 +14,7 @@ from math import ceil
 import torch.distributed as dist
 
 from arpo.growing import GroupState
-from arpo.rollout import Source
+from arpo.sampling.driver import Source
 from arpo.sampling.sampler import Looks, Sampler
 from arpo.selection import is_dead
 from arpo.trajectory import Group, Prompt, SignalStatistics

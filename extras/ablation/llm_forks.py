@@ -93,7 +93,7 @@ class Sampling:
         self.folder, cfg = folder, self.configs["grpo"]
         self.dist = ranks.init()
         team = form_team(self.dist, 1, model)
-        self.env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout.max_result_tokens)
+        self.env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
         self.prompts = self.env.prompts(questions, cfg.data)
         self.engine = Engine(model, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
 
@@ -103,7 +103,8 @@ class Sampling:
     def block(self, prompts: Sequence[Prompt], seed: int, positions: Counter[int]) -> list[dict]:
         """Sample these questions under every arm and return a line per group; adds to the `positions` of the
         arm that the control takes them of."""
-        from arpo.rollout import Rollout, Source, drive
+        from arpo.rollout import Rollout
+        from arpo.sampling.driver import Source, drive
 
         engine, lines, entropies = Remembering(self.engine), [], []
         for arm, cfg in self.configs.items():

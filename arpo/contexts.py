@@ -1,0 +1,92 @@
+"""Context policies (rollout.context): what the policy has before it in a turn, where all before would be too much.
+
+A response is one list of tokens, whatever the policy had before it while it sampled them. Under `append` that is the
+prompt and all before. Another policy may put a new context in the prompt's place after a turn (Trajectory.contexts):
+
+    prompt | turn 0, result, turn 1, result + request, note        a first sequence
+    prompt with the note | turn 3, result, turn 4                  a second one, of the same response
+
+There is one reward, and one row of advantages, for all of it; each token is trained behind what it was sampled behind,
+and what sequences share is computed once (tree.py). A branch has its parent's contexts up to the place of the fork.
+
+A policy is called after each turn whose calls were answered, and after each note. It returns None (go on), a text (ask
+for a note: the text stands behind the newest result, and the next turn is the note), or the token ids of a new context.
+A policy of your own is one function, in a file of yours (rollout.context=FILE.py:NAME) or with one line in CONTEXTS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from arpo.options import RolloutConfig
+from arpo.protocol import Codec
+from arpo.trajectory import Prompt, Trajectory, Turn
+
+REQUEST = (
+    "\n\nThere is little room left. Do not call a tool now: write down what you have found out so far and what is left "
+    "to do. The question is asked again with these notes, and nothing else of this will be known then."
+)
+NOTES = "\n\nYour notes so far:\n"
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ContextEvidence:
+    """Everything that a context policy may look at."""
+
+    prompt: Prompt
+    trajectory: Trajectory
+    """The response so far; its last turn has ended, and its results, if it has any, are there."""
+    num_tokens: int
+    """Number of tokens that the policy has before it now, less those of the prompt."""
+    codec: Codec
+    cfg: RolloutConfig
+
+    @property
+    def turn(self) -> Turn:
+        """The last turn."""
+        return self.trajectory.turns[-1]
+
+    def text(self, turn: Turn) -> str:
+        """Return what the policy wrote in a turn, without special tokens other than tags."""
+        return self.codec.decode(self.trajectory.token_ids[turn.start : turn.end])
+
+    def asked_again(self, more: str) -> list[int]:
+        """Return the prompt's tokens with more text at the end of its last message."""
+        *before, last = self.prompt.messages
+        messages = [*before, {**last, "content": last["content"] + more}]
+        tools = self.prompt.tools
+        return self.codec.render_prompt(messages) if tools is None else self.codec.render_prompt(messages, tools)
+
+
+def append(evidence: ContextEvidence) -> None:
+    """Go on behind all that was sampled and read."""
+
+
+def strip_thoughts(evidence: ContextEvidence) -> list[int]:
+    """Leave the thoughts of earlier turns out, as chat templates of reasoning models do (R1, QwQ; Qwen3's where a new
+    question follows), so that the policy reads in training what a server of the finished model lets it read."""
+    token_ids, trajectory = list(evidence.prompt.token_ids), evidence.trajectory
+    for turn in trajectory.turns:
+        sampled = trajectory.token_ids[turn.start : turn.end]
+        text = _THOUGHT.sub("", evidence.text(turn))
+        ends = [sampled[-1]] if evidence.codec.decode(sampled[-1:]) == "" else []  # the turn's end token
+        token_ids += [*evidence.codec.encode(text), *ends, *trajectory.token_ids[turn.end : turn.result_end]]
+    return token_ids
+
+
+def summary(evidence: ContextEvidence) -> list[int] | str | None:
+    """Once the context has more than rollout.context_tokens, ask for notes, and go on behind the question and these."""
+    if evidence.turn.is_note:
+        return evidence.asked_again(NOTES + evidence.text(evidence.turn).strip())
+    return REQUEST if evidence.num_tokens > evidence.cfg.context_tokens else None
+
+
+CONTEXTS: dict[str, Callable[[ContextEvidence], list[int] | str | None]] = {
+    "append": append,
+    "strip_thoughts": strip_thoughts,
+    "summary": summary,
+}
+"""Values of `rollout.context`."""

@@ -1,0 +1,87 @@
+"""The only loop through which tokens and tool results come in, and a source: what it samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from arpo.engine import Engine
+from arpo.growing import GroupState
+from arpo.rollout import Rollout
+from arpo.tools.base import ToolRunner
+from arpo.trajectory import Group, Prompt
+
+
+class Source:
+    """Prompts to sample, and the groups that become of them: here all at once, on this rank. See arpo/sampling."""
+
+    hears_others = False
+    """True where other ranks may end it: then a rank that decodes nothing does not wait for its tools alone."""
+
+    def __init__(self, loop: Rollout, prompts: Sequence[Prompt], seed: str):
+        """`seed` names the random numbers: the run's seed and the rollout among those of the run."""
+        self.loop, self.prompts, self.seed = loop, prompts, seed
+        self.left = deque(range(len(prompts)))  # places of those that are not begun
+        self.places: dict[str, int] = {}  # of those that are, by the names of their groups
+        self.groups: dict[int, Group] = {}  # whole ones, by place
+
+    def take(self) -> int | None:
+        """Return the place of the next prompt to begin now, if any."""
+        return self.left.popleft() if self.left else None
+
+    def start(self) -> None:
+        """Start all groups that may begin now."""
+        while (place := self.take()) is not None:
+            self.places[self.loop.start_group(self.prompts[place], self.seed).name] = place
+
+    def whole(self, state: GroupState) -> None:
+        """Take a group of `loop` that has become whole."""
+        self.groups[self.places[state.name]] = state.finish()
+
+    def idle(self, *, has_calls: bool) -> None:
+        """Called where the engine decodes nothing; has_calls: tools are at work."""
+        assert has_calls, "trajectories are left, but nothing is at work"
+
+    @property
+    def is_done(self) -> bool:
+        """True once it needs nothing that is unfinished here, and begins nothing more."""
+        return not (self.left or self.loop.num_unfinished)
+
+    def end(self) -> None:
+        """Called once all sources are done."""
+
+
+def drive(
+    sources: Sequence[Source], engine: Engine, tools: ToolRunner, on_round: Callable[[], None] = lambda: None
+) -> None:
+    """Sample until all sources are done; they share the engine and the tools, and the first says how to wait.
+
+    The only place where tokens and results come in. Raises what a tool or the engine does.
+    """
+
+    def owner(name: str) -> Rollout:  # of a request or a call
+        return next(s.loop for s in sources if name in s.loop.decoding or name in s.loop.calling)
+
+    try:
+        while True:
+            for source in sources:
+                source.start()
+            if all(source.is_done for source in sources):
+                break
+            has_calls = tools.num_pending > 0
+            if not engine.num_running:
+                sources[0].idle(has_calls=has_calls)
+            block = has_calls and not (engine.num_running or sources[0].hears_others)
+            for call_id, result in tools.collect(block=block):
+                owner(call_id).on_tool_result(call_id, result)
+            for chunk in engine.step() if engine.num_running else ():
+                owner(chunk.request_id).on_chunk(chunk)
+            for source in sources:
+                for state in source.loop.take_whole():
+                    source.whole(state)
+            on_round()
+        for source in sources:
+            source.end()
+    except BaseException:
+        tools.abandon()  # what an exception, or Ctrl-C, leaves open
+        raise
