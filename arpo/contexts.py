@@ -79,9 +79,14 @@ def strip_thoughts(evidence: ContextEvidence) -> list[int]:
 
 def summary(evidence: ContextEvidence) -> list[int] | str | None:
     """Once the context has more than rollout.context_tokens, ask for notes, and go on behind the question and these."""
+    return take_notes(evidence, REQUEST, NOTES)
+
+
+def take_notes(evidence: ContextEvidence, request: str, heading: str) -> list[int] | str | None:
+    """Do what `summary` does in words of one's own: the request, and what stands between question and notes."""
     if evidence.turn.is_note:
-        return evidence.asked_again(NOTES + evidence.text(evidence.turn).strip())
-    return REQUEST if evidence.num_tokens > evidence.cfg.context_tokens else None
+        return evidence.asked_again(heading + evidence.text(evidence.turn).strip())
+    return request if evidence.num_tokens > evidence.cfg.context_tokens else None
 
 
 CONTEXTS: dict[str, Callable[[ContextEvidence], list[int] | str | None]] = {

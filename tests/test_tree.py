@@ -16,7 +16,7 @@ from arpo.model.critic import load_critic
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.selection import training_trajectories
-from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.trajectory import Context, Group, Prompt, StopReason, Trajectory
 from arpo.tree import collate_tree, cut, depth_first, plan, tree_microbatches
 from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
 
@@ -35,12 +35,14 @@ def letters(ids) -> str:
     return "".join(chr(i) for i in ids)
 
 
-def random_groups(seed: int, num_groups: int = 2, num_letters: int = 380) -> list[Group]:
-    """Branches at random places of random trajectories, of which some are repeated or end within another."""
+def random_groups(seed: int, num_groups: int = 2, num_letters: int = 380, max_contexts: int = 2) -> list[Group]:
+    """Branches at random places of random trajectories, of which some are repeated or end within another, and some go
+    on behind other contexts from random places on; these share their beginnings too."""
     rng = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
         trajectories: list[Trajectory] = []
+        prompt = tuple(rng.integers(0, num_letters, 4).tolist())
         for i in range(5):
             ids = rng.integers(0, num_letters, rng.integers(3, 18)).tolist()
             if trajectories and rng.random() < 0.7:
@@ -49,23 +51,21 @@ def random_groups(seed: int, num_groups: int = 2, num_letters: int = 380) -> lis
             mask = [1] + [int(m) for m in rng.random(len(ids) - 1) < 0.7]
             logprobs = [float(lp) * m for lp, m in zip(-6 + 0.3 * rng.normal(size=len(ids)), mask, strict=True)]
             t = Trajectory("", str(i), ids, mask, logprobs, stop_reason=StopReason.EOS, reward=float(rng.normal()))
+            for start in sorted(set(rng.integers(1, len(ids) + 1, rng.integers(0, max_contexts + 1)).tolist())):
+                more = rng.integers(0, num_letters, rng.integers(1, 5)).tolist()
+                t.contexts.append(Context(start, [*prompt, *ids[: rng.integers(0, 3)], *more]))
             trajectories.append(t)
-        prompt = tuple(rng.integers(0, num_letters, 4).tolist())
         groups.append(Group(Prompt(str(g), [], [], token_ids=prompt), trajectories))
     return groups
 
 
-def random_rows(seed: int, num_letters: int = 380) -> list[Row]:
-    return [
-        Row(np.array(g.prompt.token_ids), np.array(t.token_ids), np.array(t.loss_mask), np.array(t.rollout_logprobs))
-        for g in random_groups(seed, 3, num_letters)
-        for t in g.trajectories
-    ]
+def random_rows(seed: int, num_letters: int = 380, max_contexts: int = 2) -> list[Row]:
+    return [row_of(g, t) for g in random_groups(seed, 3, num_letters, max_contexts) for t in g.trajectories]
 
 
 def num_unique(rows: list[Row]) -> int:
     """Prefixes, counted the naive way."""
-    ids = [(*r.prompt_ids.tolist(), *r.response_ids.tolist()) for r in rows]
+    ids = [tuple(ids.tolist()) for r in rows for _, _, ids in r.sequences]
     return len({i[:n] for i in ids for n in range(1, len(i) + 1)})
 
 
@@ -102,7 +102,7 @@ def test_what_rows_share_is_computed_once(rows, expected):
 
 
 def test_equal_prompts_of_different_questions_share_their_tokens_because_that_is_exact():
-    groups = [Group(replace(g.prompt, token_ids=(1, 2)), g.trajectories) for g in random_groups(0)]
+    groups = [Group(replace(g.prompt, token_ids=(1, 2)), g.trajectories) for g in random_groups(0, max_contexts=0)]
     rows = [row_of(groups[i], t) for i, t in training_trajectories(groups, AdvantageConfig())]
     [micro] = tree_microbatches(rows, 0, 1, 1000)
     assert micro.input_ids[0, :2].tolist() == [1, 2] and (micro.position_ids == 0).sum() == 1
@@ -125,12 +125,13 @@ def test_each_token_sees_its_own_row_up_to_itself_and_nothing_else(seed):
     seen = [letters(ids[keys]) for keys in keys_of_each_token(micro)]
     assert len(set(seen)) == len(seen) == num_unique(rows)
     for b, row_id in enumerate(micro.row_ids):
-        whole = letters(np.concatenate([rows[row_id].prompt_ids, rows[row_id].response_ids]))
-        for t in range(len(rows[row_id].response_ids)):
-            node = micro.nodes[b, t]
-            position = len(rows[row_id].prompt_ids) + t
-            assert seen[node] == whole[: position + 1] and micro.position_ids[0, node] == position
-            assert parents[node] == micro.predict_from[b, t] and seen[parents[node]] == whole[:position]
+        for start, num_before, sequence in rows[row_id].sequences:
+            whole = letters(sequence)
+            for position in range(num_before, len(sequence)):
+                node = micro.nodes[b, start + position - num_before]
+                assert seen[node] == whole[: position + 1] and micro.position_ids[0, node] == position
+                assert seen[parents[node]] == whole[:position]
+                assert parents[node] == micro.predict_from[b, start + position - num_before]
 
 
 def test_rows_share_the_nodes_of_what_they_begin_with():
@@ -180,7 +181,7 @@ def all_cuts(n: int):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_other_cut_of_the_order_computes_less_again(seed):
-    rows = random_rows(seed, num_letters=4)[:8]
+    rows = random_rows(seed, num_letters=4, max_contexts=0)[:8]
     order, shared = depth_first([row.sequences[0][2] for row in rows])
     lengths = [rows[i].num_tokens for i in order]
     limit = max(lengths) + 15
@@ -306,6 +307,27 @@ def test_random_trees_give_the_logprobs_entropies_and_gradients_of_packed_rows(f
         policy.zero_grad()
     for ours, expected in zip(*outcomes[::-1], strict=True):
         assert_same(ours, expected)
+
+
+def test_a_token_has_the_logprob_that_it_has_behind_its_own_context_alone(folder, ranks):
+    """A row of several sequences against a row for each of them."""
+    rows = random_rows(5)
+    assert sum(len(row.contexts) for row in rows) > 5
+    policy = load_policy(model_of(folder), ranks.mesh, device=CPU)
+    alone = [
+        Row(ids[:num_before], ids[num_before:], row.loss_mask[start : start + len(ids) - num_before])
+        for row in rows
+        for start, num_before, ids in row.sequences
+    ]
+    [expected_micro] = microbatches(alone, 0, 1, 5000)
+    expected = policy(expected_micro, 0.7)[0].detach()
+    expected = [expected[expected_micro.row_ids.index(i), : len(row.response_ids)] for i, row in enumerate(alone)]
+    for cut_rows in (microbatches, tree_microbatches):
+        [micro] = cut_rows(rows, 0, 1, 5000)
+        logprobs, parts = policy(micro, 0.7)[0].detach(), iter(expected)
+        for i, one in enumerate(rows):
+            ours = logprobs[micro.row_ids.index(i), : len(one.response_ids)]
+            torch.testing.assert_close(ours, torch.cat([next(parts) for _ in one.sequences]), rtol=1e-5, atol=1e-5)
 
 
 def test_values_of_the_critic_and_their_gradients_are_those_of_packed_rows(folder, ranks):

@@ -27,9 +27,11 @@ from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.passages import format_passages
 from extras.demo import hard as demo_hard
 from extras.demo import long as demo_long
+from extras.demo import notes as demo_notes
 from extras.demo import world as demo_world
 from extras.demo.hard import HardTrace, HardWorld
 from extras.demo.long import LongTrace, LongWorld, SilentWorld
+from extras.demo.notes import NEXT_CONTEXT, NOTES, NotesTrace, NotesWorld
 from extras.demo.world import Demonstrator, Question, Trace, World
 
 # Task -> its world, and how its demonstrator writes one trajectory.
@@ -38,6 +40,7 @@ TASKS: dict[str, tuple[type[World], type[Trace]]] = {
     "hard": (HardWorld, HardTrace),
     "long": (LongWorld, LongTrace),
     "long_silent": (SilentWorld, LongTrace),
+    "notes": (NotesWorld, NotesTrace),
 }
 NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
@@ -97,7 +100,7 @@ def write_data(out: Path, seed: int, task: str) -> tuple[PreTrainedTokenizerFast
 
 def fingerprint() -> str:
     """Changes when the code that builds the data changes."""
-    files = (__file__, demo_world.__file__, demo_hard.__file__, demo_long.__file__)
+    files = (__file__, demo_world.__file__, demo_hard.__file__, demo_long.__file__, demo_notes.__file__)
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()[:16]
 
 
@@ -123,7 +126,7 @@ def build_data(world: World, demonstrator: Demonstrator, seed: int) -> dict[str,
     """File stem -> rows. Held-out entities appear in rl_valid and test only, and no question twice outside SFT."""
     rng = random.Random(f"data {seed}")
     files = {
-        name: [sft_row(world.question(rng, "train"), demonstrator, rng) for _ in range(n)]
+        name: [row for _ in range(n) for row in sft_rows(world.question(rng, "train"), demonstrator, rng)]
         for name, n in NUM_TRACES.items()
     }
     seen = {row["messages"][0]["content"] for rows in files.values() for row in rows}
@@ -138,10 +141,13 @@ def build_data(world: World, demonstrator: Demonstrator, seed: int) -> dict[str,
     return files
 
 
-def sft_row(question: Question, demonstrator: Demonstrator, rng: random.Random) -> dict:
-    """{"messages": [user, assistant]}; the assistant turn holds the whole trajectory, <result> spans included."""
-    trajectory = demonstrator.trajectory(question, rng)
-    return {"messages": [{"role": "user", "content": question.text}, {"role": "assistant", "content": trajectory}]}
+def sft_rows(question: Question, demonstrator: Demonstrator, rng: random.Random) -> list[dict]:
+    """{"messages": [user, assistant]} of each context; the assistant turn holds all of it, <result> spans included."""
+    rows, asked = [], question.text
+    for text in demonstrator.trajectory(question, rng).split(NEXT_CONTEXT):
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]})
+        asked = question.text + NOTES + text.rpartition("</result>")[2]
+    return rows
 
 
 def rl_row(question: Question) -> dict:
@@ -167,7 +173,7 @@ def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreT
     texts = ["user", "assistant"]
     for _ in range(NUM_TOKENIZER_TRACES):
         question = world.question(rng, "train")
-        texts += [question.text, demonstrator.trajectory(question, rng)]
+        texts += [m["content"] for row in sft_rows(question, demonstrator, rng) for m in row["messages"]]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
