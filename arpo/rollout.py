@@ -22,6 +22,7 @@ from arpo import retrospective
 from arpo.config.named import find
 from arpo.contexts import CONTEXTS, ContextEvidence
 from arpo.engine import Chunk, Engine, SamplingSpec
+from arpo.errors import UserError
 from arpo.growing import Decision, GroupState, Live, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
@@ -264,6 +265,11 @@ class Rollout:
         trajectory, turn, prompt = live.trajectory, live.trajectory.turns[-1], live.group.prompt
         num_tokens = trajectory.num_context_tokens(len(prompt.token_ids))
         found = self.next_context(ContextEvidence(prompt, trajectory, num_tokens, self.codec, self.cfg))
+        if turn.is_note and not isinstance(found, list):
+            kind = type(found).__name__
+            raise UserError(
+                f"rollout.context={self.cfg.context} returned {kind} after a note; it must return token ids"
+            )
         fits, asks = True, isinstance(found, str)
         if asks:
             turn.tool_calls[-1] = replace(turn.tool_calls[-1], result=turn.tool_calls[-1].result + found)

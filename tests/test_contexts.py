@@ -1,0 +1,188 @@
+"""Context policies: what the engine is asked, what is kept of it, and what a branch inherits."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play, prompt
+
+from arpo.batch import row_of
+from arpo.contexts import NOTES, REQUEST
+from arpo.errors import UserError
+from arpo.log.dumps import dump_line, read_dump
+from arpo.options import BranchingConfig, RolloutConfig
+from arpo.sampling.plain import from_plain, to_plain
+from arpo.trajectory import StopReason, Trajectory
+
+ALONE = replace(SHORT, group_size=1)
+ONE = BranchingConfig(selector="none", num_initial_rollouts=1)
+SUMMARY = replace(
+    ALONE, context="summary", context_tokens=80, note_tokens=40, answer_reserve_tokens=350, max_response_tokens=900,
+    max_tool_calls=5, max_trajectory_tokens=4000,
+)  # fmt: skip
+ASKED = f"<|im_start|>user\nquestion{NOTES}what I know<|im_end|>\n<|im_start|>assistant\n"
+
+
+def sampled(engine: ScriptedEngine) -> list[str]:
+    """What the engine was asked, request by request."""
+    return [TOKENIZER.decode(token_ids) for _, token_ids, _ in engine.submitted]
+
+
+def texts_of(trajectory: Trajectory) -> list[str]:
+    return [CODEC.decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
+
+
+def script(_prompt, _path, turn):
+    return [CALL, CALL, "what I know", CALL, ANSWER][turn]
+
+
+def test_append_goes_on_behind_all_that_was_sampled_and_read():
+    engine = ScriptedEngine(TOKENIZER, lambda _p, _t, turn: ANSWER if turn == 2 else CALL)
+    [group] = play(None, cfg=ALONE, branching=ONE, engine=engine)
+    [trajectory] = group.trajectories
+    asked = sampled(engine)
+    assert trajectory.contexts == [] and asked[1].startswith(asked[0]) and asked[2].startswith(asked[1])
+
+
+def test_notes_take_the_place_of_what_was_before_them():
+    engine = ScriptedEngine(TOKENIZER, script)
+    [group] = play(None, cfg=SUMMARY, branching=ONE, engine=engine)
+    [trajectory] = group.trajectories
+    asked = sampled(engine)
+    assert asked[2].endswith(f"found{REQUEST}\n</result>") and asked[3] == ASKED
+    assert asked[4].startswith(ASKED + CALL) and REQUEST not in asked[4]
+    assert [spec.stop for _, _, spec in engine.submitted] == [("</python>", "</search>")] * 2 + [()] + [
+        ("</python>", "</search>")
+    ] * 2
+    assert engine.submitted[2][2].max_tokens == 40
+    assert texts_of(trajectory) == [CALL, CALL, "what I know", CALL, ANSWER]
+    assert [turn.is_note for turn in trajectory.turns] == [False, False, True, False, False]
+    assert len(trajectory.tool_calls) == 3 and trajectory.stop_reason == StopReason.EOS
+    [context] = trajectory.contexts
+    assert context.start == trajectory.turns[3].start and TOKENIZER.decode(context.token_ids) == ASKED
+
+
+def test_the_policy_learns_its_notes_and_not_what_it_was_told():
+    [group] = play(script, cfg=SUMMARY, branching=ONE)
+    [trajectory] = group.trajectories
+    by_model = "".join(text for text, ours in trajectory.segments if ours)
+    assert by_model == CALL * 2 + "what I know" + CALL + ANSWER and REQUEST in trajectory.text
+    for turn in trajectory.turns:
+        assert all(trajectory.loss_mask[turn.start : turn.end])
+        assert not any(trajectory.loss_mask[turn.end : turn.result_end])
+
+
+def test_a_row_is_what_the_engine_was_asked_and_answered():
+    engine = ScriptedEngine(TOKENIZER, script)
+    [group] = play(None, cfg=SUMMARY, branching=ONE, engine=engine)
+    [trajectory] = group.trajectories
+    for _, token_ids, _ in engine.submitted:
+        assert any(list(ids[: len(token_ids)]) == token_ids for _, _, ids in row_of(group, trajectory).sequences)
+
+
+def test_a_tool_that_is_called_in_a_note_does_not_run():
+    tool = EchoTool("search", "found")
+    [group] = play(
+        lambda _p, _t, turn: CALL if turn < 3 else ANSWER,
+        cfg=SUMMARY,
+        branching=ONE,
+        tools=[tool, EchoTool("python", "")],
+    )
+    [trajectory] = group.trajectories
+    assert trajectory.turns[2].is_note and texts_of(trajectory)[2] == CALL and len(trajectory.tool_calls) == 2
+    assert trajectory.stop_reason == StopReason.EOS
+
+
+def test_a_note_that_is_cut_off_is_a_note():
+    cfg = replace(SUMMARY, note_tokens=12)
+    [group] = play(lambda *at: "x" * 100 if at[2] == 2 else script(*at), cfg=cfg, branching=ONE)
+    [trajectory] = group.trajectories
+    assert TOKENIZER.decode(trajectory.contexts[0].token_ids).count("x" * 12) == 1
+    assert trajectory.turns[2].end - trajectory.turns[2].start == 12 and trajectory.stop_reason == StopReason.EOS
+
+
+def test_thoughts_of_earlier_turns_are_left_out_and_all_are_trained_behind_what_was_read():
+    engine = ScriptedEngine(TOKENIZER, lambda _p, _t, turn: ANSWER if turn == 2 else CALL)
+    [group] = play(None, cfg=replace(ALONE, context="strip_thoughts"), branching=ONE, engine=engine)
+    [trajectory] = group.trajectories
+    asked = sampled(engine)
+    turn = "<search>q</search> <result>\nfound\n</result>"
+    assert [text.removeprefix(asked[0]) for text in asked] == ["", turn, turn * 2]
+    assert texts_of(trajectory) == [CALL, CALL, ANSWER]
+    assert [len(ids) for _, _, ids in row_of(group, trajectory).sequences] == [
+        len(token_ids) + turn.end - turn.start + (turn.result_end - turn.end) * (turn is not trajectory.turns[-1])
+        for (_, token_ids, _), turn in zip(engine.submitted, trajectory.turns, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("selector", ["random", "at2po"])
+def test_a_branch_has_the_contexts_of_its_parent_up_to_the_fork(selector):
+    cfg = replace(SUMMARY, group_size=12)
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=2, base=1.0)
+    engine = ScriptedEngine(TOKENIZER, script)
+    [group] = play(None, cfg=cfg, branching=branching, engine=engine)
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    branches = [t for t in group.trajectories if t.parent_id is not None]
+    assert {len([c for c in t.contexts if c.start <= t.fork_at]) for t in branches} == {0, 1}
+    for branch in branches:
+        parent = by_id[branch.parent_id]
+        assert texts_of(branch) == texts_of(parent) and len(branch.contexts) == 1
+        assert [turn.is_note for turn in branch.turns] == [turn.is_note for turn in parent.turns]
+    for request_id, token_ids, _ in engine.submitted:  # whoever sampled it, behind the same
+        turn = int(request_id.rpartition("|")[2])
+        assert (TOKENIZER.decode(token_ids) == ASKED) == (turn == 3)
+    for trajectory in group.trajectories:
+        trajectory.check()
+
+
+def test_a_trajectory_ends_as_too_long_where_no_further_context_fits_into_a_row():
+    [group] = play(
+        lambda _p, _t, turn: "what I know" if turn % 3 == 2 else CALL,
+        cfg=replace(SUMMARY, max_trajectory_tokens=1500, max_tool_calls=50),
+        branching=ONE,
+    )
+    [trajectory] = group.trajectories
+    assert trajectory.stop_reason == StopReason.LENGTH and trajectory.contexts
+    assert row_of(group, trajectory).num_tokens <= 1500
+    trajectory.check()
+
+
+def test_a_policy_of_a_file_sees_the_turn_and_says_what_comes_next(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def forget(evidence):\n"
+        "    assert evidence.num_tokens == len(evidence.trajectory.token_ids) or evidence.trajectory.contexts\n"
+        "    return evidence.asked_again(f' again, after {len(evidence.trajectory.turns)}')\n"
+    )
+    engine = ScriptedEngine(TOKENIZER, lambda _p, _t, turn: ANSWER if turn == 2 else CALL)
+    play(None, cfg=replace(ALONE, context=f"{tmp_path}/own.py:forget"), branching=ONE, engine=engine)
+    questions = [text.partition("user\n")[2].partition("<|im_end|>")[0] for text in sampled(engine)]
+    assert questions == ["question", "question again, after 1", "question again, after 2"]
+
+
+def test_a_policy_that_has_no_context_for_a_note_is_named(tmp_path):
+    (tmp_path / "own.py").write_text("def ask(evidence):\n    return 'sum up'\n")
+    context = f"{tmp_path}/own.py:ask"
+    with pytest.raises(UserError, match=rf"rollout\.context={context} returned str after a note"):
+        play(script, cfg=replace(SUMMARY, context=context), branching=ONE)
+
+
+def test_dumps_and_checkpoints_hold_contexts(tmp_path):
+    [group] = play(script, cfg=SUMMARY, branching=ONE)
+    [trajectory] = group.trajectories
+    assert from_plain(Trajectory, to_plain(trajectory)) == trajectory
+    (tmp_path / "step.jsonl").write_bytes(dump_line(group, trajectory, {}))
+    [(_, read, _)] = read_dump(tmp_path / "step.jsonl")
+    assert read.contexts == trajectory.contexts and read.turns == trajectory.turns
+
+
+def test_an_unknown_policy_is_named():
+    with pytest.raises(ValueError, match=r"rollout\.context='sumary' is unknown; did you mean 'summary'\?"):
+        RolloutConfig(context="sumary")
+    with pytest.raises(UserError, match=r"rollout\.context=no\.py:f: there is no such file"):
+        RolloutConfig(context="no.py:f")
+
+
+def test_a_prompt_without_a_system_message_is_asked_again_with_the_tools_that_it_offers():
+    engine = ScriptedEngine(TOKENIZER, script)
+    play(None, cfg=SUMMARY, branching=ONE, engine=engine, prompts=[prompt(tools=("search",))])
+    assert sampled(engine)[3] == ASKED
