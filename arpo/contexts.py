@@ -9,9 +9,10 @@ prompt and all before. Another policy may put a new context in the prompt's plac
 There is one reward, and one row of advantages, for all of it; each token is trained behind what it was sampled behind,
 and what sequences share is computed once (tree.py). A branch has its parent's contexts up to the place of the fork.
 
-A policy is called after each turn whose calls were answered, and after each note. It returns None (go on), a text (ask
-for a note: the text stands behind the newest result, and the next turn is the note), or the token ids of a new context.
-A policy of your own is one function, in a file of yours (rollout.context=FILE.py:NAME) or with one line in CONTEXTS.
+A policy is called after each turn: after a call once it is answered, after a note, and after an answer. It returns None
+(go on; after an answer: end), the token ids of a new context, or, after a call, a text that asks for a note: it stands
+behind the newest result, and the next turn is the note. A policy of your own is one function, in a file of yours
+(rollout.context=FILE.py:NAME) or with one line in CONTEXTS.
 """
 
 from __future__ import annotations
@@ -49,15 +50,24 @@ class ContextEvidence:
         """The last turn."""
         return self.trajectory.turns[-1]
 
+    @property
+    def question(self) -> str:
+        """The text of the prompt's last message."""
+        return self.prompt.messages[-1]["content"]
+
+    @property
+    def is_answer(self) -> bool:
+        """True where the turn called nothing, and is no note."""
+        return not self.turn.tool_calls and not self.turn.is_note
+
     def text(self, turn: Turn) -> str:
         """Return what the policy wrote in a turn, without special tokens other than tags."""
         return self.codec.decode(self.trajectory.token_ids[turn.start : turn.end])
 
-    def asked_again(self, more: str) -> list[int]:
-        """Return the prompt's tokens with more text at the end of its last message."""
+    def asked(self, question: str) -> list[int]:
+        """Return the tokens of the prompt with another text in its last message."""
         *before, last = self.prompt.messages
-        messages = [*before, {**last, "content": last["content"] + more}]
-        tools = self.prompt.tools
+        messages, tools = [*before, {**last, "content": question}], self.prompt.tools
         return self.codec.render_prompt(messages) if tools is None else self.codec.render_prompt(messages, tools)
 
 
@@ -65,9 +75,11 @@ def append(evidence: ContextEvidence) -> None:
     """Go on behind all that was sampled and read."""
 
 
-def strip_thoughts(evidence: ContextEvidence) -> list[int]:
+def strip_thoughts(evidence: ContextEvidence) -> list[int] | None:
     """Leave the thoughts of earlier turns out, as chat templates of reasoning models do (R1, QwQ; Qwen3's where a new
     question follows), so that the policy reads in training what a server of the finished model lets it read."""
+    if evidence.is_answer:
+        return None
     token_ids, trajectory = list(evidence.prompt.token_ids), evidence.trajectory
     for turn in trajectory.turns:
         sampled = trajectory.token_ids[turn.start : turn.end]
@@ -85,8 +97,9 @@ def summary(evidence: ContextEvidence) -> list[int] | str | None:
 def take_notes(evidence: ContextEvidence, request: str, heading: str) -> list[int] | str | None:
     """Do what `summary` does in words of one's own: the request, and what stands between question and notes."""
     if evidence.turn.is_note:
-        return evidence.asked_again(heading + evidence.text(evidence.turn).strip())
-    return request if evidence.num_tokens > evidence.cfg.context_tokens else None
+        return evidence.asked(evidence.question + heading + evidence.text(evidence.turn).strip())
+    is_full = not evidence.is_answer and evidence.num_tokens > evidence.cfg.context_tokens
+    return request if is_full else None
 
 
 CONTEXTS: dict[str, Callable[[ContextEvidence], list[int] | str | None]] = {

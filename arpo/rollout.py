@@ -198,13 +198,13 @@ class Rollout:
     def end_turn(self, live: Live, chunk: Chunk) -> None:
         """End the trajectory with its answer, or start all calls of the turn."""
         trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        if turn.is_note:
-            self.next_turn(live)
-            return
         sampled, offered = trajectory.token_ids[turn.start : turn.end], self.offered_tools(live.group.prompt)
         calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, offered)
+        if turn.is_note or (not calls and chunk.finish == "eos"):
+            self.next_turn(live)
+            return
         if not calls:
-            self.end(live, StopReason.EOS if chunk.finish == "eos" else StopReason.LENGTH)
+            self.end(live, StopReason.LENGTH)
             return
         if len(trajectory.tool_calls) > self.cfg.max_tool_calls:  # it was told to answer, and called again
             self.end(live, StopReason.TOOL_LIMIT)
@@ -261,14 +261,17 @@ class Rollout:
         return True
 
     def next_turn(self, live: Live) -> None:
-        """Begin a turn behind what the context policy leaves of all before it; without room end the trajectory."""
+        """Begin a turn behind what the context policy leaves of all before it; end with the answer, or without room."""
         trajectory, turn, prompt = live.trajectory, live.trajectory.turns[-1], live.group.prompt
         num_tokens = trajectory.num_context_tokens(len(prompt.token_ids))
-        found = self.next_context(ContextEvidence(prompt, trajectory, num_tokens, self.codec, self.cfg))
-        if turn.is_note and not isinstance(found, list):
-            kind = type(found).__name__
+        evidence = ContextEvidence(prompt, trajectory, num_tokens, self.codec, self.cfg)
+        found = self.next_context(evidence)
+        if evidence.is_answer and found is None:
+            self.end(live, StopReason.EOS)
+            return
+        if not turn.tool_calls and not isinstance(found, list):
             raise UserError(
-                f"rollout.context={self.cfg.context} returned {kind} after a note; it must return token ids"
+                f"rollout.context={self.cfg.context} must return token ids here, not {type(found).__name__}"
             )
         fits, asks = True, isinstance(found, str)
         if asks:

@@ -151,7 +151,8 @@ def test_a_policy_of_a_file_sees_the_turn_and_says_what_comes_next(tmp_path):
     (tmp_path / "own.py").write_text(
         "def forget(evidence):\n"
         "    assert evidence.num_tokens == len(evidence.trajectory.token_ids) or evidence.trajectory.contexts\n"
-        "    return evidence.asked_again(f' again, after {len(evidence.trajectory.turns)}')\n"
+        "    if not evidence.is_answer:\n"
+        "        return evidence.asked(f'{evidence.question} again, after {len(evidence.trajectory.turns)}')\n"
     )
     engine = ScriptedEngine(TOKENIZER, lambda _p, _t, turn: ANSWER if turn == 2 else CALL)
     play(None, cfg=replace(ALONE, context=f"{tmp_path}/own.py:forget"), branching=ONE, engine=engine)
@@ -162,7 +163,7 @@ def test_a_policy_of_a_file_sees_the_turn_and_says_what_comes_next(tmp_path):
 def test_a_policy_that_has_no_context_for_a_note_is_named(tmp_path):
     (tmp_path / "own.py").write_text("def ask(evidence):\n    return 'sum up'\n")
     context = f"{tmp_path}/own.py:ask"
-    with pytest.raises(UserError, match=rf"rollout\.context={context} returned str after a note"):
+    with pytest.raises(UserError, match=rf"rollout\.context={context} must return token ids here, not str"):
         play(script, cfg=replace(SUMMARY, context=context), branching=ONE)
 
 
