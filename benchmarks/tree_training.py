@@ -6,6 +6,9 @@ A group is 16 trajectories of 2 to 4 tool turns; half of them are branches, whic
 All three compute the same gradients (their difference is shown) with the same model, chunked head and token budget per
 micro-batch. Times are medians of alternating repeats: CPU seconds of one thread, so that other processes do not count,
 or seconds on a GPU.
+
+Once more with a context of its own for each turn, from which the first half of every earlier turn, its thoughts, is
+left out (rollout.context=strip_thoughts). There flat packing is a sample for each context.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from arpo.model.head import token_logprobs
 from arpo.model.policy import attention_implementation
 from arpo.options import AdvantageConfig
 from arpo.selection import training_trajectories
-from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.trajectory import Context, Group, Prompt, StopReason, Trajectory
 from arpo.tree import tree_microbatches
 
 VOCAB = {"quick": 4096, "full": 32_768}
@@ -43,7 +46,9 @@ TOKENS = {  # prompt, sampled per turn, tool result, budget of a micro-batch
 }
 
 
-def arpo_group(rng: np.random.Generator, num_prompt: int, num_sampled: int, num_result: int, vocab: int) -> Group:
+def arpo_group(
+    rng: np.random.Generator, num_prompt: int, num_sampled: int, num_result: int, vocab: int, *, contexts: bool = False
+) -> Group:
     """Turns are sampled tokens and a result; the last one has no result. Lengths vary by half to either side."""
 
     def turn(with_result: bool) -> tuple[list[int], list[int]]:
@@ -62,7 +67,13 @@ def arpo_group(rng: np.random.Generator, num_prompt: int, num_sampled: int, num_
         ids, mask = ([x for t in turns for x in t[part]] for part in (0, 1))
         t = Trajectory("p", str(i), ids, mask, [0.0] * len(ids), stop_reason=StopReason.EOS, reward=float(i % 2))
         trajectories.append(t)
-    return Group(Prompt("p", [], [], token_ids=tuple(rng.integers(0, vocab, num_prompt).tolist())), trajectories)
+    prompt_ids = rng.integers(0, vocab, num_prompt).tolist()
+    for t, turns in zip(trajectories, by_turns if contexts else (), strict=contexts):
+        start, context = 0, prompt_ids
+        for ids, mask in turns[:-1]:
+            start, context = start + len(ids), [*context, *ids[sum(mask) // 2 :]]
+            t.contexts.append(Context(start, context))
+    return Group(Prompt("p", [], [], token_ids=tuple(prompt_ids)), trajectories)
 
 
 def some_loss(logprobs: torch.Tensor, entropies: torch.Tensor, row_ids: list[int]) -> torch.Tensor:
@@ -135,46 +146,55 @@ def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], dev
     return {name: (statistics.median(times[name][1:]), gradients[name]) for name in runs}
 
 
+def compare(policy: Policy, size: str, device: torch.device, *, contexts: bool) -> dict[str, float]:
+    """Return seconds of all layouts, and how much less the trees compute; padded batches know no contexts."""
+    *lengths, budget = TOKENS[device.type][size]
+    group = arpo_group(np.random.default_rng(0), *lengths, VOCAB[size], contexts=contexts)
+    rows = [row_of(group, t) for _, t in training_trajectories([group], AdvantageConfig())]
+    budget = max(budget, *(row.num_tokens for row in rows))  # a row of several contexts stays whole
+    packed = microbatches(rows, 0, 1, budget, device=device)
+    trees = tree_microbatches(rows, 0, 1, budget, device=device)
+    best = attention_implementation(ModelConfig(), device)
+    runs = {
+        "tree": (best, lambda: run_micros(policy, trees)),
+        "packed": (best, lambda: run_micros(policy, packed)),
+    }
+    num_tokens = {name: sum(m.input_ids.numel() for m in ms) for name, ms in (("tree", trees), ("packed", packed))}
+    if not contexts:
+        padded = padded_batches(rows, budget)
+        transformers_own = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+        runs["padded"] = transformers_own, lambda: run_padded(policy, rows, padded, device)
+        num_tokens["padded"] = sum(len(ids) * max(rows[i].num_tokens for i in ids) for ids in padded)
+    results = measure(policy, runs, device, repeats=1 if contexts else 3)
+    for name, (seconds, _) in results.items():
+        print(f"{name:6} {num_tokens[name]:6} tokens {seconds:8.2f} s")
+    ours, expected = (results[name][1] for name in ("tree", "packed"))
+    found = {name: seconds for name, (seconds, _) in results.items()}
+    found["difference"] = float((ours - expected).norm() / expected.norm())
+    found["ratio"], found["token_ratio"] = found["packed"] / found["tree"], num_tokens["packed"] / num_tokens["tree"]
+    print(
+        "packed / tree: tokens {token_ratio:.2f}, time {ratio:.2f}; gradients differ by {difference:.1e}".format(
+            **found
+        )
+    )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter trajectories, a smaller model: under a minute")
     size = "quick" if parser.parse_args().quick else "full"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
-    *lengths, budget = TOKENS[device.type][size]
-    rng = np.random.default_rng(0)
-    groups = [arpo_group(rng, *lengths, VOCAB[size])]
-    rows = [row_of(groups[i], t) for i, t in training_trajectories(groups, AdvantageConfig())]
-    packed = microbatches(rows, 0, 1, budget, device=device)
-    trees = tree_microbatches(rows, 0, 1, budget, device=device)
-    padded = padded_batches(rows, budget)
     policy = build_policy(size, device)
-    best = attention_implementation(ModelConfig(), device)
-    transformers_own = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    runs = {
-        "tree": (best, lambda: run_micros(policy, trees)),
-        "packed": (best, lambda: run_micros(policy, packed)),
-        "padded": (transformers_own, lambda: run_padded(policy, rows, padded, device)),
-    }
-    results = measure(policy, runs, device, repeats=3)
-    num_tokens = {
-        "tree": sum(micro.input_ids.numel() for micro in trees),
-        "packed": sum(micro.input_ids.numel() for micro in packed),
-        "padded": sum(len(ids) * max(rows[i].num_tokens for i in ids) for ids in padded),
-    }
-    ours, expected = (results[name][1] for name in ("tree", "packed"))
-    difference = float((ours - expected).norm() / expected.norm())
-    unit = "s" if device.type == "cuda" else "CPU s"
-    for name, (seconds, _) in results.items():
-        print(f"{name:6} {num_tokens[name]:6} tokens {seconds:8.2f} {unit}")
-    token_ratio = num_tokens["packed"] / num_tokens["tree"]
-    time_ratio = results["packed"][0] / results["tree"][0]
-    print(f"packed / tree: tokens {token_ratio:.2f}, time {time_ratio:.2f}; gradients differ by {difference:.1e}")
-    result = {"name": "tree_training", "ratio": time_ratio, "ours": results["tree"][0]}
-    result |= {"baseline": results["packed"][0], "unit": unit, "token_ratio": token_ratio}
-    print(
-        json.dumps(result | {"padded": results["padded"][0], "device": device.type, "gradient_difference": difference})
-    )
+    plain = compare(policy, size, device, contexts=False)
+    print("a context for each turn:")
+    several = compare(policy, size, device, contexts=True)
+    result = {"name": "tree_training", "ratio": plain["ratio"], "ours": plain["tree"], "baseline": plain["packed"]}
+    result |= {"unit": "s" if device.type == "cuda" else "CPU s", "token_ratio": plain["token_ratio"]}
+    result |= {"padded": plain["padded"], "device": device.type, "gradient_difference": plain["difference"]}
+    result |= {"contexts_ratio": several["ratio"], "contexts_token_ratio": several["token_ratio"]}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

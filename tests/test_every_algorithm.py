@@ -43,6 +43,12 @@ ALGORITHMS = {
                     "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
     "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1",
                      *SEARCHES],
+    "no thoughts": ["--rollout.context", "strip_thoughts", "--rollout.max_trajectory_tokens", "2000", *SEARCHES,
+                    "--rollout.max_response_tokens", "200", "--update.max_tokens_per_microbatch", "2000"],
+    "notes": ["--rollout.context", "summary", "--rollout.context_tokens", "60", "--rollout.note_tokens", "8", *SEARCHES,
+              "--rollout.answer_reserve_tokens", "290", "--rollout.max_response_tokens", "440",
+              "--rollout.max_trajectory_tokens", "2000", "--update.max_tokens_per_microbatch", "2000",
+              "--advantage.tree", "hard", "--run.dump_every", "1"],
     "spread over ranks": ["--model.context_parallel", "2"],
 }  # fmt: skip
 
@@ -80,6 +86,13 @@ def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[1]["optim/grad_norm"] > 0 and rows[1]["mismatch/abs"] < 1e-4
+
+
+@pytest.mark.parametrize("name", ["no thoughts", "notes"])
+def test_a_trajectory_of_several_contexts_is_trained_behind_what_it_was_sampled_behind(metrics_of, name):
+    """`mismatch/abs`, of which the test above knows that it is small, is of all its tokens."""
+    for row in metrics_of(name):
+        assert row["response/new_contexts"] > 0 and row["branching/branches_per_prompt"] > 0
 
 
 @pytest.mark.parametrize("name", ["at2po", "tree grpo", "parents"])

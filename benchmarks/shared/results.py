@@ -42,7 +42,7 @@ EXTRAS = {
     "weight_sync": ("cast", "gather", "packing", "over_gather", "over_gather_unpacked", "per_parameter"),
     "update_mfu": ("compile_ratio",),
     "optimizer_step": ("foreach_ratio",),
-    "tree_training": ("token_ratio", "gradient_difference"),
+    "tree_training": ("token_ratio", "gradient_difference", "contexts_ratio", "contexts_token_ratio"),
     "unequal_ranks": ("pull_us",),
 }
 """Further numbers of a script's last line that the table shows."""

@@ -235,7 +235,7 @@ def test_where_files_are_not_read_as_utf8_one_line_says_so():
     assert done.returncode == 2 and "; set PYTHONUTF8=1" in done.stderr and done.stderr.count("\n") == 1
 
 
-OVERLAYS = ("demo_hard", "demo_long", "llm_long")
+OVERLAYS = ("demo_hard", "demo_long", "demo_notes", "llm_long")
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in OVERLAYS)
 ROOTS = {"sft": SFTConfig, "eval": EvalConfig, "ablation": AblationConfig}
 DATA = {SFTConfig: ["--data.train", "x"], RLConfig: ["--data.train", "x"], EvalConfig: ["--eval.files", "x"]}
