@@ -60,8 +60,8 @@ demo: setup
 	$(TORCHRUN) train_rl.py configs/demo_arpo.yaml $(SEEDED) --model.path $(RUNS)/demo_sft/hf \
 	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
 	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf --eval.num_muted 100
-	@$(PY) -m arpo.viewer $(RUNS)/demo_arpo
-	@$(PY) -m arpo.viewer $(RUNS)/demo_eval_arpo --beside $(RUNS)/demo_eval_sft
+	@$(PY) -m extras.viewer $(RUNS)/demo_arpo
+	@$(PY) -m extras.viewer $(RUNS)/demo_eval_arpo --beside $(RUNS)/demo_eval_sft
 	@$(PY) -m extras.demo report --runs $(RUNS)
 
 # A real language model on GSM8K, two hours on two cores. GSM8K=FOLDER where the Hub cannot be reached.

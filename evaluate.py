@@ -5,7 +5,7 @@
     python evaluate.py RUN/config.yaml --eval.regrade RUN            # new grades and report, no model
 
 Writes runs/NAME/{trajectories/, grades/, scores.json, report.md, config.yaml, sessions.jsonl}; the same command
-continues what was killed. The report is about all of the folder's trajectories; `python -m arpo.viewer RUN` shows them.
+continues what was killed. The report is about all of the folder's trajectories; `arpo-view RUN` shows them.
 """
 
 from __future__ import annotations

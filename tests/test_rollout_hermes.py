@@ -17,7 +17,7 @@ from arpo.protocol import HermesCodec
 from arpo.protocol.schema import ToolSchema
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Prompt, StopReason
-from arpo.viewer.groups import trajectory_view
+from extras.viewer.groups import trajectory_view
 
 ANSWER = "It is \\boxed{1}."
 ONE = replace(SHORT, group_size=1, max_response_tokens=1500, max_result_tokens=400)

@@ -13,7 +13,7 @@ from arpo.protocol import LlamaCodec
 from arpo.protocol.llama.text import A_CALL
 from arpo.rewards import score_groups
 from arpo.trajectory import Prompt, StopReason
-from arpo.viewer.groups import trajectory_view
+from extras.viewer.groups import trajectory_view
 
 ANSWER = "It is \\boxed{1}."
 ONE = replace(SHORT, group_size=1, max_response_tokens=1500, max_result_tokens=400)

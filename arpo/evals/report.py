@@ -68,7 +68,7 @@ def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, ju
     if judge is not None:
         judge.close()
     print(summary(run))
-    print(f"all tables: {run / 'report.md'}\nevery trajectory: python -m arpo.viewer {run}")
+    print(f"all tables: {run / 'report.md'}\nevery trajectory: arpo-view {run}")
 
 
 def write_report(

@@ -10,7 +10,6 @@ On one GPU or none, and for --help, it is python that runs the script. Several m
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -35,10 +34,6 @@ def train_rl() -> None:
 
 def evaluate() -> None:
     run("evaluate.py")
-
-
-def view() -> None:
-    runpy.run_module("arpo.viewer", run_name="__main__", alter_sys=True)
 
 
 def run(script: str) -> NoReturn:

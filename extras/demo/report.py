@@ -58,8 +58,8 @@ def where_to_look(folder: Path, demo: Demo = DEMO) -> str:
             f"all numbers of the evaluation: {evaluation / 'report.md'}",
             "",
             "source .venv/bin/activate",
-            f"python -m arpo.viewer {folder / f'{demo.name}_arpo'}  # curves over the steps, and branch trees",
-            f"python -m arpo.viewer {evaluation}  # every question and answer",
+            f"python -m extras.viewer {folder / f'{demo.name}_arpo'}  # curves over the steps, and branch trees",
+            f"python -m extras.viewer {evaluation}  # every question and answer",
             f"tensorboard --logdir {folder}",
         ]
     )

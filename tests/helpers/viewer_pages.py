@@ -9,7 +9,7 @@ from pathlib import Path
 from arpo.config.sections import RunConfig
 from arpo.log import RunLog
 from arpo.trajectory import Group
-from arpo.viewer import viewer
+from extras.viewer import viewer
 
 READY = "document.querySelector('.row.selected')"
 ROWS = "[...document.querySelectorAll('[role=treeitem]')]"

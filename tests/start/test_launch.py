@@ -22,7 +22,7 @@ COMMANDS = {
     "arpo-sft": "train_sft.py",
     "arpo-rl": "train_rl.py",
     "arpo-eval": "evaluate.py",
-    "arpo-view": "arpo.viewer",
+    "arpo-view": "extras.viewer",
 }
 
 
@@ -32,7 +32,7 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     checkout = folder / "checkout"
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("arpo", "configs"):
+    for name in ("arpo", "extras", "configs"):
         shutil.copytree(ROOT / name, checkout / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE", "train_sft.py", "train_rl.py", "evaluate.py"):
         shutil.copy(ROOT / name, checkout)

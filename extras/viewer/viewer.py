@@ -1,4 +1,4 @@
-"""Branch trees of a run as web pages: `python -m arpo.viewer RUN [--step N | --file PATH] [--out FILE.html]`.
+"""Branch trees of a run as web pages: `python -m extras.viewer RUN [--step N | --file PATH] [--out FILE.html]`.
 
     RUN/viewer.html                      the newest dump, or the one that was asked for
     RUN/viewer/step_000100.html ...      one page per dump, which the pages' step picker leads to
@@ -31,8 +31,8 @@ from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals.grades import grades_path
 from arpo.evals.tables import replace_file
-from arpo.viewer.groups import put_beside, read_groups
-from arpo.viewer.trend import entropy_scale, read_trend
+from extras.viewer.groups import put_beside, read_groups
+from extras.viewer.trend import entropy_scale, read_trend
 
 SCRIPTS = ("elements.js", "base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
 REPORTS = ("report.md", "eval/report.md")
@@ -106,7 +106,7 @@ def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dum
 
 def template() -> str:
     """Return the page with its style and scripts in it, without data."""
-    parts = map(resources.files("arpo.viewer").joinpath, ("viewer.html", "viewer.css", *SCRIPTS))
+    parts = map(resources.files("extras.viewer").joinpath, ("viewer.html", "viewer.css", *SCRIPTS))
     page, style, *scripts = (part.read_text(encoding="utf-8") for part in parts)
     return page.replace("@@STYLE@@", style).replace("@@SCRIPT@@", "\n".join(scripts))
 
@@ -127,7 +127,7 @@ def stamp_of(run: Path, dump: Dump, max_groups: int) -> str:
         except OSError as error:
             raise UserError(f"{path}: cannot read the dump ({error.strerror}); check the path") from None
         origin += [stat.st_size, stat.st_mtime_ns]
-    return f"arpo.viewer {hashlib.sha256(repr(origin).encode()).hexdigest()[:32]}"
+    return f"arpo-view {hashlib.sha256(repr(origin).encode()).hexdigest()[:32]}"
 
 
 def page_path(run: Path, dump: Dump) -> Path:
@@ -208,7 +208,7 @@ def run_data(run: Path, dumps: list[Dump], trend: list[dict], *, page: Path, sho
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m arpo.viewer", description="Branch trees of a run as web pages.")
+    parser = argparse.ArgumentParser(prog="python -m extras.viewer", description="Branch trees of a run as web pages.")
     parser.add_argument("run", type=Path, help="runs/NAME")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="training step that RUN/viewer.html shows; default: the newest")

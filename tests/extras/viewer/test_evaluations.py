@@ -10,7 +10,7 @@ from helpers.sample_groups import HOSTILE
 from helpers.viewer_pages import READY, data_of, run_data_of, write_page
 
 from arpo.evals.grades import Grade, grades_path, write_grades
-from arpo.viewer import viewer
+from extras.viewer import viewer
 
 
 @pytest.fixture

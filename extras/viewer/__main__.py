@@ -1,4 +1,4 @@
-from arpo.viewer.viewer import main
+from extras.viewer.viewer import main
 
 if __name__ == "__main__":
     main()

@@ -15,9 +15,9 @@ from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
-from arpo.viewer import groups as reading
-from arpo.viewer import viewer
-from arpo.viewer.trend import CHARTS, MAX_POINTS, read_trend, thinned
+from extras.viewer import groups as reading
+from extras.viewer import viewer
+from extras.viewer.trend import CHARTS, MAX_POINTS, read_trend, thinned
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_a_long_run_is_thinned_evenly_and_keeps_its_newest_step():
 
 
 def test_the_charts_show_metrics_that_there_are(groups):
-    table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().replace("tools/*/", "tools/all/")
+    table = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().replace("tools/*/", "tools/all/")
     valid = {f"valid/{name}" for name in summarize(deepcopy(groups))}
     for _, names in CHARTS:
         for name in names:
@@ -258,8 +258,8 @@ def test_the_charts_show_metrics_that_there_are(groups):
 
 
 def test_a_missing_run_is_one_line_and_code_2():
-    command = [sys.executable, "-m", "arpo.viewer", "runs/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    command = [sys.executable, "-m", "extras.viewer", "runs/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3])
     assert done.returncode == 2 and done.stderr == "error: runs/nowhere: no such run folder; pass runs/NAME\n"
 
 
