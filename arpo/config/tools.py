@@ -101,8 +101,8 @@ class SearchConfig:
     summarizer_model: Annotated[str, Needs("tools.search.summarizer_url", use="URL")] = ""
     """Name of the model at summarizer_url."""
     cache: Annotated[str, MAY_CHANGE] = ""
-    """Cache of query -> result: a SQLite file on a local disk (created if missing); a .json file in the released format
-    (imported into a SQLite file beside it); or FILE.py:NAME=PLACE, a class for several nodes (docs/tools.md)."""
+    """Cache of query -> result: a SQLite file on a local disk (created if missing), or FILE.py:NAME=PLACE, a class: for
+    several nodes, or for results in the released format (docs/tools.md)."""
     mode: Annotated[Literal["live", "record", "replay", "replay_strict"], MAY_CHANGE, SEARCH, LIVE] = "record"
     """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
     miss is an error that the model reads; replay_strict = a miss stops the run."""

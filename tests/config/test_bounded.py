@@ -23,9 +23,9 @@ from arpo.log.metrics_file import rows_until
 from arpo.protocol import FORMS
 from arpo.sampling.carried_state import check_nothing_is_left
 from arpo.sft.conversations import read_conversations
-from arpo.tools.cache.cache import read_released
 from arpo.tools.cache.rows import DamagedEntry, unpack
 from arpo.tools.cache.store import CacheFile
+from extras.cache.released import read_released
 from train_rl import RLConfig
 
 DEEP = "[" * 100_000

@@ -1,6 +1,7 @@
 """When a batch is too damaged by failing tools to be trained on, and when to give up."""
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers.files import read_jsonl
@@ -127,6 +128,7 @@ def test_three_batches_of_misses_in_a_row_end_the_run_with_the_reason_and_the_al
     assert "\n" not in line
 
 
+ROOT = Path(__file__).resolve().parents[2]
 SEARCHING = """
 run: {name: replayed, num_steps: 4, save_every: 0, dump_every: 1, dir: @DIR@/runs}
 model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
@@ -136,7 +138,7 @@ rollout: {group_size: 4, max_response_tokens: 160, max_tool_calls: 2, max_result
 branching: {selector: arpo, num_initial_rollouts: 3, entropy_tokens: 4}
 tools:
   names: [search]
-  search: {backend: replay, cache: @DIR@/search_cache.json}
+  search: {backend: replay, cache: "@ROOT@/extras/cache/released.py:ReleasedCache=@DIR@/search_cache.json"}
 reward: {file: @DIR@/reward.py}
 update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 256}
 """
@@ -145,7 +147,7 @@ update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 256}
 @pytest.mark.slow
 def test_a_real_run_whose_searches_miss_is_stopped_untrained_and_goes_on_with_a_corpus(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache_home"))
-    world = build_toy_world(tmp_path, SEARCHING)
+    world = build_toy_world(tmp_path, SEARCHING.replace("@ROOT@", str(ROOT)))
     searching_model(world / "model")
     (world / "search_cache.json").write_text(json.dumps({"who wrote the book": "Page 1: nobody"}))
     done = try_script("train_rl.py", str(world / "config.yaml"))

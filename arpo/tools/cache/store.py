@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from arpo.errors import UserError
-from arpo.tools.cache.rows import FORMAT, DamagedEntry, Row, cache_key, clean_query, make_row, unpack
+from arpo.tools.cache.rows import FORMAT, DamagedEntry, Row, clean_query, make_row, unpack
 from arpo.tools.cache.sqlite_files import network_filesystem
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _SCHEMA = f"""
     COMMIT;
 """
 _INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT "
-_ADD = _INSERT + "DO NOTHING"
+ADD = _INSERT + "DO NOTHING"
 _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,
     created_s = excluded.created_s WHERE negative AND created_s < ?"""
 
@@ -107,11 +107,6 @@ class Cache:
             logger.warning("%s: cannot use the cache (%s); the run goes on without it", self.path, error)
         self._use_again_s = math.inf
 
-    @staticmethod
-    def imported_rows(entries: dict[str, str]) -> Iterator[Row]:
-        """Yield the rows of query -> text entries in the released format."""
-        return (make_row(cache_key(IMPORTED, {}, query), IMPORTED, query, text) for query, text in entries.items())
-
 
 class CacheFile(Cache):
     """One cache file, for any number of processes and threads; each thread has a connection of its own."""
@@ -168,28 +163,11 @@ class CacheFile(Cache):
     def can_still_read(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in BROKEN
 
-    def replace_imported(self, entries: dict[str, str], source_stat: os.stat_result) -> int:
-        """Import query -> text entries, all or none, in place of those imported before. Return their number."""
-        rows = list(self.imported_rows(entries))  # compressed before the file is locked
-        with self.connection() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            if self.has_imported(source_stat):  # another rank was faster
-                return 0
-            connection.execute("DELETE FROM entries WHERE backend = ?", (IMPORTED,))
-            connection.execute("DELETE FROM imports")
-            connection.execute("INSERT INTO imports VALUES (?, ?)", (source_stat.st_size, source_stat.st_mtime_ns))
-            return connection.executemany(_ADD, rows).rowcount
-
-    def has_imported(self, source_stat: os.stat_result) -> bool:
-        """Return whether a released file of that size and time has been imported."""
-        sql = "SELECT 1 FROM imports WHERE (source_bytes, source_mtime_ns) = (?, ?)"
-        return bool(self.connection().execute(sql, (source_stat.st_size, source_stat.st_mtime_ns)).fetchone())
-
     def add(self, rows: Iterable[Row]) -> int:
         """Add the rows whose keys are new. Return their number."""
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            return connection.executemany(_ADD, rows).rowcount
+            return connection.executemany(ADD, rows).rowcount
 
     def rows(self) -> Iterator[Row]:
         """Yield all rows, in the order of recording."""

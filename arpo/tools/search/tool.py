@@ -80,7 +80,7 @@ def check_search(cfg: SearchConfig) -> None:
         raise UserError("tools.search.mode live ignores the cache; backend replay has nothing else; set mode replay")
     if cfg.replays and not cfg.cache:
         setting = "backend replay" if cfg.backend == "replay" else f"mode {cfg.mode}"
-        fix = "a .sqlite or released .json cache, or set tools.search.backend local and tools.search.corpus FILE.jsonl"
+        fix = "a recorded .sqlite cache, or set tools.search.backend local and tools.search.corpus FILE.jsonl"
         raise UserError(f"tools.search.cache is empty, and {setting} reads it; set it to {fix}, or {WITHOUT}")
     if cfg.backend in SERVICES:
         check_settings(cfg)

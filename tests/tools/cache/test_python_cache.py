@@ -16,10 +16,10 @@ from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.tools.cache.__main__ import main
 from arpo.tools.cache.recorder import NOT_RECORDED
 from arpo.tools.python import PythonTool
 from arpo.trajectory import Group, Prompt
+from extras.cache.__main__ import main
 
 RANDOM = "import os\nos.urandom(8).hex()"
 

@@ -13,11 +13,11 @@ from helpers.web_service import WebService, never, no_http_at_all, resets, says
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.__main__ import main as cache_main
 from arpo.tools.http import client
 from arpo.tools.search import SearchTool
 from arpo.tools.search.page_fetch import PageFetcher, PageRefused, is_public
 from arpo.tools.search.page_text import ExtractionError, Extractor, best_passage
+from extras.cache.__main__ import main as cache_main
 
 KEY = "sk-very-secret-0123456789"
 HTML = {"Content_Type": "text/html; charset=utf-8"}

@@ -8,6 +8,7 @@ import time
 import traceback
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import requests
@@ -33,7 +34,6 @@ from arpo.config.run_folder import save_config
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.base import ToolRunner
-from arpo.tools.cache.__main__ import main as cache_main
 from arpo.tools.cache.rows import NO_RESULTS
 from arpo.tools.http import client
 from arpo.tools.http.client import proxy_of
@@ -41,10 +41,12 @@ from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.search import SearchTool
 from arpo.tools.search.tool import BACKENDS, UNAVAILABLE
 from arpo.tools.search.web import HttpBackend, rate_limit_of
+from extras.cache.__main__ import main as cache_main
 from extras.redis.rate_limit import RedisRateLimit
 from train_rl import RLConfig
 
 KEY = "sk-very-secret-0123456789"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -514,7 +516,11 @@ def test_live_search_begins_with_what_the_released_cache_holds(service, tmp_path
     released.write_text(json.dumps({"who wrote it": "Page 1: Ann"}))
     if imported:
         cache_main(["import", str(cache), str(released)])
-    cfg = retriever(service, mode="record", cache=str(cache if imported else released))
+    cfg = retriever(
+        service,
+        mode="record",
+        cache=str(cache) if imported else f"{ROOT}/extras/cache/released.py:ReleasedCache={released}",
+    )
     for is_new in (True, False):
         service.then(found("otters swim"))
         known, asked = ask(SearchTool(cfg), "who wrote it", "otters")

@@ -1,8 +1,8 @@
 """Look after a cache of tool results.
 
-    python -m arpo.tools.cache stats  cache.sqlite
-    python -m arpo.tools.cache import cache.sqlite search_cache.json other_node.sqlite ...
-    python -m arpo.tools.cache export cache.sqlite search_cache.json
+    python -m extras.cache stats  cache.sqlite
+    python -m extras.cache import cache.sqlite search_cache.json other_node.sqlite ...
+    python -m extras.cache export cache.sqlite search_cache.json
 
 Wherever a file is named, FILE.py:NAME=PLACE may stand. The released format is one JSON object, query -> text.
 """
@@ -14,8 +14,10 @@ import sqlite3
 from pathlib import Path
 from typing import NoReturn
 
+from arpo.config.named import is_own
 from arpo.errors import UserError, exit_with
-from arpo.tools.cache.cache import import_json, merge, open_cache, stats, write_released
+from arpo.tools.cache.cache import open_cache
+from extras.cache.released import ReleasedCache, import_json, merge, stats, write_released
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="python -m arpo.tools.cache", description=__doc__, formatter_class=raw)
+    parser = _Parser(prog="python -m extras.cache", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="stats|import|export")
     about = {"stats": "what is in it", "import": "add entries", "export": "write released JSON"}
     sub = {name: commands.add_parser(name, help=text) for name, text in about.items()}
@@ -37,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    cache = open_cache(args.file, read_only=args.command != "import")
+    cache = (ReleasedCache if is_released(args.file) else open_cache)(args.file, read_only=args.command != "import")
     if not cache.usable:
         raise UserError(f"{args.file}: not writable; copy it to a folder of yours")
     if args.command == "stats":
@@ -46,9 +48,13 @@ def _run(args: argparse.Namespace) -> None:
         print(f"{write_released(cache, args.target)} entries written to {args.target}")
     else:
         for source in args.sources:
-            num_new = import_json(cache, Path(source)) if source.endswith(".json") else merge(cache, source)
+            num_new = import_json(cache, Path(source)) if is_released(source) else merge(cache, source)
             print(f"{num_new} new entries from {source}")
     cache.close()
+
+
+def is_released(place: str) -> bool:
+    return place.endswith(".json") and not is_own(place)
 
 
 def main(argv: list[str] | None = None) -> None:
