@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import trackio
 
 from arpo.config.facts import leaves
-from arpo.log.trackers import PROJECT, TrackedRun
+from arpo.log.trackers import TrackedRun
 
 
 class Trackio:
     """A run of Trackio, which a continued run goes on in."""
 
     def __init__(self, run: TrackedRun):
-        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        project = os.environ.get("TRACKIO_PROJECT") or "arpo-torch"
         self.where = f"trackio show --project {project}"
         self._run = trackio.init(
             project=project,

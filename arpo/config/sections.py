@@ -55,9 +55,8 @@ class RunConfig:
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), wandb (pip install -e '.[wandb]'; its project is
-    WANDB_PROJECT, else arpo-torch), or your own, FILE.py:NAME. One that fails is a warning, and is then off. Empty =
-    none."""
+    """Where numbers go besides metrics.jsonl: tensorboard (RUN/tb), or FILE.py:NAME, as for Weights & Biases
+    (docs/training.md). One that fails is a warning, and is then off. Empty = none."""
     keep_dumps: Annotated[int, AtLeast(0)] = 50
     """Number of newest dumps of training that stay on disk, and as many of validation; 0 = all."""
     resume: bool = True
@@ -78,6 +77,7 @@ class RunConfig:
         is_inside = all(part.strip(" .") for part in parts)
         require(is_inside, f"run.name={self.name!r} must name a folder inside run.dir; choose a name like grpo_7b")
         for tracker in self.trackers:
+            require(tracker != "wandb", "run.trackers: wandb is now FILE.py:NAME; docs/training.md has what to write")
             check_name("run.trackers", tracker, "log/trackers", "TRACKERS")
 
 

@@ -1,4 +1,4 @@
-"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: TensorBoard, Weights & Biases.
+"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: in TensorBoard, say.
 
 A tracker is one function, in a file of yours (run.trackers FILE.py:NAME) or with one line in TRACKERS. One that cannot
 be imported is an error before a model is loaded; whatever goes wrong later is one warning, and the tracker is off: a
@@ -7,27 +7,21 @@ run never ends for its sake. A continued run goes on in the same run of the trac
 
 from __future__ import annotations
 
-import html
 import json
 import math
-import os
 import shlex
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from arpo.config.facts import leaves
-from arpo.config.named import find, is_own
-from arpo.errors import UserError
+from arpo.config.named import find
 from arpo.log.charts import Charts
 
 IDS = "trackers.json"
-PROJECT = "arpo-torch"
-LOGIN_TIMEOUT_S = 30.0
 
 
 class Tracker(Protocol):
@@ -104,55 +98,16 @@ def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-class Wandb:
-    """Weights & Biases.
-
-    WANDB_MODE=offline writes to RUN/wandb alone. The key is wandb's business: it is in none of our files.
-    """
-
-    def __init__(self, run: TrackedRun):
-        import wandb
-
-        # its console capture would tear progress bars; and no prompt for a key may hold a run up
-        settings = wandb.Settings(console="off", login_timeout=LOGIN_TIMEOUT_S)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or PROJECT, name=run.folder.name, id=run.id_of("wandb"),
-            resume="allow", dir=str(run.folder), config=leaves(run.config), settings=settings,
-        )  # fmt: skip
-        # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-        self._histogram, self._html = wandb.Histogram, wandb.Html
-        self.where = f"wandb: {self._run.url}" if self._run.url else f"wandb sync {Path(self._run.dir).parent}"
-
-    def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        drawn = {name: self._histogram(numbers) for name, numbers in histograms.items()}
-        self._run.log({**values, **drawn, "step": step})
-
-    def text(self, step: int, name: str, text: str) -> None:
-        pre = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'  # what a model wrote is shown, not obeyed
-        self._run.log({name: self._html(pre, inject=False), "step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
-    "wandb": Wandb,
 }
 """Values of `run.trackers`. Each imports its package itself."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker whose package is not there, without importing it, or a user's that cannot be."""
+    """Raise UserError for a tracker of a file that cannot be imported."""
     for name in names:
-        if is_own(name):
-            find("run.trackers", name, TRACKERS)
-    spec = find_spec("wandb")
-    is_installed = spec is not None and spec.origin is not None  # a mere folder, like wandb's own, has none
-    if "wandb" in names and not is_installed:
-        raise UserError("run.trackers has wandb, which is not installed; pip install -e '.[wandb]', or drop it")
+        find("run.trackers", name, TRACKERS)
 
 
 # ---- all of a run's trackers
