@@ -1,4 +1,4 @@
-"""Export of a live policy or a checkpoint to a Hugging Face folder, or to LoRA adapters in peft's format."""
+"""Export of a live policy to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import contextlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
-from arpo.checkpoint.checkpoints import NotWritten, errors_of_all_ranks, verify
-from arpo.checkpoint.safe_reader import SafeReader
-from arpo.config.bounded import read_yaml
-from arpo.config.sections import ModelConfig
+from arpo.checkpoint.checkpoints import NotWritten
 from arpo.engine.weight_sync import full_tensors
-from arpo.errors import UserError
-from arpo.model import Policy, lora
-from arpo.model.loading import OTHER_PARTS, build_on_meta, folder_name, materialize, read_weights, weight_files
+from arpo.model import Policy
+from arpo.model.loading import OTHER_PARTS, folder_name, weight_files
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -59,63 +51,6 @@ def point_to(folder: Path, link: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(folder, link.parent))
     temporary.rename(link)
-
-
-def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:
-    """Make a Hugging Face folder of a checkpoint of any number of ranks, in one process without a process group.
-
-    model: the folder that the run started from, if it has moved since. adapter: write only the LoRA adapters, in peft's
-    format. Raises UserError.
-    """
-    if problem := verify(checkpoint):
-        raise UserError(f"{checkpoint}: {problem}; choose another checkpoint (RUN/checkpoints/step_N)")
-    if folder.exists():
-        raise UserError(f"{folder}: exists already; choose another folder")
-    cfg = model_of_run(checkpoint, model)
-    if adapter and not cfg.lora_rank:
-        raise UserError(f"{checkpoint}: its run trained all weights (model.lora_rank=0); leave --adapter out")
-    hf, trained = load_checkpoint(checkpoint, cfg, base=not adapter)
-    if adapter:
-        lora.write_adapter(trained, folder, base=cfg.path, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
-    else:
-        dtype = source_dtype(cfg.path)
-        write_hf(((name, p.detach().to(dtype)) for name, p in lora.merged_parameters(hf)), folder, cfg.path)
-
-
-def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return the model on the CPU, and its trained parameters. base: of a LoRA run, read the other weights too."""
-    hf = build_on_meta(cfg.path, "sdpa")
-    if cfg.lora_rank:
-        lora.add_lora(hf, cfg)
-    materialize(hf, torch.device("cpu"))
-    hf.tie_weights()  # plain tensors lose it on the way out of meta
-    if cfg.lora_rank and base:
-        read_weights(lora.base_parameters(hf), cfg.path)
-    trained = {name: p.detach() for name, p in hf.named_parameters() if p.requires_grad}
-    what = f"{checkpoint}: cannot be loaded; is {cfg.path} the model that the run started with?"
-    with errors_of_all_ranks(what), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
-        dcp.load({"model": trained}, storage_reader=SafeReader(checkpoint), no_dist=True)  # in place
-    return hf, trained
-
-
-def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
-    """Return the model section of RUN/config.yaml, with `model`, if given, as its path. Raises UserError."""
-    import yaml
-
-    file = checkpoint.resolve().parent.parent / "config.yaml"
-    if file.exists():
-        try:
-            section = read_yaml(file)["model"]
-            known = {f.name for f in fields(ModelConfig)}
-            cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
-        except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{file}: cannot be read ({reason}); move it away, and pass --model FOLDER") from None
-        return replace(cfg, path=model or cfg.path)
-    if not model:
-        raise UserError(f"{file} is missing, which names the run's model; pass --model FOLDER")
-    return ModelConfig(path=model)
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:

@@ -5,10 +5,8 @@ B is cut over the ranks by the same rows as W, so that a rank merges its own row
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -89,26 +87,3 @@ def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     modules = {f"{name}.weight": module for name, module in adapted(hf)}
     for name, parameter in base_parameters(hf).items():
         yield name, modules[name].merged_weight() if name in modules else parameter
-
-
-def write_adapter(adapters: dict[str, torch.Tensor], folder: Path, *, base: str, rank: int, alpha: float) -> None:
-    """Write adapters (our names -> whole tensors) as peft does: adapter_config.json, adapter_model.safetensors."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    state = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in adapters.items()}
-    file = folder / "adapter_model.safetensors"
-    save_file(state, file, metadata={"format": "pt"})
-    file.chmod(folder.stat().st_mode & 0o666)  # as the umask says; save_file keeps it from everybody else
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted({name.split(".")[-2] for name in adapters}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

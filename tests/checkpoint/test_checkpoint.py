@@ -21,14 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate
 from arpo.checkpoint import Checkpoints
-from arpo.checkpoint.__main__ import main as checkpoint_command
 from arpo.checkpoint.checkpoints import verify
-from arpo.checkpoint.export import export_checkpoint, export_hf
+from arpo.checkpoint.export import export_hf
 from arpo.checkpoint.manifest import MANIFEST
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
+from extras.export import export_checkpoint
+from extras.export import main as export_command
 
 OPTIM = OptimConfig(lr=1e-2)
 
@@ -429,9 +430,9 @@ def test_the_export_has_everything_that_the_source_has_and_a_link(tiny_model_dir
 
 
 def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, exported, tmp_path, monkeypatch, capfd):
-    arguments = ["export", saved / "step_000003", tmp_path / "out", "--model", tiny_model_dir]
-    monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, arguments)])
-    checkpoint_command()
+    arguments = [saved / "step_000003", tmp_path / "out", "--model", tiny_model_dir]
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
+    export_command()
     assert capfd.readouterr() == (f"{tmp_path / 'out'}\n", "")
     assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(exported / "hf"))
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from arpo.batch import Row, collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.checkpoints import RANDOM_STATES
-from arpo.checkpoint.export import export_checkpoint, source_dtype, write_hf
+from arpo.checkpoint.export import source_dtype, write_hf
 from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
 from arpo.config.sections import ModelConfig, OptimConfig, UpdateConfig
 from arpo.engine.team import check_split
@@ -30,6 +30,7 @@ from arpo.model.loading import build_on_meta
 from arpo.model.optim import build_optimizer
 from arpo.sft.token_store import ConversationRows
 from arpo.start.memory import sizes_of
+from extras.export import export_checkpoint
 
 STEP = "step_000001"
 

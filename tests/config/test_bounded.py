@@ -9,7 +9,6 @@ import zlib
 
 import pytest
 
-from arpo.checkpoint.export import model_of_run
 from arpo.config.bounded import inflate, read_file
 from arpo.config.load import load_config
 from arpo.config.model_folder import read_json
@@ -26,6 +25,7 @@ from arpo.sft.conversations import read_conversations
 from arpo.tools.cache.rows import DamagedEntry, unpack
 from arpo.tools.cache.store import CacheFile
 from extras.cache.released import read_released
+from extras.export import model_of_run
 from train_rl import RLConfig
 
 DEEP = "[" * 100_000

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
-from arpo.checkpoint.export import export_checkpoint, export_hf
+from arpo.checkpoint.export import export_hf
 from arpo.config.run_folder import save_config
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.weight_sync import full_tensors
@@ -21,6 +21,7 @@ from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.lora import adapted
 from arpo.model.optim import build_optimizer, clip_grad_norm
+from extras.export import export_checkpoint
 
 CPU = torch.device("cpu")
 
