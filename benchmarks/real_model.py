@@ -37,13 +37,14 @@ from torch.nn.functional import log_softmax
 from arpo.config.load import load_config
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.engine import Engine
-from arpo.errors import UserError, exit_with
+from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import resolve_layout
 from arpo.model.optim import build_optimizer
 from arpo.protocol import Codec, TagsCodec
 from arpo.ranks import Ranks, init
 from arpo.sampling.sampler import rollout
+from arpo.start.exits import exit_with
 from arpo.tools import make_tools
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, Trajectory

@@ -22,7 +22,8 @@ from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.run_folder import settings_of
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import parse
-from arpo.errors import UserError, exit_with
+from arpo.errors import UserError
+from arpo.start.exits import exit_with
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData

@@ -32,6 +32,8 @@ EVERYBODYS = {
     "arpo.config.named",
     "arpo.config.rewards",
     "arpo.config.sections",
+    "arpo.start",
+    "arpo.start.exits",
 }
 
 

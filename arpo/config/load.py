@@ -25,7 +25,8 @@ from arpo.config.bounded import compose_yaml
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.foreign import OURS, SECTIONS
 from arpo.config.run_folder import pin_config
-from arpo.errors import PrintableRecord, UserError, exit_interrupted, exit_with
+from arpo.errors import PrintableRecord, UserError
+from arpo.start.exits import exit_interrupted, exit_with
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from arpo.config.named import brief, find
-from arpo.errors import UserError, watched
+from arpo.errors import UserError
 from arpo.protocol import Codec
+from arpo.start.exits import watched
 from arpo.trajectory import Prompt, StopReason, Trajectory, Turn
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")

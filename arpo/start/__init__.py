@@ -1,1 +1,1 @@
-"""What a script does before a model is loaded: its inputs are looked at, its memory estimated, its ranks launched."""
+"""What a script does before a model is loaded (inputs, memory, ranks), and how it ends where it cannot go on."""

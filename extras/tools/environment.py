@@ -30,8 +30,9 @@ from typing import Any
 
 from arpo.config.named import find
 from arpo.data import BadRow, parse_prompt, read_rows
-from arpo.errors import UserError, exit_with
+from arpo.errors import UserError
 from arpo.protocol.prompts import About
+from arpo.start.exits import exit_with
 from arpo.tools.interface import ToolContext, ToolResult
 from arpo.tools.threads import on_thread
 from extras.tools.session_tool import CannotFork, SessionTool

@@ -282,7 +282,7 @@ def test_ctrl_c_is_one_line_of_one_rank(rank, said, during):
     code = f"""
 import signal
 from arpo.config.load import run_or_exit
-from arpo.errors import exit_interrupted
+from arpo.start.exits import exit_interrupted
 
 def broken_off_save():
     try:

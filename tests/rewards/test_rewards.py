@@ -399,11 +399,11 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
 
 STUCK = """
 import sys, threading, time
-from arpo import errors
+from arpo.start import exits
 from arpo.rewards.custom import load_custom, _call
-errors.SAY_AFTER_S, errors.GIVE_UP_S = 0.2, float(sys.argv[2])
+exits.SAY_AFTER_S, exits.GIVE_UP_S = 0.2, float(sys.argv[2])
 if "stop" in sys.argv:
-    errors.asked_to_stop.set()
+    exits.asked_to_stop.set()
 _call(load_custom("reward.file", sys.argv[1]), [("prompt q", (1, 2, 3, 4))])
 """
 

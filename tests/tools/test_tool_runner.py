@@ -9,10 +9,10 @@ import pytest
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
 
-from arpo import errors
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.sampling.health import ToolHealth
+from arpo.start import exits
 from arpo.tools import base
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import StopReason
@@ -47,9 +47,9 @@ def test_a_tool_that_ends_the_process_costs_its_trajectory_and_one_that_returns_
 
 STUCK = """
 import time
-from arpo import errors
+from arpo.start import exits
 from arpo.tools.base import ToolRunner
-errors.SAY_AFTER_S = errors.GIVE_UP_S = 0.5
+exits.SAY_AFTER_S = exits.GIVE_UP_S = 0.5
 
 class Stuck:
     tag = "stuck"
@@ -72,7 +72,7 @@ def test_a_tool_that_blocks_the_loop_of_all_tools_is_named_and_ends_the_run():
 
 
 def test_a_closed_runner_is_not_taken_for_a_blocked_one(caplog, monkeypatch):
-    monkeypatch.setattr(errors, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(exits, "SAY_AFTER_S", 0.01)
     runner = ToolRunner({})
     runner.close()
     time.sleep(1.5)
