@@ -214,7 +214,11 @@ def without_times(scores: dict) -> dict:
 
 def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_here, tmp_path):
     own = {"eval__benchmarks": "gsm8k gaia", "eval__files": str(world / "own.jsonl")}
-    caches = {"tools__search__cache": str(tmp_path / "s.sqlite"), "tools__python__cache": str(tmp_path / "p.sqlite")}
+    python = f"{ROOT}/extras/tools/python.py:RecordedPython"
+    caches = {
+        "tools__names": f"{python} search", "tools__search__cache": str(tmp_path / "s.sqlite"),
+        "tools__options": json.dumps({python: {"cache": str(tmp_path / "p.sqlite")}}, separators=(",", ":")),
+    }  # fmt: skip
     evaluate_here(*server_flags(world, server, "live", **own, **caches))
     first = read_records(world / "live")
     assert len(first) == 7 * 2 and {r.metric for r in first} == {"math", "qa", "reward"}
@@ -322,7 +326,8 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         ({"eval__server": "http://127.0.0.1:9"}, r"eval\.server: cannot reach http://127\.0\.0\.1:9/v1"),
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
-        ({"eval__replay": "True"}, r"set tools\.\w+\.cache"),
+        ({"eval__replay": "True"}, "eval.replay needs a record, and python keeps none"),
+        ({"eval__replay": "True", "tools__names": "search"}, r"set tools\.search\.cache"),
         ({"eval__num_muted": "-1"}, "num_muted=-1 must be at least 0"),
         ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
         ({"model__path": "/nonexistent"}, "cannot load the tokenizer"),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.calling_model import DIALOGUES, build_calling_model, conversation
@@ -15,6 +16,7 @@ from arpo.evals.records import read_records
 from arpo.log import read_metrics
 
 pytestmark = pytest.mark.slow
+PYTHON = f"{Path(__file__).resolve().parent.parent}/extras/tools/python.py:RecordedPython"
 CONFIG = """
 run: {dir: @DIR@/runs}
 model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
@@ -37,8 +39,9 @@ evaluate:
   rollout: {max_response_tokens: 400, max_result_tokens: 200, answer_reserve_tokens: 40, temperature: 0}
   tools:
     search: {backend: local, corpus: @DIR@/corpus.jsonl, cache: @DIR@/search.sqlite}
-    python: {cache: @DIR@/python.sqlite}
-"""
+    names: ["@PYTHON@", search]
+    options: [{"@PYTHON@": {cache: @DIR@/python.sqlite}}]
+""".replace("@PYTHON@", PYTHON)
 
 
 @pytest.fixture(scope="module", params=["hermes", "llama"])

@@ -28,6 +28,7 @@ from helpers.web_service import WebService, found, half_an_answer, no_http_at_al
 SEED = 7
 MOODS = [half_an_answer, no_http_at_all, resets, says("busy", 503), says("<html>oops</html>"), says({"result": 3}),
          says("slower", 429, Retry_After="0.05"), says("broken", 500, wait_s=0.3)]  # fmt: skip
+PYTHON = f"{Path(__file__).resolve().parent.parent}/extras/tools/python.py:RecordedPython"
 CONFIG = """
 run: {num_steps: 8, validate_every: 4, save_every: 2, dir: @DIR@/runs}
 model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
@@ -36,7 +37,7 @@ engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
 rollout: {group_size: 8, max_response_tokens: 96, max_tool_calls: 3, max_result_tokens: 28, answer_reserve_tokens: 8}
 branching: {selector: arpo, num_initial_rollouts: 6, entropy_tokens: 4}
 tools:
-  python: {wall_s: 120}
+  names: ["@PYTHON@", search]
   search: {backend: http, requests_per_second: 0, deadline_s: 300}
 reward: {file: @DIR@/reward.py}
 update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 256}
@@ -96,15 +97,14 @@ def without_tools(run: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_a_storm_changes_no_weight(tmp_path):
-    world = build_toy_world(tmp_path, CONFIG)
+    world = build_toy_world(tmp_path, CONFIG.replace("@PYTHON@", PYTHON))
     searching_model(world / "model", ("search", "python"))
 
     def flags(name: str, url: str, mode: str = "record") -> list[str]:
         flags = [str(world / "config.yaml"), "--run.name", name, "--tools.search.url", url]
-        for tool in ("search", "python"):
-            flags += [f"--tools.{tool}.cache", f"{world}/{tool}_{name.partition('_')[0]}.sqlite"]
-            flags += [f"--tools.{tool}.mode", mode]
-        return flags
+        search, python = (f"{world}/{tool}_{name.partition('_')[0]}.sqlite" for tool in ("search", "python"))
+        flags += ["--tools.search.cache", search, "--tools.search.mode", mode]
+        return [*flags, "--tools.options", json.dumps({PYTHON: {"wall_s": 120, "cache": python, "mode": mode}})]
 
     with WebService([Weather(stormy=False)]) as service:
         run_script("train_rl.py", *flags("calm", service.url))

@@ -40,8 +40,8 @@ class EvalSection:
     server_model: Annotated[str, Needs("eval.server", use="URL")] = ""
     """Name of the model on the server; empty = the only one that it serves."""
     replay: bool = False
-    """Answer tool calls with recorded results only: tools.search.mode and tools.python.mode become replay_strict, and
-    a call whose result is not in tools.search.cache or tools.python.cache stops the run."""
+    """Answer tool calls with recorded results only: the mode of search, and of tools from a file with a cache, becomes
+    replay_strict, and a call whose result is not in the cache stops the run."""
     regrade: str = ""
     """Folder of a run to grade and report again, from its trajectories alone."""
 

@@ -46,6 +46,9 @@ RENAMED = {
     "model.compile_head": "model.compile=head",
     "model.compile_layers": "model.compile=layers",
     "reward.function": "part of reward.file, FILE.py:NAME",
+    "tools.python.cache": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
+    "tools.python.max_concurrent_per_node": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
+    "tools.python.mode": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
     "tools.mcp": "tools.options of mcp/servers.py:McpServers, a tool from a file (docs/tools.md)",
     "rollout.pull_order": "rollout.dispatch=pull_longest_first",
 }

@@ -32,18 +32,11 @@ class PythonConfig:
     """Memory limit of one call in MiB."""
     max_concurrent: Annotated[int, AtLeast(1)] = 8
     """Most calls of a rank that run at the same time; the others wait, which does not count against wall_s."""
-    max_concurrent_per_node: Annotated[int, AtLeast(0)] = 0
-    """Most calls that run on a machine at the same time, of all ranks and runs of this user; 0 = no such limit."""
     interpreter: str = ""
     """Python (3.9 or newer) of a virtual or conda environment whose packages the code may import; empty = this one."""
     cgroup: str = "auto"
     """Folder of a cgroup (version 2) below which each call gets one, with the limits of all its processes together:
     auto = where one is delegated to this run; none = never. A folder that cannot be used ends the run."""
-    cache: str = ""
-    """Cache of code -> result, as in tools.search.cache; empty = every call is run. Do not use it for code that is
-    meant to give another result each time."""
-    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], PYTHON, LIVE] = "record"
-    """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
     allow_unsafe: bool = False
     """Run code even where no isolation is available. Model-written code then runs as you, with your files."""
 
@@ -51,10 +44,6 @@ class PythonConfig:
     def cpu_s(self) -> float:
         """Longest time in seconds that the processes of one call may compute, summed over them."""
         return self.wall_s / 2
-
-    def replayed(self) -> PythonConfig:
-        """Return the settings of the same tool answering from its recorded cache only."""
-        return replace(self, mode="replay_strict")
 
 
 @dataclass(frozen=True)
@@ -117,18 +106,10 @@ class SearchConfig:
         """True where nothing but the cache is asked."""
         return self.backend == "replay" or self.mode in ("replay", "replay_strict")
 
-    def replayed(self) -> SearchConfig:
-        """Return the settings of the same tool answering from its recorded cache only."""
-        return replace(self, mode="replay_strict")
-
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    """The tools of the policy. A field that has the name of a tool is that tool's own section.
-
-    A section may have a method `replayed`, which returns the settings that answer from recorded results; without it an
-    evaluation's replay runs the tool as ever.
-    """
+    """The tools of the policy. A field that has the name of a tool is that tool's own section."""
 
     names: tuple[str, ...] = ("python", "search")
     """Tools that the policy may call; FILE.py:NAME = a class or a function of yours (docs/tools.md)."""
@@ -172,12 +153,12 @@ class ToolsConfig:
 
     def replayed(self) -> ToolsConfig:
         """Return the settings with which tools answer from their caches only. Raises UserError for one without."""
-        recorded = {name: section for name, section in self.sections.items() if hasattr(section, "replayed")}
-        for name, section in recorded.items():
-            if not section.cache:
-                raise UserError(f"eval.replay needs a record: set tools.{name}.cache, or drop it from tools.names")
+        if "python" in self.names:
+            raise UserError("eval.replay needs a record, and python keeps none; docs/tools.md names a tool that does")
+        if "search" in self.names and not self.search.cache:
+            raise UserError("eval.replay needs a record: set tools.search.cache, or drop search from tools.names")
         options = tuple(json.dumps(_replayed(json.loads(entry))) for entry in self.options)
-        return replace(self, options=options, **{name: section.replayed() for name, section in recorded.items()})
+        return replace(self, options=options, search=replace(self.search, mode="replay_strict"))
 
     def what_decides(self) -> dict[str, Any]:
         """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""

@@ -80,7 +80,7 @@ def own_options(name: str, cfg: ToolsConfig) -> Any | None:
     for key, value in given.items():
         check_key(key, known, where)
         values = value if isinstance(value, list) else [value]
-        flags += [f"--{key}", *(one if isinstance(one, str) else json.dumps(one) for one in values)]
+        flags += [f"--{key}", *(json.dumps(one) if isinstance(one, dict | list) else str(one) for one in values)]
     try:
         return parse(kind, flags)
     except ValueError as error:

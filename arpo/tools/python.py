@@ -1,18 +1,11 @@
-"""The <python> tool: the model's code in a jail, its output or its error as text for the model to read.
-
-With a cache, later runs read the result that was recorded, timeouts included; only failures of the sandbox itself are
-not kept. The key is the code, the limits and the interpreter's version, not the installed packages.
-"""
+"""The <python> tool: the model's code in a jail, its output or its error as text for the model to read."""
 
 from __future__ import annotations
 
 import asyncio
-import platform
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from arpo.config.facts import out_of_range
@@ -21,10 +14,6 @@ from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
-from arpo.tools.cache.cache import PYTHON
-from arpo.tools.cache.recorder import Recorder
-from arpo.tools.cache.rows import cache_key
-from arpo.tools.node_slots import NodeSlots
 from arpo.tools.sandbox.cgroup import find_parent
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
@@ -56,79 +45,51 @@ class PythonTool:
     )
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Opens the cache, if the config names one, and starts the host, unless the config replays.
-
-        Raises UserError where this machine allows no isolation (or not `tier`, for tests), for limits, interpreters and
-        caches that cannot be used, and for a replay without a cache.
-        """
+        """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for
+        limits and interpreters that cannot be used."""
         self.cfg = cfg
-        self.recorder = Recorder(cfg.cache, cfg.mode, PYTHON, setting=f"{self.setting}.cache")
-        interpreter = interpreter_of(cfg, self.setting)
-        self.sandbox = self._slots = None
-        if not self.recorder.replays:
-            if wrong := out_of_range(cfg):
-                raise UserError(f"{self.setting}.{wrong}")
-            check_cgroup(cfg, self.setting)
-            if cfg.max_concurrent_per_node:
-                self._slots = NodeSlots("python", cfg.max_concurrent_per_node)
-            limits = self.limits(cfg)
-            options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s, "cgroup": cfg.cgroup}
-            try:
-                self.sandbox = Sandbox(limits, interpreter=interpreter, **options)
-            except SandboxUnavailable as error:
-                raise UserError(
-                    f"{self.setting}: no isolation for model-written code on this machine ({error}); allow user "
-                    f"namespaces or Landlock, drop {self.tag} from tools.names, or accept the risk with "
-                    f"{self.setting}.allow_unsafe"
-                ) from error
-            # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
-            # shared with everybody and has few.
-            self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
-        self._params = {
-            "wall_s": cfg.wall_s,
-            "cpu_s": cfg.cpu_s,
-            "memory_mib": cfg.memory_mib,
-            "max_processes": CallLimits.max_processes,
-            "max_output_chars": MAX_OUTPUT_CHARS,
-            "version": interpreter.version if interpreter else platform.python_version(),
-        }
+        self.interpreter = interpreter_of(cfg, self.setting)
+        self.start(tier, grace_s)
+
+    def start(self, tier: Tier | None, grace_s: float) -> None:
+        """Start the host, and the threads that wait for it. Raises UserError, as the constructor says."""
+        cfg = self.cfg
+        if wrong := out_of_range(cfg):
+            raise UserError(f"{self.setting}.{wrong}")
+        check_cgroup(cfg, self.setting)
+        options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s, "cgroup": cfg.cgroup}
+        try:
+            self.sandbox = Sandbox(self.limits(cfg), interpreter=self.interpreter, **options)
+        except SandboxUnavailable as error:
+            raise UserError(
+                f"{self.setting}: no isolation for model-written code on this machine ({error}); allow user "
+                f"namespaces or Landlock, drop {self.tag} from tools.names, or accept the risk with "
+                f"{self.setting}.allow_unsafe"
+            ) from error
+        # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
+        # shared with everybody and has few.
+        self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
 
     def limits(self, cfg: PythonConfig) -> CallLimits:
         return CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer one call from the cache, or run it. Never raises for what the code does.
-
-        `infra_error` says that the sandbox itself failed. Raises UserError when `replay_strict` misses, or a replay's
-        cache breaks: the run cannot go on.
-        """
+        """Run one call. Never raises for what the code does; `infra_error` says that the sandbox itself failed."""
         code = strip_fences(argument)
-        if refusal := refuse(code):
-            return refusal
-        query = f"<python>{code}</python>"  # which no search in the same cache can have
-        return await self.recorder.answer(cache_key(PYTHON, self._params, code), query, partial(self._run, code))
+        return refuse(code) or await self._run(code)
 
     async def _run(self, code: str) -> ToolResult:
-        return self._result(await self._on_thread(self._run_in_turn, code))
-
-    def _run_in_turn(self, code: str) -> Reply:
-        """Wait for a place on this machine, which counts against no limit of the call, and run the code."""
-        with self._slots.take() if self._slots else nullcontext():
-            return self.sandbox.run(code)
+        return self._result(await self._on_thread(self.sandbox.run, code))
 
     async def _on_thread(self, action: Callable, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, action, *arguments)
 
     async def aclose(self) -> None:
         """End the host; calls that still run end with infra_error. Safe to call twice."""
-        if self.sandbox:
-            await asyncio.to_thread(self._close)
-        self.recorder.close()
+        await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
         self.sandbox.close()
-        if self._slots:
-            self._slots.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _result(self, reply: Reply) -> ToolResult:

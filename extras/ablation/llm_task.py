@@ -31,7 +31,7 @@ def build(out: Path, folder: str) -> None:
         if gsm8k.num_lines(row) in LINES and len(row["question"] + row["answer"]) <= MAX_CHARS
     ]
     random.Random("gsm8k long").shuffle(rows)
-    tool = PythonTool(PythonConfig(mode="live"))
+    tool = PythonTool(PythonConfig())
     try:
         converted, _ = gsm8k.convert(rows[:CANDIDATES], tool)
     finally:

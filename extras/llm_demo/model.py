@@ -70,7 +70,7 @@ def write_stamp(path: Path, values: dict) -> None:
 def write_data(out: Path, seed: int, questions: str) -> None:
     """Write the data files, and say how many solutions became trajectories, and why the others did not."""
     (out / "data.stamp.json").unlink(missing_ok=True)
-    tool = PythonTool(PythonConfig(mode="live"))
+    tool = PythonTool(PythonConfig())
     try:
         files, reasons = gsm8k.build_data(questions, seed, tool)
     finally:

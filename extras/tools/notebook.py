@@ -17,24 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from arpo.config.tools import PythonConfig
 from arpo.errors import UserError, require
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.cache.cache import PYTHON
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.interface import ToolContext, ToolResult
-from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, shorten, strip_fences
+from arpo.tools.python import MAX_OUTPUT_CHARS, refuse, shorten, strip_fences
 from arpo.tools.sandbox.client import GRACE_S
 from arpo.tools.sandbox.host_process import Tier
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import Reply
 from extras.tools.notebook_jail.client import SessionClient, open_session
+from extras.tools.python import RecordedPython, RecordedPythonConfig
 from extras.tools.session_tool import CannotFork, SessionLost, SessionTool
 
 
 @dataclass(frozen=True)
-class NotebookConfig(PythonConfig):
+class NotebookConfig(RecordedPythonConfig):
     """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
 
     session_cpu_s: float = 60.0
@@ -69,7 +69,7 @@ class Notebook:
     """Memory of the process, beside what all share; 0 while it runs a cell."""
 
 
-class NotebookTool(PythonTool, SessionTool):
+class NotebookTool(RecordedPython, SessionTool):
     """Runs cells in the trajectory's notebook; see the module. Without a session (`run(code)`), in one of its own."""
 
     tag = "notebook"
@@ -87,7 +87,7 @@ class NotebookTool(PythonTool, SessionTool):
     )  # fmt: skip
 
     def __init__(self, cfg: NotebookConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Raises as PythonTool; also for a session_cpu_s that is less than a call may take."""
+        """Raises as RecordedPython; also for a session_cpu_s that is less than a call may take."""
         if cfg.session_cpu_s < cfg.cpu_s:
             least = f"at least half of wall_s, which one call may compute: {cfg.cpu_s:g}"
             raise UserError(f"{self.setting}.session_cpu_s={cfg.session_cpu_s:g} must be {least}")

@@ -144,7 +144,6 @@ SPECIAL_OFF = {
     ("advantage.tree", "advantage.kind"): "gae",
     ("advantage.normalize", "advantage.kind"): "gae",
     ("advantage.dead_groups", "advantage.kind"): "gae",
-    ("tools.python.mode", "eval.replay"): True,
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",

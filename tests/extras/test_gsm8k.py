@@ -33,7 +33,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def python():
-    tool = PythonTool(PythonConfig(mode="live"))
+    tool = PythonTool(PythonConfig())
     yield tool
     asyncio.run(tool.aclose())
 

@@ -113,7 +113,6 @@ def test_the_same_code_gives_the_same_bytes(tool):
         ({"wall_s": float("inf")}, "wall_s=inf must lie between 2 and 86400"),
         ({"memory_mib": 16}, "memory_mib=16 must be at least 128"),
         ({"max_concurrent": 0}, "max_concurrent=0 must be at least 1"),
-        ({"max_concurrent_per_node": -1}, "max_concurrent_per_node=-1 must be at least 0"),
     ],
 )
 def test_a_limit_with_which_nothing_could_run_is_named(limits, complaint):

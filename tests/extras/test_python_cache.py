@@ -9,29 +9,30 @@ import pytest
 from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.python_tools import SMALL, run, start
 
-from arpo.config.tools import PythonConfig, SearchConfig, ToolsConfig
+from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools
 from arpo.tools.base import ToolResult, ToolRunner
-from arpo.tools.cache.recorder import NOT_RECORDED
-from arpo.tools.python import PythonTool
 from arpo.trajectory import Group, Prompt
 from extras.cache.__main__ import main
+from extras.tools.python import RecordedPython, RecordedPythonConfig
+from extras.tools.recorder import NOT_RECORDED
 
+NAME = f"{Path(__file__).resolve().parents[2]}/extras/tools/python.py:RecordedPython"
 RANDOM = "import os\nos.urandom(8).hex()"
 
 
 @pytest.fixture
-def cfg(tmp_path) -> PythonConfig:
+def cfg(tmp_path) -> RecordedPythonConfig:
     start(SMALL).sandbox.close()  # skips where there is no sandbox
-    return dataclasses.replace(SMALL, wall_s=20.0, cache=str(tmp_path / "python.sqlite"))
+    return RecordedPythonConfig(**vars(SMALL) | {"wall_s": 20.0, "cache": str(tmp_path / "python.sqlite")})
 
 
-def ask(cfg: PythonConfig, *codes: str) -> list[ToolResult]:
-    tool = PythonTool(cfg)
+def ask(cfg: RecordedPythonConfig, *codes: str) -> list[ToolResult]:
+    tool = RecordedPython(cfg)
     results = run(tool, *codes)
     asyncio.run(tool.aclose())
     return results
@@ -62,7 +63,7 @@ def test_a_replay_shows_what_was_recorded_errors_and_limits_included(cfg):
 
 def test_a_replay_runs_nothing_and_a_miss_is_an_error_or_the_end(cfg):
     ask(cfg, "1")
-    replay = PythonTool(dataclasses.replace(cfg, mode="replay"))
+    replay = RecordedPython(dataclasses.replace(cfg, mode="replay"))
     assert replay.sandbox is None
     assert seen(run(replay, "1", "2")) == [("1", True, None), (NOT_RECORDED, False, "not_recorded")]
     with pytest.raises(UserError, match=r"python\.sqlite: no recorded result of '<python>2</python>'"):
@@ -93,7 +94,7 @@ def test_other_limits_or_another_interpreter_are_another_question(cfg, monkeypat
 
 
 def test_a_failure_of_the_sandbox_is_not_kept(cfg):
-    tool = PythonTool(cfg)
+    tool = RecordedPython(cfg)
     tool.sandbox.close()
     [result] = run(tool, "1")
     assert result.infra_error and not list(tool.recorder.cache.rows())
@@ -101,10 +102,10 @@ def test_a_failure_of_the_sandbox_is_not_kept(cfg):
 
 
 def test_a_replay_of_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"tools\.python\.cache is empty, and mode replay reads it"):
-        PythonTool(PythonConfig(mode="replay"))
-    with pytest.raises(UserError, match=r"no such cache; set tools\.python\.cache to a recorded one"):
-        PythonTool(PythonConfig(mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
+    with pytest.raises(UserError, match=r"tools\.options: python\.cache is empty, and mode replay reads it"):
+        RecordedPython(RecordedPythonConfig(mode="replay"))
+    with pytest.raises(UserError, match=r"no such cache; set tools\.options: python\.cache to a recorded one"):
+        RecordedPython(RecordedPythonConfig(mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
 
 
 # ---- a batch, recorded and replayed
@@ -126,6 +127,11 @@ def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
         ("<think>t</think><answer>\\boxed{1}</answer>", 1.0),
     ]
     return turns[turn]
+
+
+def tools_of(python: RecordedPythonConfig, search: SearchConfig) -> ToolsConfig:
+    options = (json.dumps({NAME: vars(python)}),)
+    return ToolsConfig(names=(NAME, "search"), options=options, search=search)
 
 
 def play(cfg: ToolsConfig) -> list[Group]:
@@ -153,21 +159,17 @@ def test_two_replays_of_a_batch_give_the_trajectories_that_were_recorded(cfg, tm
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"contents": f"the {x} is {len(x)} m long"}) + "\n" for x in ("otter", "fox")))
     search = SearchConfig(backend="local", corpus=str(corpus), cache=cfg.cache)  # one cache for both tools
-    recorded = play(ToolsConfig(python=cfg, search=search))
+    recorded = play(tools_of(cfg, search))
     calls = [c for group in recorded for t in group.trajectories for c in t.tool_calls]
     assert {c.error_kind for c in calls if c.tag == "python"} == {None, "error"} and any(c.ok for c in calls)
     assert any(t.parent_id for group in recorded for t in group.trajectories)
     corpus.write_text("")  # a replay asks nobody
-    replay = ToolsConfig(
-        python=dataclasses.replace(cfg, mode="replay_strict"),
-        search=SearchConfig(backend="replay", cache=cfg.cache, mode="replay_strict"),
-    )
+    strict = SearchConfig(backend="replay", cache=cfg.cache, mode="replay_strict")
+    replay = tools_of(dataclasses.replace(cfg, mode="replay_strict"), strict)
     first, second = play(replay), play(replay)
     assert everything_of(first) == everything_of(second) == everything_of(recorded)
     assert all(c.cached for group in first for t in group.trajectories for c in t.tool_calls if c.executed)
-    assert everything_of(play(ToolsConfig(python=dataclasses.replace(cfg, cache=""), search=replay.search))) != (
-        everything_of(recorded)
-    )
+    assert everything_of(play(tools_of(dataclasses.replace(cfg, cache=""), strict))) != (everything_of(recorded))
 
 
 def test_recorded_code_is_not_exported_as_searches(cfg, tmp_path, capsys):

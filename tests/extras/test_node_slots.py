@@ -1,7 +1,6 @@
 """The limit per machine: real processes, some of them killed."""
 
 import asyncio
-import dataclasses
 import itertools
 import os
 import signal
@@ -13,8 +12,9 @@ from helpers.forked import fork, in_processes
 from helpers.python_tools import HANG_S, SMALL, start, wait_until
 
 from arpo.errors import UserError
-from arpo.tools import node_slots
-from arpo.tools.node_slots import NodeSlots, runtime_folder
+from extras.tools import node_slots
+from extras.tools.node_slots import NodeSlots, runtime_folder
+from extras.tools.python import RecordedPython, RecordedPythonConfig
 
 
 def test_no_more_than_the_limit_run_at_once_over_all_processes(tmp_path):
@@ -83,8 +83,8 @@ def test_whoever_waits_when_the_tool_closes_is_let_go(tmp_path):
 
 def test_calls_of_two_ranks_share_the_limit(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    cfg = dataclasses.replace(SMALL, wall_s=30.0, max_concurrent_per_node=1)
-    tools = [start(cfg), start(cfg)]
+    cfg = RecordedPythonConfig(**vars(SMALL) | {"wall_s": 30.0, "max_concurrent_per_node": 1})
+    tools = [start(cfg, kind=RecordedPython) for _ in range(2)]
     code = "import time\nstarted = time.time()\ntime.sleep(0.2)\n(started, time.time())"
 
     async def both():
@@ -107,3 +107,8 @@ def test_the_folder_is_the_users_alone(monkeypatch, tmp_path):
     (tmp_path / f"arpo-{os.getuid()}").symlink_to(tmp_path)
     with pytest.raises(UserError, match="belongs to somebody else"):
         runtime_folder()
+
+
+def test_a_limit_below_none_is_refused():
+    with pytest.raises(UserError, match=r"options: python\.max_concurrent_per_node=-1 must be at least 0"):
+        RecordedPython(RecordedPythonConfig(max_concurrent_per_node=-1))
