@@ -58,14 +58,6 @@ class CustomReward:
         )  # fmt: skip
         custom_scores(self, [(invented, prompt)])
 
-    def require_single(self, who: str) -> None:
-        """Raise UserError if it takes all samples at once; `who` needs rewards before there are all."""
-        if self.batched:
-            raise UserError(
-                f"{who} needs rewards while the groups still grow, but {self.place} takes the whole batch at once; "
-                "let it take one response, or choose another selector"
-            )
-
 
 def load_custom(option: str, value: str) -> CustomReward:
     """Import the function that an option's value, FILE.py:FUNCTION, names.

@@ -365,15 +365,6 @@ def test_only_new_trajectories_are_scored_where_that_is_asked_for(tmp_path):
     assert [t.reward for t in group.trajectories] == [5.0, 7.0]
 
 
-def test_a_reward_of_whole_batches_is_refused_where_rewards_are_needed_one_by_one(tmp_path):
-    (tmp_path / "mine.py").write_text("def batch(samples): ...\ndef single(d, s, g, e): ...\n")
-    load_custom("reward.file", f"{tmp_path}/mine.py:single").require_single("branching.selector=tail")
-    with pytest.raises(
-        UserError, match=r"^branching.selector=tail needs rewards .*mine\.py: batch takes the whole batch"
-    ):
-        load_custom("reward.file", f"{tmp_path}/mine.py:batch").require_single("branching.selector=tail")
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
