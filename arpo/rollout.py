@@ -291,9 +291,10 @@ class Rollout:
     def end(self, live: Live, reason: StopReason) -> None:
         trajectory, group = live.trajectory, live.group
         trajectory.stop_reason = reason
-        trajectory.segments = self.codec.segments(trajectory.token_ids, trajectory.loss_mask)
+        tokens, cuts = (trajectory.token_ids, trajectory.loss_mask), [c.start for c in trajectory.contexts]
+        trajectory.segments = self.codec.segments(*tokens, cuts)
         trajectory.text = "".join(text for text, _ in trajectory.segments)
-        trajectory.token_chars = self.codec.token_chars(trajectory.token_ids, trajectory.loss_mask, trajectory.segments)
+        trajectory.token_chars = self.codec.token_chars(*tokens, trajectory.segments, cuts)
         self.num_unfinished -= 1
         self.tools.sessions.end(live.owner)
         group.budget.close(live.path)

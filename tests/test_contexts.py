@@ -13,6 +13,7 @@ from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.sampling.plain import from_plain, to_plain
 from arpo.trajectory import StopReason, Trajectory
+from extras.viewer.groups import trajectory_view
 
 ALONE = replace(SHORT, group_size=1)
 ONE = BranchingConfig(selector="none", num_initial_rollouts=1)
@@ -67,6 +68,7 @@ def test_the_policy_learns_its_notes_and_not_what_it_was_told():
     [trajectory] = group.trajectories
     by_model = "".join(text for text, ours in trajectory.segments if ours)
     assert by_model == CALL * 2 + "what I know" + CALL + ANSWER and REQUEST in trajectory.text
+    assert ("what I know", True) in trajectory.segments and sum(trajectory.token_chars) == len(trajectory.text)
     for turn in trajectory.turns:
         assert all(trajectory.loss_mask[turn.start : turn.end])
         assert not any(trajectory.loss_mask[turn.end : turn.result_end])
@@ -165,6 +167,13 @@ def test_a_policy_that_has_no_context_for_a_note_is_named(tmp_path):
     context = f"{tmp_path}/own.py:ask"
     with pytest.raises(UserError, match=rf"rollout\.context={context} must return token ids here, not str"):
         play(script, cfg=replace(SUMMARY, context=context), branching=ONE)
+
+
+def test_the_viewer_shows_each_turn_with_its_own_text():
+    [group] = play(script, cfg=SUMMARY, branching=ONE)
+    view = trajectory_view(group.trajectories[0])
+    assert [turn["text"] for turn in view["turns"]] == [CALL, CALL, "what I know", CALL, ANSWER]
+    assert view["new_contexts"] == [3]
 
 
 def test_dumps_and_checkpoints_hold_contexts(tmp_path):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -209,25 +210,31 @@ class Codec(ABC):
         where results are too long and there is not even room for the mark that they were cut.
         """
 
-    def segments(self, token_ids: list[int], loss_mask: list[int]) -> list[tuple[str, bool]]:
-        """Return the response as (text, written by the model) runs.
+    def segments(
+        self, token_ids: Sequence[int], loss_mask: Sequence[int], cuts: Sequence[int] = ()
+    ) -> list[tuple[str, bool]]:
+        """Return the response as (text, written by the model) runs, which end at each of the cuts too.
 
         Where the generation prompt ends in an open <think>, the first run begins with it: the model continues it.
         """
-        runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
-        segments = [(self.decode([token for token, _ in run]), by_model) for by_model, run in runs]
+        segments = [(self.decode(run), by_model) for run, by_model in runs_of(token_ids, loss_mask, cuts)]
         return [(self._opened + text, by_model) for text, by_model in segments[:1]] + segments[1:]
 
-    def token_chars(self, token_ids: list[int], loss_mask: list[int], segments: list[tuple[str, bool]]) -> list[int]:
+    def token_chars(
+        self,
+        token_ids: Sequence[int],
+        loss_mask: Sequence[int],
+        segments: list[tuple[str, bool]],
+        cuts: Sequence[int] = (),
+    ) -> list[int]:
         """Return how many characters of its segment's text each token adds. `segments` are those of `segments`.
 
         A character of several tokens belongs to the last of them. Returns [] where the tokens' own texts, one after the
         other, are not the text (a decoder that looks further than one token).
         """
         counts: list[int] = []
-        runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
-        for (_, run), (text, _) in zip(runs, segments, strict=True):
-            pieces = self._texts.pieces([token for token, _ in run])
+        for (run, _), (text, _) in zip(runs_of(token_ids, loss_mask, cuts), segments, strict=True):
+            pieces = self._texts.pieces(run)
             own_text = "".join(pieces)
             if own_text != text and self._opened + own_text != text:
                 return []
@@ -305,6 +312,18 @@ class Codec(ABC):
     def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:
         row.token_ids.extend(token_ids)
         row.loss_mask.extend([int(trained)] * len(token_ids))
+
+
+def runs_of(
+    token_ids: Sequence[int], loss_mask: Sequence[int], cuts: Sequence[int]
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield (tokens, mask) of the runs of a mask, which end at each of the cuts too.
+
+    [5, 6, 7], [1, 1, 1], [2] -> ([5, 6], True), ([7], True)
+    """
+    numbered = enumerate(zip(token_ids, loss_mask, strict=True))
+    for (mask, _), run in groupby(numbered, key=lambda entry: (bool(entry[1][1]), bisect_right(cuts, entry[0]))):
+        yield [token for _, (token, _) in run], mask
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:

@@ -85,6 +85,8 @@ def trajectory_view(t: Trajectory) -> dict:
     view = {name: getattr(t, name) for name in SHOWN} | {"num_tokens": len(t.token_ids), "num_sampled": num_sampled}
     view["mean_logprob"] = sum(t.rollout_logprobs) / num_sampled if num_sampled else None
     view["sampled_in"] = tokens_by_step(t)
+    starts = {context.start for context in t.contexts}
+    view["new_contexts"] = [index for index, turn in enumerate(t.turns) if turn.start in starts]
     texts = iter([text for text, _ in t.segments])
     view["turns"] = []
     for turn in t.turns:  # segments are the runs of the loss mask: a turn's sampled tokens, then those of its result

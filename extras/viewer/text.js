@@ -188,6 +188,10 @@ function drawText(group, t) {
     const [after, shown] = difference(t, other);
     turns[after].push(shown);
   }
+  for (const index of t.new_contexts) {
+    turns[index].unshift(el("div", {class: "fork small"}, t.turns[index - 1].is_note
+      ? "a new context: the question, with this note" : "a new context: not all that stands above was read from here on"));
+  }
   if (t.parent_id !== null && forkTurn(t) < turns.length) turns[forkTurn(t)].unshift(fork);
   $("text").replaceChildren(el("div", {class: "facts", id: "trajectory"}, el("h2", {}, `trajectory ${t.trajectory_id}`),
     ...Object.entries(facts).map(([name, value]) => span("", span("soft", name + " "), String(value)))),
