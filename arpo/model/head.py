@@ -65,6 +65,7 @@ class _ChunkedHead(torch.autograd.Function):
             logits = matmul(hidden[part], weight.t())  # (chunk, V)
             found = [statistics(logits[rows], targets[part][rows], temperature) for rows in blocks(logits)]
             logprobs[part], entropy[part], log_normalizer[part] = map(torch.cat, zip(*found, strict=True))
+            del logits  # before the next chunk's, which would be there beside them
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
         ctx.temperature, ctx.chunk_tokens, ctx.fused = temperature, chunk_tokens, fused
         ctx.set_materialize_grads(False)  # most losses use only one of the two outputs
@@ -82,14 +83,18 @@ class _ChunkedHead(torch.autograd.Function):
             part = slice(start, start + ctx.chunk_tokens)
             logits = matmul(hidden[part], weight.t())
             of_tokens = targets, log_normalizer, entropy, grad_logprobs, grad_entropy
-            grads = []
+            grad_logits = logits  # a block's gradient takes its place; CUDA, with one block, has another dtype
             for rows in blocks(logits):
                 of_rows = (values if values is None else values[part][rows] for values in of_tokens)
-                grads.append(gradient(logits[rows], *of_rows, ctx.temperature, weight.dtype))
-            grad_logits = grads[0] if len(grads) == 1 else torch.cat(grads)
+                grad = gradient(logits[rows], *of_rows, ctx.temperature, weight.dtype)
+                if len(grad) == len(logits):
+                    grad_logits = grad
+                else:
+                    logits[rows] = grad
             grad_hidden[part] = grad_logits @ weight
             if learns:
                 grad_weight += matmul(grad_logits.t(), hidden[part])
+            del logits, grad, grad_logits  # before the next chunk's, which would be there beside them
         return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None, None
 
 
