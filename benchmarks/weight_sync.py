@@ -1,5 +1,7 @@
 """Time of the policy's new weights from FSDP2 shards to the engine, against one memcpy of the same bytes.
 
+On a CPU, CPU seconds of a rank, which other work on the machine hardly changes.
+
     python benchmarks/weight_sync.py [--quick]          (starts its own ranks: one per GPU, two on a machine without)
 
 Also shown: the same sync with one all-gather per parameter, which is what `DTensor.full_tensor` does; and one cast of
@@ -44,14 +46,15 @@ def write_config(folder: str, *, quick: bool) -> None:
 
 def seconds(action: Callable[[], object], repeats: int) -> float:
     """Median over repeats of the slowest rank's time, after one warm-up."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     times = []
     for _ in range(repeats + 1):
         dist.barrier()
-        start = time.perf_counter()
+        start = clock()
         action()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        elapsed = torch.tensor(time.perf_counter() - start)
+        elapsed = torch.tensor(clock() - start)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         times.append(elapsed.item())
     return statistics.median(times[1:])
@@ -73,9 +76,9 @@ def timed_packing() -> Iterator[list[float]]:
     pack = _custom_ops.create_onednn_mm
 
     def timed(*args: object) -> object:
-        start = time.perf_counter()
+        start = time.thread_time()
         packed = pack(*args)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
         return packed
 
     _custom_ops.create_onednn_mm = timed
@@ -91,7 +94,9 @@ def measure(folder: str, *, quick: bool) -> None:
     from arpo.config.sections import EngineConfig
     from arpo.engine import Engine
     from arpo.engine.weight_sync import full_tensors
+    from arpo.ranks.devices import keep_freed_memory
 
+    keep_freed_memory()  # as every rank of a run does
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
@@ -132,7 +137,8 @@ def measure(folder: str, *, quick: bool) -> None:
         over, unpacked = ours / (cast + gather), (ours - packing) / (cast + gather)
         print(f"sync = {over:.2f} x (cast + gather); without packing, {packing:.3f} s, {unpacked:.2f}")
         print(f"sync with one all-gather per parameter {per_parameter:.3f} s ({per_parameter / ours:.2f}x ours)")
-        result = {"name": "weight_sync", "ratio": baseline / ours, "ours": ours, "baseline": baseline, "unit": "s"}
+        result = {"name": "weight_sync", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
+        result |= {"unit": "s" if on_gpu else "CPU s"}
         result |= {"cast": cast, "gather": gather, "per_parameter": per_parameter, "mib": mib, "ranks": ranks}
         result |= {"packing": packing, "over_gather": over, "over_gather_unpacked": unpacked}
         print(json.dumps(result))
