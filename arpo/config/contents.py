@@ -6,6 +6,7 @@ nothing had changed; and the same file by another path is no change.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import shutil
@@ -104,8 +105,11 @@ def start_of() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what is computed, as far as they are installed."""
-    known = {found.name.lower(): found.version for found in importlib.metadata.distributions() if found.name}
-    return {"python": sys.version.split()[0]} | {name: known[name] for name in PACKAGES if name in known}
+    found = {"python": sys.version.split()[0]}
+    for name in PACKAGES:  # not all distributions there are: reading each one's metadata takes longer than a config
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def keep_code(folder: Path, cfg: object) -> None:
