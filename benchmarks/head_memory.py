@@ -26,7 +26,7 @@ from arpo.model.head import token_logprobs
 
 SIZES = {  # N tokens, D hidden size, V vocabulary
     "cuda": {"quick": (4096, 2048, 151_936), "full": (16_384, 3584, 152_064)},  # full: Qwen2.5-7B
-    "cpu": {"quick": (4096, 128, 16_384), "full": (8192, 512, 32_768)},
+    "cpu": {"quick": (2048, 128, 8192), "full": (8192, 512, 32_768)},
 }
 
 

@@ -50,7 +50,7 @@ from benchmarks.shared.two_versions import rounds_of_both, serve_rounds
 TOOL_TURNS = 3
 LATENCY_S = (0.05, 2.0)
 SIZES = {  # tokens of a turn from, to (log-uniform); repeats; rounds of each version
-    "quick": (16, 64, 1, 2),
+    "quick": (8, 32, 1, 2),
     "full": (32, 256, 3, 8),
 }
 
@@ -252,7 +252,7 @@ def main() -> None:
         bench.close()
         return
     engine = bench.engine
-    spec = SamplingSpec(128, stop=("</search>",), seed=7, num_entropy_tokens=20, num_chunk_tokens=19)
+    spec = SamplingSpec(32 if args.quick else 128, stop=("</search>",), seed=7, num_entropy_tokens=20, num_chunk_tokens=19)
     rates = tokens_per_second(engine, bench.prompts, spec, repeats)
     bench.prescribe(shortest, longest)
     groups = bench.streaming(0.0)  # warm

@@ -106,8 +106,8 @@ def main() -> None:
     started = time.perf_counter()
     tool = PythonTool(PythonConfig(max_concurrent=CONCURRENCY))
     start_s = time.perf_counter() - started
-    times = measure(tool, loop, repeats=20 if args.quick else 200)
-    num_calls = 100 if args.quick else 1000
+    times = measure(tool, loop, repeats=5 if args.quick else 200)
+    num_calls = 40 if args.quick else 1000
     per_s = {name: calls_per_second(tool, loop, SNIPPETS[name], num_calls) for name in ("numpy", "numpy_sympy")}
     tier = tool.sandbox.tier
     loop.run_until_complete(tool.aclose())
