@@ -4,7 +4,7 @@ A fork that collects garbage would look through all of it, and so copy its pages
 """
 
 import gc
-import importlib
+import importlib.util
 
 gc.disable()
 for name in (
@@ -26,6 +26,16 @@ for name in (
     "vllm.v1.worker.cpu_worker",
 ):
     importlib.import_module(name)
+
+# A third of what a short run computes: vLLM sets up its log and looks through all modules at each start of an engine.
+if importlib.util.find_spec("vllm.config.logging"):
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.platforms import current_platform
+
+    configure_logging(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # they are registered
 gc.collect()
 gc.freeze()
 gc.enable()
