@@ -101,6 +101,7 @@ def test_weights_that_make_no_sense_are_refused(weights, complaint):
         order_of(num_per_step=120, weights=weights)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_order_of_its_own_logs_it_and_goes_on_the_same(tmp_path):
     world = build_toy_world(tmp_path)
     rows = read_jsonl(world / "train.jsonl")

@@ -86,6 +86,7 @@ def test_every_band_holds_the_median_itself():
     assert all(band.low < 1 < band.high for band in BANDS)
 
 
+@pytest.mark.slow
 def test_a_run_whose_learning_rate_explodes_ends_before_it_saves_that(tmp_path):
     world = build_toy_world(tmp_path)
     usual = "--run.save_every", "1", "--run.validate_every", "0", "--optim.lr", "1e-4"
