@@ -266,8 +266,7 @@ def load_models(
     if cfg.advantage.needs_critic:
         critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, dist)
     if cfg.loss.kl_coefficient:
-        offload = cfg.loss.offload_reference
-        reference = load_policy(cfg.reference_model, dist.mesh, device=dist.device, offload=offload)
+        reference = load_policy(cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference)
         reference.requires_grad_(False)
     return policy, optimizer, critic, reference
 
@@ -300,7 +299,10 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
     """Return what decides the memory of a GPU, one of `num_shards` that share a copy of the model."""
     critic = cfg.critic_model.path if cfg.advantage.needs_critic else ""
     reference = cfg.reference_model.path if cfg.loss.kl_coefficient and not cfg.loss.offload_reference else ""
-    return read_job(cfg.model, num_shards, cfg.engine, cfg.max_model_len, critic_path=critic, reference_path=reference)
+    return read_job(
+        cfg.model, num_shards, cfg.engine, cfg.max_model_len,
+        critic_path=critic, reference_path=reference, offload=cfg.optim.offload,
+    )  # fmt: skip
 
 
 def console_text(values: dict[str, float]) -> str:

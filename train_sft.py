@@ -75,7 +75,7 @@ def main(cfg: SFTConfig) -> None:
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
-    check_memory(read_job(cfg.model, num_shards=dist.mesh.shape[-1]), dist.device)
+    check_memory(read_job(cfg.model, num_shards=dist.mesh.shape[-1], offload=cfg.optim.offload), dist.device)
     tokenizer = load_tokenizer(model.path)
     codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     saver = Saver(run, dist, source=model.path)

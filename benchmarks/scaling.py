@@ -93,6 +93,7 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
         shard_gpus=cfg.model.shard_size,
         lora=cfg.model.lora_rank > 0,
+        offload=cfg.optim.offload,
         tree_token_ratio=1.0 if cfg.update.layout == "packed" else Workload.tree_token_ratio,
     )
     return cfg.model.path, work

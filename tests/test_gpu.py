@@ -17,7 +17,7 @@ from arpo.config.sections import EngineConfig, ModelConfig, OptimConfig
 from arpo.model import Policy, load_policy
 from arpo.model.attention import register
 from arpo.model.head import token_logprobs
-from arpo.model.optim import build_optimizer
+from arpo.model.optim import MOMENTS, build_optimizer
 from arpo.ranks import init
 from arpo.tree import tree_microbatches
 
@@ -212,6 +212,30 @@ def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path):
     assert torch.equal(torch.rand(4, device=ranks.device), drawn)
     for name, parameter in step(again, again_optimizer).items():
         torch.testing.assert_close(parameter, whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_moments_in_host_memory_give_their_gpu_memory_back_and_change_no_digit(ranks):
+    """64 MiB of parameters: 128 of moments. (CPU: what the process holds is not what it uses, so only the digits.)"""
+    weights = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4096, 4096, bias=False, device=ranks.device)
+        before = used_bytes()
+        optimizer = build_optimizer(model, OptimConfig(lr=1e-3, offload=offload))
+        for step in range(3):
+            model.weight.grad = torch.full_like(model.weight, 0.1 * step) + model.weight.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            if ON_GPU:
+                held = used_bytes() - before
+                assert (held < 16 * 2**20) if offload else (held > 112 * 2**20)
+        moments = [optimizer.state[model.weight][name] for name in MOMENTS]
+        if ON_GPU:
+            assert all(m.is_pinned() and m.device.type == "cpu" for m in moments) == offload
+            torch.cuda.synchronize()
+        weights.append([t.detach().cpu() for t in (model.weight, *moments)])
+        del model, optimizer, moments
+    assert all(map(torch.equal, *weights))
 
 
 # -------------------------------------------------------------------------------------------------------- the engine

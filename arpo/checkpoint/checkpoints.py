@@ -197,6 +197,8 @@ def verify(folder: Path) -> str | None:
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None) -> dict:
     """Return the live tensors (shards): parameters by name (the policy's: HF names), AdamW's moments and counts."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # under optim.offload moments may be on their way to the host
     state = {
         "model": {name: p.detach() for name, p in policy.trained_parameters().items()},
         "optimizer": _optimizer_state(policy, optimizer),

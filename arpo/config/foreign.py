@@ -27,6 +27,7 @@ OURS = {
     "num_generations": "rollout.group_size",
     "num_iterations": "update.num_epochs",
     "num_train_epochs": "run.num_epochs",
+    "optimizer_offload": "optim.offload",
     "output_dir": "run.dir",
     "per_device_train_batch_size": "data.num_prompts_per_step",
     "ppo_epochs": "update.num_epochs",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from arpo.config.sections import OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
@@ -28,8 +31,48 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     # pieces of the GPU's memory could not go to vLLM again.
     for p in parameters:
         step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        home = {"device": "cpu", "pin_memory": p.is_cuda} if cfg.offload else {}
+        optimizer.state[p] = {"step": step} | {name: torch.zeros_like(p, **home) for name in MOMENTS}
+    if cfg.offload:
+        keep_on_host(optimizer)
     return optimizer
+
+
+def keep_on_host(optimizer: torch.optim.AdamW) -> None:
+    """Bring the moments, which are in host memory, to the parameters' device for each optimizer step, and back.
+
+    A checkpoint saves and loads the host's. The copies of a GPU wait for nobody on the host: `torch.cuda.synchronize`
+    before the host reads them.
+    """
+    home = {p: {name: state[name] for name in MOMENTS} for p, state in optimizer.state.items()}
+    stream = torch.cuda.Stream() if any(p.is_cuda for p in home) else None
+
+    def bring(*_: Any) -> None:
+        if stream:
+            torch.cuda.current_stream().wait_stream(stream)
+        for p, buffers in home.items():
+            for name, buffer in buffers.items():
+                optimizer.state[p][name] = torch.empty_like(p).copy_(buffer, non_blocking=True)
+
+    def put_back(*_: Any) -> None:
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for p, buffers in home.items():
+                for name, buffer in buffers.items():
+                    moment = local(optimizer.state[p][name])
+                    local(buffer).copy_(moment, non_blocking=True)
+                    if stream:
+                        moment.record_stream(stream)  # its memory is free when it is copied, not when it is let go of
+                    optimizer.state[p][name] = buffer
+
+    optimizer.register_step_pre_hook(bring)
+    optimizer.register_step_post_hook(put_back)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:

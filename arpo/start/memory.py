@@ -88,17 +88,24 @@ class Job:
     critic: Sizes | None = None
     reference: Sizes | None = None
     """None also where it lies in CPU memory."""
+    offload: bool = False
+    """The moments are on the GPU for an optimizer step alone (optim.offload)."""
 
 
-def training_state(job: Job) -> float:
+def training_state(job: Job, num_states: int = NUM_STATES) -> float:
     """Return the bytes of parameters, gradients and optimizer, of the critic too, and of the reference's parameters."""
     if not job.num_shards or job.model.cpu_offload:
         return 0.0
-    num_per_weight = 1 if job.model.lora_rank else NUM_STATES  # those of the adapters are taken as nothing
+    num_per_weight = 1 if job.model.lora_rank else num_states  # those of the adapters are taken as nothing
     count = num_per_weight * job.sizes.parameters
-    count += NUM_STATES * job.critic.parameters if job.critic else 0
+    count += num_states * job.critic.parameters if job.critic else 0
     count += job.reference.parameters if job.reference else 0
     return FP32 * count / job.num_shards
+
+
+def resting_state(job: Job) -> float:
+    """Return the bytes of the training state that are on the GPU while vLLM samples: no gradients are."""
+    return training_state(job, 1 if job.offload else NUM_STATES - 1)
 
 
 @dataclass(frozen=True)
@@ -136,11 +143,20 @@ def misfits(job: Job, gpu_bytes: float) -> list[str]:
             f"the training state needs {state / GIB:.1f} GiB of a GPU's {total}; use more GPUs, "
             "model.cpu_offload=True, or model.lora_rank"
         )
-    if job.engine and (vllm := engine_memory(job.sizes, job.engine, gpu_bytes)).kv_tokens < job.max_model_len:
+    if not job.engine:
+        return reasons
+    vllm, share = engine_memory(job.sizes, job.engine, gpu_bytes), job.engine.gpu_memory_utilization
+    if vllm.kv_tokens < job.max_model_len:
         reasons.append(
-            f"engine.gpu_memory_utilization={job.engine.gpu_memory_utilization:g} of {total} leaves "
+            f"engine.gpu_memory_utilization={share:g} of {total} leaves "
             f"{max(vllm.kv_cache, 0) / GIB:.1f} GiB for vLLM's KV cache, beside {vllm.weights / GIB:.1f} of "
             f"weights: less than one row of {job.max_model_len} tokens; raise it, or engine.tensor_parallel"
+        )
+    if (resting := resting_state(job)) and resting + vllm.budget + CONTEXT_GIB * GIB > gpu_bytes:
+        offload = "" if job.offload or job.model.lora_rank else ", or set optim.offload=True"
+        reasons.append(
+            f"engine.gpu_memory_utilization={share:g} of {total} leaves no room for the {resting / GIB:.1f} GiB of the "
+            f"training state that stay on the GPU while vLLM samples; lower it{offload}"
         )
     return reasons
 
@@ -150,7 +166,8 @@ def describe(job: Job, gpu_bytes: float) -> str:
     cache about 39.7 = 743k tokens = 132 full rows (engine.max_num_seqs=256)"."""
     parts = []
     if job.num_shards:
-        parts.append(f"training state {training_state(job) / GIB:.1f}")
+        state = f"training state {training_state(job) / GIB:.1f}"
+        parts.append(f"{state} ({resting_state(job) / GIB:.1f} between optimizer steps)" if job.offload else state)
     if job.engine:
         vllm = engine_memory(job.sizes, job.engine, gpu_bytes)
         parts.append(
@@ -185,7 +202,8 @@ def read_job(
     *,
     critic_path: str = "",
     reference_path: str = "",
+    offload: bool = False,
 ) -> Job | None:
     """Return the job with the sizes of these models; None for a model that this arithmetic does not know."""
     policy, critic, reference = (sizes_of(path) if path else None for path in (model.path, critic_path, reference_path))
-    return policy and Job(policy, model, num_shards, engine, max_model_len, critic, reference)
+    return policy and Job(policy, model, num_shards, engine, max_model_len, critic, reference, offload)

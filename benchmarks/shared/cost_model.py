@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import arpo.start.memory
 from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.model.policy import HEAD_CHUNK_TOKENS
-from arpo.start.memory import BF16, FP32, GIB, SIZE_OF, Job, Sizes, engine_memory, training_state
+from arpo.start.memory import BF16, FP32, GIB, SIZE_OF, Job, Sizes, engine_memory, resting_state, training_state
 from benchmarks.shared.hardware import Hardware
 
 
@@ -107,6 +107,8 @@ class Workload:
     """GPUs that share one copy of weights and optimizer state; 0 = those of a node."""
     lora: bool = False
     """Adapters only: their gradients and optimizer state are taken as nothing."""
+    offload: bool = False
+    """AdamW's moments are in host memory but for the optimizer step (optim.offload)."""
 
     prompt_tokens: float = 400.0
     sampled_tokens: float = 900.0
@@ -142,6 +144,7 @@ def job(shape: Shape, work: Workload, hw: Hardware) -> Job:
         max_model_len=work.max_prompt_tokens + work.max_response_tokens,
         critic=shape.sizes if work.critic else None,
         reference=shape.sizes if work.reference else None,
+        offload=work.offload,
     )
 
 
@@ -151,8 +154,8 @@ class Memory:
 
     states: float
     """`training_state`."""
-    gradients: float
-    """Part of `states` that is gone while the engine samples."""
+    resting: float
+    """Part of `states` that stays while the engine samples, `resting_state`."""
     gathered: float
     """Two layers and the root whole, and the gradients of one of each before they are reduced."""
     activations: float
@@ -168,7 +171,7 @@ class Memory:
 
     @property
     def rollout(self) -> float:
-        return self.states - self.gradients + self.engine_budget + self.reserved
+        return self.resting + self.engine_budget + self.reserved
 
 
 def layer_activation_bytes(shape: Shape, number: int) -> int:
@@ -197,13 +200,12 @@ def memory_of_job(
 ) -> Memory:
     """Return what a job that trains a model of this shape needs of a GPU of so many bytes."""
     model, number = job.model, SIZE_OF[job.model.compute_dtype]
-    has_gradients = not (model.lora_rank or model.cpu_offload)
     num_whole = 2 if model.reshard_after_forward else shape.layers
     largest = max(shape.layer_parameters, shape.root_parameters)
     engine = engine_memory(job.sizes, job.engine, gpu_bytes) if job.engine else None
     return Memory(
         states=training_state(job),
-        gradients=FP32 * shape.parameters / job.num_shards if has_gradients else 0.0,
+        resting=resting_state(job),
         gathered=number * (num_whole * shape.layer_parameters + shape.root_parameters) + (number + FP32) * largest,
         activations=activation_bytes(
             shape,

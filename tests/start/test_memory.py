@@ -101,6 +101,10 @@ def test_the_line_says_what_is_needed_and_what_fits(job):
     assert line.endswith("KV cache about 39.7 = 744k tokens = 132 full rows (engine.max_num_seqs=256)")
 
 
+def test_moments_in_host_memory_are_not_there_between_optimizer_steps(job):
+    assert "training state 27.5 (6.9 between optimizer steps), vLLM 63.3 while" in describe(job("qwen3_14b"), GPU)
+
+
 @pytest.mark.parametrize(
     "model, num_shards, flags, message",
     [
@@ -117,6 +121,12 @@ def test_the_line_says_what_is_needed_and_what_fits(job):
             r"less than one row of 8192 tokens; raise it",
         ),
         ("qwen3_14b", 2, [], r"the training state needs 110.0 GiB of a GPU's 79.1 GiB; use more GPUs"),
+        (
+            "qwen3_14b",
+            8,
+            ["--optim.offload", "False"],
+            r"=0.8 of 79.1 GiB leaves no room for the 20.6 GiB of .* vLLM samples; lower it, or set optim.offload=True",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_change(job, monkeypatch, model, num_shards, flags, message):
