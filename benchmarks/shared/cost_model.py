@@ -231,11 +231,6 @@ def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[s
     reasons = []
     if m.training > total:
         reasons.append(f"training needs {m.training / GIB:.0f} of {hw.memory_gib:.0f} GiB per GPU")
-    if m.rollout > total:
-        needed = (
-            f"trainer and engine need {m.rollout / GIB:.1f} GiB of a GPU's {hw.memory_gib:.1f} GiB while it samples"
-        )
-        reasons.append(f"{needed}; lower engine.gpu_memory_utilization={work.gpu_memory_utilization:g}")
     reasons += arpo.start.memory.misfits(job(shape, work, hw), total)
     if work.num_prompts % num_gpus:
         reasons.append(f"data.num_prompts_per_step={work.num_prompts} is not a multiple of {num_gpus} ranks")

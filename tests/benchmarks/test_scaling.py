@@ -102,7 +102,7 @@ def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "argv", [*argv, model, str(config)])
     with pytest.raises(SystemExit, match=r"warning: .* does not fit on 1 node"):
         scaling.main()
-    assert "does not fit: trainer and engine need" in capsys.readouterr().out
+    assert "does not fit: engine.gpu_memory_utilization=0.95 of 79.1 GiB leaves no room" in capsys.readouterr().out
 
 
 def test_the_model_is_known_by_the_name_of_its_runs_folder_or_is_asked_for_in_a_line():

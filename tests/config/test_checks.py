@@ -85,7 +85,7 @@ def test_all_that_the_facts_name_exists():
 # ---- each knob that needs something: changed while what it needs is off, and while it is on
 
 ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
-    "run.num_steps": 0, "model.lora_rank": 16, "data.valid": "x",
+    "run.num_steps": 0, "model.lora_rank": 16, "model.cpu_offload": False, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "reward.file": OWN,
     "reward.terms": ("judge=1",), "reward.compat": "paper",
@@ -100,7 +100,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "rollout.dispatch": "pull",
 }  # fmt: skip
 OFF = {
-    "run.num_steps": 5, "model.lora_rank": 0, "data.valid": "",
+    "run.num_steps": 5, "model.lora_rank": 0, "model.cpu_offload": True, "data.valid": "",
     "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",

@@ -74,7 +74,8 @@ def job(monkeypatch):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_shipped_configs_need_what_a_calculation_by_hand_found(job, model):
     share, state, update, rollout, kv_gib, kv_thousands, rows = BY_HAND[model]
-    asked = job(model, "--engine.gpu_memory_utilization", str(share), "--engine.max_num_seqs", "256")
+    flags = ["--engine.gpu_memory_utilization", str(share), "--engine.max_num_seqs", "256", "--optim.offload", "False"]
+    asked = job(model, *flags)
     need = memory_of_job(shape_from_json(MODELS[model]), asked, 16384, GPU, reserved=0.0)
     vllm = engine_memory(asked.sizes, asked.engine, GPU)
     assert training_state(asked) / GIB == pytest.approx(state, abs=0.06)
