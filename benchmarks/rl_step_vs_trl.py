@@ -89,7 +89,7 @@ def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[fl
     _, num_prompts, group_size, num_tokens, num_steps = SIZES[size]
     flags = {
         "run.dir": folder / "runs", "run.name": f"{model}{round_}", "run.num_steps": num_steps + 1,
-        "run.save_hf": False, "run.save_every": 0, "run.dump_every": 0, "model.path": folder / model,
+        "run.save_hf_every": 0, "run.save_every": 0, "run.dump_every": 0, "model.path": folder / model,
         "model.compute_dtype": "float32", "model.recompute_every_n_layers": 0,
         "data.train": folder / "prompts.jsonl", "data.system_prompt": "none",
         "data.num_prompts_per_step": num_prompts, "data.max_prompt_tokens": 128, "engine.dtype": "float32",

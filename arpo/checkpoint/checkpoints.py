@@ -20,22 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.safe_reader import SafeReader
+from arpo.checkpoint.snapshot import Snapshot, live_tensors, restore_random_state, snapshot
 from arpo.checkpoint.writer import MeasuredWriter
 from arpo.config.bounded import read_json
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import TrainedCritic
-from arpo.model.policy import reshard_all
-from arpo.ranks import RandomState, Ranks
+from arpo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
@@ -51,9 +48,10 @@ class NotWritten(UserError):
 class Checkpoints:
     """The checkpoint folder of one run. All methods are collective: every rank calls them."""
 
-    def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2):
-        """keep: number of newest checkpoints that stay when another one is saved, >= 2: a broken one has a fallback."""
-        self.folder, self.ranks, self.keep = folder, ranks, keep
+    def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2, link: Path | None = None):
+        """keep: number of newest checkpoints that stay when another one is saved, >= 2: a broken one has a fallback.
+        link: a symbolic link into a checkpoint that stays too."""
+        self.folder, self.ranks, self.keep, self.link = folder, ranks, keep, link
         self.progress: dict = {}
         """The `progress` given to `save`, as `resume` has found it; empty where there was none."""
         self.rank_files: list[Path] = []
@@ -69,7 +67,13 @@ class Checkpoints:
         progress: dict | None = None,
         rank_file: bytes | None = None,
     ) -> Path:
-        """Write models, optimizers, step and every rank's random state. Return the checkpoint's folder.
+        """Write models, optimizers, step and every rank's random state, as `write` does."""
+        return self.write(step, snapshot(policy, optimizer, critic), progress=progress, rank_file=rank_file)
+
+    def write(
+        self, step: int, moment: Snapshot, *, progress: dict | None = None, rank_file: bytes | None = None
+    ) -> Path:
+        """Write what the ranks held at one moment. Return the checkpoint's folder.
 
         `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on, and
         `rank_file` what each rank has of its own; None on all ranks where there is nothing.
@@ -78,15 +82,13 @@ class Checkpoints:
         """
         final = self.folder_of(step)
         temporary = final.with_suffix(".tmp")
-        models = [policy, critic.model] if critic else [policy]
-        num_trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
-        self._require_space(BYTES_PER_PARAMETER * num_trained)
-        random_states = self.ranks.all_gather_objects(_random_state())
+        self._require_space(BYTES_PER_PARAMETER * moment.num_trained)
+        random_states = self.ranks.all_gather_objects(moment.random_state)
         writer = MeasuredWriter(temporary)
         try:
             self.together(temporary, self._begin, writer, random_states, progress or {})
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
-                dcp.save(_state(policy, optimizer, critic), storage_writer=writer)
+                dcp.save(moment.tensors, storage_writer=writer, process_group=self.ranks.control)
             if rank_file is not None:
                 self.together(temporary, writer.write, RANK_FILE.format(rank=self.ranks.rank), rank_file)
             # Each rank names its own: on a network's disk another may not see them for a minute.
@@ -117,8 +119,10 @@ class Checkpoints:
         manifest.sync(self.folder)
         manifest.write_synced(self.folder / "latest.tmp", final.name + "\n")
         (self.folder / "latest.tmp").rename(self.folder / "latest")
+        linked = self.link and self.link.resolve().parent.name
         for old in [*self.all()[self.keep :], *self.folder.glob("step_*.broken")]:
-            shutil.rmtree(old)
+            if old.name != linked:
+                shutil.rmtree(old)
 
     def together(self, folder: Path, write: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `write` on each rank and return all values, by rank. Raises NotWritten where one of them cannot."""
@@ -142,13 +146,13 @@ class Checkpoints:
         if folder is None:
             return 0
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
-            dcp.load(_state(policy, optimizer, critic), storage_reader=SafeReader(folder))  # in place
+            dcp.load(live_tensors(policy, optimizer, critic), storage_reader=SafeReader(folder))  # in place
         try:
             random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `save`
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
-            _restore_random_state(random_states[self.ranks.rank])
+            restore_random_state(random_states[self.ranks.rank])
         try:
             self.progress = read_json(folder / PROGRESS)
         except (OSError, ValueError) as error:
@@ -193,45 +197,6 @@ class Checkpoints:
 def verify(folder: Path) -> str | None:
     """Check every file of the manifest by size and checksum, in this process alone. Return what is wrong, or None."""
     return manifest.find_problem(folder, manifest.read(folder))
-
-
-def _state(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None) -> dict:
-    """Return the live tensors (shards): parameters by name (the policy's: HF names), AdamW's moments and counts."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # under optim.offload moments may be on their way to the host
-    state = {
-        "model": {name: p.detach() for name, p in policy.trained_parameters().items()},
-        "optimizer": _optimizer_state(policy, optimizer),
-    }
-    if critic:
-        reshard_all(critic.model)
-        state["critic"] = {name: p.detach() for name, p in critic.model.named_parameters()}
-        state["critic_optimizer"] = _optimizer_state(critic.model, critic.optimizer)
-    return state
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    unused = not optimizer.state
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    if unused:  # what torch fills in to have something to save counts as a step; a policy may wait for its critic
-        for entry in optimizer.state.values():
-            entry["step"].zero_()
-    return state
-
-
-def _random_state() -> dict:
-    """Return all random states in types that torch.load reads with weights_only."""
-    state = RandomState.current()
-    numpy = state.numpy | {
-        "state": state.numpy["state"] | {"key": torch.from_numpy(state.numpy["state"]["key"].astype(np.int64))}
-    }
-    return {"python": state.python, "numpy": numpy, "cpu": state.cpu, "cuda": state.cuda}
-
-
-def _restore_random_state(state: dict) -> None:
-    key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
-    numpy = state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}}
-    RandomState(state["python"], numpy, state["cpu"], state["cuda"] if torch.cuda.is_available() else None).restore()
 
 
 @contextlib.contextmanager

@@ -23,24 +23,40 @@ MAX_FILE_BYTES = 4 << 30
 
 
 def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = None) -> None:
-    """Write safetensors (adapters merged), configs and tokenizer. Collective; rank 0 holds one file at a time.
+    """Write the policy as it is now, as `write_export` does. Collective; rank 0 holds one file at a time."""
+    write_export(whole_weights(policy, source), folder, source=source, link=link)
 
-    All but the weights comes from the model folder `source`, and so does the dtype. `link` becomes a symbolic link to
-    the folder, so that a run's newest export has a stable name. Raises NotWritten, on all ranks.
-    """
+
+def whole_weights(policy: Policy, source: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the policy's weights by name, adapters merged, in the dtype of the folder `source`. Collective."""
     device = next(policy.parameters()).device
-    tensors = full_tensors(policy.hf_parameters(), dtype=source_dtype(source), device=device)
+    return full_tensors(policy.hf_parameters(), dtype=source_dtype(source), device=device)
+
+
+def write_export(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    *,
+    source: str,
+    link: Path | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write safetensors, configs and tokenizer: the weights of rank 0, and all else from the model folder `source`.
+
+    `link` becomes a symbolic link to the folder, so that a run's newest export has a stable name. Collective over the
+    group of all ranks. Raises NotWritten, on all ranks.
+    """
     problem = [""]
     if dist.get_rank() == 0:
         try:
-            write_hf(tensors, folder, source)
+            write_hf(weights, folder, source)
             if link:
                 point_to(folder, link)
         except (OSError, SafetensorError) as error:
             problem = [f"{folder}: cannot write the export ({' '.join(str(error).split())[:300]})"]
-    for _ in tensors:  # rank 0 needs the other ranks' shards, and they need rank 0's
+    for _ in weights:  # where they are gathered, rank 0 needs the other ranks' shards, and they need rank 0's
         pass
-    dist.broadcast_object_list(problem)
+    dist.broadcast_object_list(problem, group=group)
     if problem[0]:
         raise NotWritten(problem[0])
 

@@ -1,19 +1,28 @@
 """Saving the state of a training, with a Hugging Face folder beside it, and continuing from it.
 
 A save that fails ends nothing while a later one can make up for it: the run says so, and goes on from memory.
+
+Under run.async_save a thread writes a copy, one save at a time. It talks to the other ranks' threads over a process
+group of its own, and does all that a save does: nobody sees the checkpoint before all ranks have written their part.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from arpo.checkpoint.best import keep_best
 from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
-from arpo.checkpoint.export import export_hf, point_to
+from arpo.checkpoint.export import export_hf, point_to, whole_weights, write_export
+from arpo.checkpoint.snapshot import Snapshot, snapshot
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.model import Policy
@@ -39,9 +48,19 @@ class Saver:
         """source: the model folder from which an export has all but its weights."""
         self.run, self.ranks, self.source = run, ranks, source
         self.link = run.folder / "hf"
-        if run.save_hf and self.link.is_dir() and not self.link.is_symlink():
+        if run.save_hf_every and self.link.is_dir() and not self.link.is_symlink():
             raise UserError(f"{self.link}: a folder, where the link to the newest export will stand; move it away")
-        self.checkpoints = Checkpoints(run.folder / "checkpoints", ranks, keep=run.keep_checkpoints)
+        self.pending: tuple[int, Future[None]] | None = None
+        """The step whose save is under way, and what ends with it."""
+        self.staged: Snapshot | None = None
+        """The copy that was last written by the thread; the next one takes its memory."""
+        if run.async_save:
+            self.ranks = replace(ranks, control=dist.new_group(timeout=ranks.timeout, backend="gloo"))
+            # A process that ends, for whatever reason, waits for this thread.
+            self.thread = ThreadPoolExecutor(1, "arpo-save", initializer=_use_device, initargs=(ranks.device,))
+        self.checkpoints = Checkpoints(
+            run.folder / "checkpoints", self.ranks, keep=run.keep_checkpoints, link=self.link
+        )
         self.saved_step = self.num_failed = 0
 
     @property
@@ -57,7 +76,7 @@ class Saver:
         """
         self.policy, self.optimizer, self.critic = policy, optimizer, critic
         self.saved_step = self.checkpoints.resume(policy, optimizer, critic)
-        if self.saved_step and self.run.save_hf:
+        if self.saved_step and self.run.save_hf_every:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
         self._keep_best()
         return self.saved_step
@@ -74,21 +93,53 @@ class Saver:
             self.save(step, state, rank_state, is_final=is_final)
 
     def save(self, step: int, progress: dict | None = None, rank_file: bytes | None = None, *, is_final: bool) -> None:
-        """Write the checkpoint and, under run.save_hf, the export.
+        """Write the checkpoint and, with every run.save_hf_every-th and the last one, the export.
 
-        Where that fails, rank 0 warns. Raises NotWritten where it fails too often, or `is_final`: no later save comes.
+        Where that fails, rank 0 warns. Raises NotWritten where it fails too often, or `is_final`: no later save comes;
+        under run.async_save at the save after the one that failed.
         """
+        self.wait()
+        moment, weights, every = snapshot(self.policy, self.optimizer, self.critic), None, self.run.save_hf_every
+        if every and (is_final or step // self.run.save_every % every == 0):
+            weights = whole_weights(self.policy, self.source)
+        if is_final or not self.run.async_save:
+            self._write(step, moment, weights, progress, rank_file, is_final)
+            return
+        self.staged = moment.staged(self.staged)
+        if weights:  # gathered on all ranks, kept on rank 0, which writes them
+            weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights if self.ranks.is_main]
+        state = deepcopy(progress)  # whose parts live on in the sampler
+        self.pending = step, self.thread.submit(self._write, step, self.staged, weights, state, rank_file, is_final)
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, if there is one. Raises NotWritten where it was one failure too many."""
+        if self.pending:
+            (step, write), self.pending = self.pending, None
+            if not write.done():
+                logger.info("waiting for the save of step %d", step)
+            write.result()
+
+    def _write(
+        self,
+        step: int,
+        moment: Snapshot,
+        weights: Iterable[tuple[str, torch.Tensor]] | None,
+        progress: dict | None,
+        rank_file: bytes | None,
+        is_final: bool,
+    ) -> None:
         missing = "checkpoint"
         try:
-            folder = self.checkpoints.save(
-                step, self.policy, self.optimizer, self.critic, progress=progress, rank_file=rank_file
-            )
+            folder = self.checkpoints.write(step, moment, progress=progress, rank_file=rank_file)
             self.saved_step, missing = step, "Hugging Face folder"
-            if self.run.save_hf:
-                export_hf(self.policy, folder / "hf", source=self.source, link=self.link)
+            if weights is not None:
+                group = self.ranks.control
+                write_export(weights, folder / "hf", source=self.source, link=self.link, group=group)
             missing = "part in the choice of the best"
             self._keep_best()
             self.num_failed = 0
+            if self.run.async_save:
+                logger.info("step %d is saved", step)
         except NotWritten as error:
             self.num_failed += 1
             there = f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "there is none yet"
@@ -99,7 +150,7 @@ class Saver:
                 logger.warning("warning: %s; make space, the next save comes in run.save_every steps", said)
 
     def _keep_best(self) -> None:
-        if self.run.keep_best and self.run.save_hf:
+        if self.run.keep_best and self.run.save_hf_every:
             run, step, folders = self.run.folder, self.saved_step, self.checkpoints
             said = folders.together(
                 run / "best", lambda: keep_best(run, folders.all(), step) if self.ranks.is_main else ""
@@ -116,3 +167,9 @@ class Saver:
             export_hf(self.policy, folder, source=self.source, link=self.link)
         elif self.ranks.is_main:
             point_to(folder, self.link)
+
+
+def _use_device(device: torch.device) -> None:
+    """Keep a new thread, which begins on the first GPU, from making a context there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -44,11 +44,15 @@ class RunConfig:
     """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
     keep_checkpoints: Annotated[int, AtLeast(2)] = 2
     """Number of newest checkpoints that stay on disk (at least 2, so that a broken one has a fallback)."""
-    save_hf: bool = True
-    """Write a Hugging Face folder (safetensors, tokenizer) next to every checkpoint."""
+    save_hf_every: Annotated[int, AtLeast(0)] = 1
+    """Checkpoints of which one gets a Hugging Face folder (safetensors, tokenizer) too; the last one always does, and
+    the newest that has one stays with it. 0 = none."""
+    async_save: bool = False
+    """Write checkpoints beside the training, from a copy in host memory (12 bytes of a trained parameter / ranks, and
+    on rank 0 the Hugging Face folder): steps wait for the copy, not for the disk. The last save is waited for."""
     keep_best: bool = True
-    """Keep the Hugging Face folder of the best validation too, at DIR/NAME/best: of the validated steps those that are
-    saved, by valid/accuracy (without one, by valid/reward; SFT: valid/nll); where two are equal, the earlier."""
+    """Keep the Hugging Face folder of the best validation too, at DIR/NAME/best: of the validated steps those that have
+    one, by valid/accuracy (without one, by valid/reward; SFT: valid/nll); where two are equal, the earlier."""
     stop_on_collapse: bool = False
     """train_rl.py: end the run at an alarm (entropy, gradient norm, response length or share of calls that ran far from
     that of the last steps), without saving that step, and name the newest checkpoint from before."""

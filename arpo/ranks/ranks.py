@@ -53,6 +53,8 @@ class Ranks:
     """Time that ranks wait for each other in a collective, of any group."""
     store: dist.Store | None = None
     """The process group's store, for what ranks tell each other outside of collectives; None in a test without one."""
+    control: dist.ProcessGroup | None = None
+    """The group of all ranks over which objects travel; None is the default one. A thread needs one of its own."""
 
     @property
     def data_size(self) -> int:
@@ -77,7 +79,7 @@ class Ranks:
     def all_gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, by rank, on every rank. Values are picklable, and travel over gloo."""
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def together(self, make: Callable[[], T]) -> T:
@@ -94,7 +96,7 @@ class Ranks:
     def from_rank_0(self, value: T) -> T:
         """Return rank 0's value on every rank; the others' are ignored. Values are picklable."""
         box = [value]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, group=self.control)
         return box[0]
 
     def all_reduce_sum(self, *values: float) -> list[float]:

@@ -102,7 +102,7 @@ def train(folder: Path, arm: str, seed: int, num_steps: int) -> None:
     flags = ["--model.path", str(folder / "sft" / "hf"), "--data.train", str(data / "rl_train.jsonl"),
              "--data.valid", str(data / "rl_valid.jsonl"), "--tools.search.corpus", str(data / "corpus.jsonl"),
              "--run.dir", str(folder), "--run.name", arm, "--run.seed", str(seed), "--run.num_steps", str(num_steps),
-             "--run.validate_every", "0", "--run.save_every", "8", "--run.save_hf", "False", "--run.dump_every", "2",
+             "--run.validate_every", "0", "--run.save_every", "8", "--run.save_hf_every", "0", "--run.dump_every", "2",
              "--data.num_prompts_per_step", "8", "--update.num_prompts_per_minibatch", "8", "--optim.lr", "7e-4",
              "--optim.schedule", "constant"]  # fmt: skip
     environment = {}

@@ -32,8 +32,9 @@ READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
 ALWAYS = {
-    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf dump_every keep_dumps resume "
-    "overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best stop_on_collapse",
+    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf_every async_save dump_every "
+    "keep_dumps resume overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best "
+    "stop_on_collapse",
     "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
     "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt "

@@ -8,10 +8,10 @@ from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
 
 
-def begin(ranks, model: str, folder: str) -> tuple[Saver, int]:
-    """A saver with a policy, and the step at which it goes on."""
+def begin(ranks, model: str, folder: str, **run) -> tuple[Saver, int]:
+    """A saver with a policy, and the step at which it goes on. run: options of RunConfig."""
     policy = load_policy(ModelConfig(model, compute_dtype="float32"), ranks.mesh, device=torch.device("cpu"))
-    saver = Saver(RunConfig(dir=folder, name="run"), ranks, source=model)
+    saver = Saver(RunConfig(dir=folder, name="run", **run), ranks, source=model)
     return saver, saver.resume(policy, build_optimizer(policy, OptimConfig()))
 
 
