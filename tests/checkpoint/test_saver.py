@@ -24,19 +24,21 @@ def limit_files_to(num_bytes: int) -> None:
 # ---- a full disk
 
 
-def save_with_limits(ranks, model: str, folder: str) -> list[str]:
-    """Saves at steps 1 to 6; on rank 1 files of 10 kB at most from step 2 to 4. What was logged."""
-    saver, _ = begin(ranks, model, folder)
+def save_with_limits(ranks, model: str, folder: str, aside: bool) -> list[str]:
+    """Saves at steps 1 to 6; on rank 1 files of 10 kB at most from step 2 to 4. What was warned of."""
+    saver, _ = begin(ranks, model, folder, async_save=aside)
     with logged() as lines:
         for step in range(1, 7):
             if ranks.rank == 1:
                 limit_files_to(10_000 if 2 <= step < 5 else resource.RLIM_INFINITY)
             saver.save(step, is_final=False)
-    return lines
+            saver.wait()
+    return [line for line in lines if line.startswith("warning")]
 
 
-def test_a_save_that_fails_is_one_warning_and_the_next_one_makes_up_for_it(tiny_model_dir, tmp_path):
-    first, second = run_ranks(2, save_with_limits, str(tiny_model_dir), str(tmp_path))
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_save_that_fails_is_one_warning_and_the_next_one_makes_up_for_it(tiny_model_dir, tmp_path, aside):
+    first, second = run_ranks(2, save_with_limits, str(tiny_model_dir), str(tmp_path), aside)
     assert [line.split(":")[1] for line in first] == [f" step {step} has no checkpoint" for step in (2, 3, 4)]
     assert all("(rank 1: " in line and "the newest checkpoint is of step 1" in line for line in first)
     assert second == []
@@ -46,15 +48,17 @@ def test_a_save_that_fails_is_one_warning_and_the_next_one_makes_up_for_it(tiny_
     assert (tmp_path / "run" / "hf").resolve() == folder / "step_000006" / "hf"
 
 
-def save_until_it_ends(ranks, model: str, folder: str, num_bytes: int, is_final: bool) -> tuple[int, str]:
+def save_until_it_ends(ranks, model: str, folder: str, num_bytes: int, is_final: bool, aside: bool) -> tuple[int, str]:
     """The step whose save ends the run, and its line; rank 0 may write files of `num_bytes` after step 1."""
-    saver, _ = begin(ranks, model, folder)
+    saver, _ = begin(ranks, model, folder, async_save=aside)
     saver.save(1, is_final=False)
+    saver.wait()
     if ranks.rank == 0:
         limit_files_to(num_bytes)
     for step in range(2, 9):
         try:
             saver.save(step, is_final=is_final)
+            saver.wait()
         except UserError as error:
             limit_files_to(resource.RLIM_INFINITY)  # for this value itself
             return step, str(error)
@@ -62,17 +66,19 @@ def save_until_it_ends(ranks, model: str, folder: str, num_bytes: int, is_final:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "is_final", "step", "missing"),
+    ("num_bytes", "is_final", "aside", "step"),
     [
-        (0, True, 2, "checkpoint"),  # not even the random states
-        (10_000, True, 2, "checkpoint"),
-        (10_000, False, 5, "checkpoint"),  # the fourth in a row
+        (0, True, False, 2),  # not even the random states
+        (10_000, True, False, 2),
+        (10_000, False, False, 5),  # the fourth in a row
+        (10_000, False, True, 5),
+        (10_000, True, True, 2),
     ],
 )
-def test_a_last_save_that_fails_ends_the_run_on_all_ranks(tiny_model_dir, tmp_path, num_bytes, is_final, step, missing):
-    ends = run_ranks(2, save_until_it_ends, str(tiny_model_dir), str(tmp_path), num_bytes, is_final)
+def test_a_last_save_that_fails_ends_the_run_on_all_ranks(tiny_model_dir, tmp_path, num_bytes, is_final, aside, step):
+    ends = run_ranks(2, save_until_it_ends, str(tiny_model_dir), str(tmp_path), num_bytes, is_final, aside)
     assert ends[0] == ends[1]
-    assert ends[0][0] == step and f"step {step} has no {missing}: " in ends[0][1] and "\n" not in ends[0][1]
+    assert ends[0][0] == step and f"step {step} has no checkpoint: " in ends[0][1] and "\n" not in ends[0][1]
     assert "the newest checkpoint is of step 1; make space" in ends[0][1]
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_000001"]
@@ -103,6 +109,53 @@ def test_an_export_that_fails_is_named_on_all_ranks_and_done_at_the_next_start(t
     assert verify(checkpoint) is None and not list(checkpoint.glob("hf*"))
     assert run_ranks(2, step_after_start, str(tiny_model_dir), str(tmp_path)) == [1, 1]
     assert (tmp_path / "run" / "hf").resolve() == checkpoint / "hf" and (checkpoint / "hf" / "config.json").exists()
+
+
+# ---- an export with every n-th save
+
+
+def exports_of(ranks, model: str, folder: str) -> list[tuple[list[int], list[int], int]]:
+    """After each save: the steps of the checkpoints, of those with an export, and the step that RUN/hf points to."""
+    saver, _ = begin(ranks, model, folder, save_hf_every=2, save_every=5)
+
+    def now() -> tuple[list[int], list[int], int]:
+        there = sorted(saver.checkpoints.all())
+        linked = int(saver.link.resolve().parent.name[-6:]) if saver.link.exists() else 0
+        return [int(p.name[-6:]) for p in there], [int(p.name[-6:]) for p in there if (p / "hf").exists()], linked
+
+    found = []
+    for step in (5, 10, 15, 20, 25, 30, 33):
+        change(saver)
+        saver.save(step, is_final=step == 33)
+        found.append(now())
+    return found
+
+
+def test_every_second_save_has_an_export_and_the_newest_that_has_one_stays_with_it(tiny_model_dir, tmp_path):
+    [found] = run_ranks(1, exports_of, str(tiny_model_dir), str(tmp_path))
+    assert found == [
+        ([5], [], 0),
+        ([5, 10], [10], 10),
+        ([10, 15], [10], 10),
+        ([10, 15, 20], [10, 20], 20),
+        ([20, 25], [20], 20),
+        ([20, 25, 30], [20, 30], 30),
+        ([30, 33], [30, 33], 33),
+    ]
+
+
+def test_a_start_after_a_checkpoint_without_an_export_makes_one(tiny_model_dir, tmp_path):
+    run_ranks(1, exported_after, str(tiny_model_dir), str(tmp_path))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in sorted(checkpoints.glob("step_*")) if (p / "hf").exists()] == ["step_000010"]
+    assert run_ranks(1, step_after_start, str(tiny_model_dir), str(tmp_path)) == [15]
+    assert (tmp_path / "run" / "hf").resolve() == checkpoints / "step_000015" / "hf"
+
+
+def exported_after(ranks, model: str, folder: str) -> None:
+    saver, _ = begin(ranks, model, folder, save_hf_every=2, save_every=5)
+    for step in (5, 10, 15):
+        saver.save(step, is_final=False)
 
 
 # ---- Ctrl-C
