@@ -35,11 +35,27 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
 ]
 
 
-def check(world, *flags: str, places: list[tuple]) -> None:
-    """A run that is killed at these places has the numbers and the weights of the one that never was."""
+OF_THE_THREAD = [
+    ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.write", 2, 1),
+    ("files of a save", "arpo.checkpoint.writer:MeasuredFiles.create_stream", 2, 1),
+    ("manifest", "arpo.checkpoint.manifest:write", 2, 0),
+    ("rename done, pointer not", "arpo.checkpoint.manifest:sync", 16, 0),
+    ("weights of an export", "safetensors.torch:save_file", 2, 0),
+    ("link to an export", "arpo.checkpoint.export:point_to", 2, 0),
+    ("a step beside a save", "arpo.update:fill_advantages", 3, 1),
+    ("next save, which waits for the one before", "arpo.checkpoint:Saver.wait", 3, 0),
+    ("end of the run", "arpo.log.run_log:RunLog.finish", 1, 0),
+]
+
+
+def check(world, *flags: str, places: list[tuple], own: tuple[str, ...] = ()) -> None:
+    """A run that is killed at these places has the numbers and the weights of the one that never was.
+
+    own: flags that it alone has, and that change nothing of either.
+    """
     flags = (*flags, "--run.save_every", "1", "--run.dump_every", "1", "--optim.lr", "1e-3")
     whole = train(world, "whole", *flags, ranks=2)
-    train_and_kill(world, "killed", *flags, places=places)
+    train_and_kill(world, "killed", *flags, *own, places=places)
     runs = world / "runs"
     assert differing(runs / "whole", runs / "killed") == []
     weights = [(runs / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
@@ -54,3 +70,12 @@ def test_a_run_that_is_killed_at_every_place_ends_as_the_one_that_never_was(tmp_
     searching_model(world / "model")
     flags = "--run.num_steps", "24", "--run.validate_every", "3", "--rollout.max_response_tokens", "32"
     check(world, *flags, places=PLACES)
+
+
+@pytest.mark.slow
+def test_so_does_one_that_saves_beside_its_steps_with_moments_in_host_memory(tmp_path):
+    world = build_toy_world(tmp_path)
+    searching_model(world / "model")
+    flags = "--run.num_steps", "24", "--run.validate_every", "3", "--rollout.max_response_tokens", "32"
+    own = "--run.async_save", "True", "--run.save_hf_every", "2", "--optim.offload", "True"
+    check(world, *flags, places=OF_THE_THREAD, own=own)

@@ -21,6 +21,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "RESULTS.md"
 EXTRAS = {
+    "async_save": ("written_s", "gib"),
     "dumps": ("slows_python", "written_s", "plain_s"),
     "exchange": ("bytes_ratio", "mb", "baseline_mb"),
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
