@@ -13,6 +13,7 @@ from helpers.gpu import MARKS, ON_GPU, assert_close, skip_unless_here, some_rows
 
 from arpo.batch import MicroBatch, Row, collate
 from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import EngineConfig, ModelConfig, OptimConfig
 from arpo.model import Policy, load_policy
 from arpo.model.attention import register
@@ -191,11 +192,12 @@ def test_a_model_offloaded_to_the_cpu_computes_the_same(load, ranks):
     assert_close(ours, expected, 1e-5)
 
 
-def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path):
-    """Parameters, AdamW's moments and the GPU's own random state."""
-    micro = collate(some_rows(2, 20, 40), range(2)).to(ranks.device)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path, on_host):
+    """Parameters, AdamW's moments and the GPU's own random state. on_host: of a copy, with moments that live there."""
+    micro, cfg = collate(some_rows(2, 20, 40), range(2)).to(ranks.device), OptimConfig(lr=1e-3, offload=on_host)
     policy = load()
-    optimizer = build_optimizer(policy, OptimConfig(lr=1e-3))
+    optimizer = build_optimizer(policy, cfg)
     checkpoints = Checkpoints(tmp_path, ranks)
 
     def step(policy, optimizer) -> dict[str, torch.Tensor]:
@@ -204,10 +206,16 @@ def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path):
         return {name: p.full_tensor().cpu() for name, p in policy.hf_parameters()}
 
     step(policy, optimizer)
-    checkpoints.save(1, policy, optimizer)
+    moment = snapshot(policy, optimizer)
+    if on_host:
+        moment = moment.staged(None)
+    else:
+        checkpoints.write(1, moment)
     drawn, whole = torch.rand(4, device=ranks.device), step(policy, optimizer)
+    if on_host:  # as a thread would, once training has gone on
+        checkpoints.write(1, moment)
     again = load()
-    again_optimizer = build_optimizer(again, OptimConfig(lr=1e-3))
+    again_optimizer = build_optimizer(again, cfg)
     assert checkpoints.resume(again, again_optimizer) == 1
     assert torch.equal(torch.rand(4, device=ranks.device), drawn)
     for name, parameter in step(again, again_optimizer).items():
