@@ -37,9 +37,11 @@ def undisturbed(world) -> Path:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_ends_all_of_them_well_after_a_saved_step(world, undisturbed):
-    run = world / "runs" / "signal"
-    with script_on_ranks("train_sft.py", str(world / "config.yaml"), "--run.name", run.name) as (ranks, output):
+@pytest.mark.parametrize("flags", [(), ("--run.save_every", "1", "--run.async_save", "True")])
+def test_a_signal_to_one_rank_ends_all_of_them_well_after_a_saved_step(world, undisturbed, flags):
+    run = world / "runs" / f"signal_{len(flags)}"
+    argv = (str(world / "config.yaml"), "--run.name", run.name, *flags)
+    with script_on_ranks("train_sft.py", *argv) as (ranks, output):
         wait_for_step(run, 2, lambda: all(rank.is_alive() for rank in ranks))
         os.kill(ranks[1].pid, signal.SIGTERM)
         assert wait_for_all(ranks, 30) == 0, output.read_text()
@@ -48,7 +50,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_well_after_a_saved_step(world, un
     assert 2 <= last < 40
     newest = run / "checkpoints" / f"step_{last:06d}"
     assert verify(newest) is None and (run / "hf").resolve() == newest / "hf"
-    assert f"from step {last}" in run_script("train_sft.py", str(world / "config.yaml"), "--run.name", run.name)
+    assert f"from step {last}" in run_script("train_sft.py", *argv)
     assert differing(undisturbed, run) == []
 
 
