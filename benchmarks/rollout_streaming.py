@@ -252,7 +252,9 @@ def main() -> None:
         bench.close()
         return
     engine = bench.engine
-    spec = SamplingSpec(32 if args.quick else 128, stop=("</search>",), seed=7, num_entropy_tokens=20, num_chunk_tokens=19)
+    spec = SamplingSpec(
+        32 if args.quick else 128, stop=("</search>",), seed=7, num_entropy_tokens=20, num_chunk_tokens=19
+    )
     rates = tokens_per_second(engine, bench.prompts, spec, repeats)
     bench.prescribe(shortest, longest)
     groups = bench.streaming(0.0)  # warm
