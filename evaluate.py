@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arpo.config.checks import check_result_room
+from arpo.config.checks import check_context, check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.rewards import RewardConfig
@@ -57,7 +57,8 @@ class EvalConfig:
             return
         some = self.eval.benchmarks or self.eval.files
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
-        refuse(*check_result_room(self.tools.search, self.rollout))
+        room = check_result_room(self.tools.search, self.rollout)
+        refuse(*room, *check_context(self.rollout, self.max_model_len))
         require(
             self.rollout.dispatch != "pull_longest_first",
             "rollout.dispatch=pull_longest_first goes by earlier epochs, of which there are none; set it to pull",

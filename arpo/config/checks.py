@@ -5,6 +5,7 @@ within it, and facts.py what is wrong with a single knob. Imports no torch, so t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.named import is_own, names_of
@@ -40,7 +41,7 @@ def check_sizes(
             f"rollout.max_response_tokens={rollout.max_response_tokens}"
         )
     longest = data.max_prompt_tokens + rollout.max_response_tokens
-    yield from check_context(rollout, longest, update)
+    yield from check_context(rollout, longest, update.max_tokens_per_microbatch)
     if longest > update.max_tokens_per_microbatch:
         yield (
             f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch} cannot hold one trajectory of "
@@ -50,15 +51,15 @@ def check_sizes(
         yield "rollout.temperature must be above 0 in training: greedy rollouts have nothing to learn from"
 
 
-def check_context(rollout: RolloutConfig, longest: int, update: UpdateConfig) -> Iterator[str]:
-    """Yield where contexts do not fit; `longest`: tokens of one, with the prompt."""
+def check_context(rollout: RolloutConfig, longest: int, max_row: float = inf) -> Iterator[str]:
+    """Yield where contexts do not fit. `longest`: tokens of one, with the prompt; `max_row`: of all, in training."""
     if rollout.context == "append":
         return
-    if not longest < rollout.max_trajectory_tokens <= update.max_tokens_per_microbatch:
+    if not longest < rollout.max_trajectory_tokens <= max_row:
         yield (
             f"rollout.max_trajectory_tokens={rollout.max_trajectory_tokens} must be more than the {longest} of one "
-            "context (data.max_prompt_tokens + rollout.max_response_tokens), and at most "
-            f"update.max_tokens_per_microbatch={update.max_tokens_per_microbatch}"
+            "context (the longest prompt + rollout.max_response_tokens)"
+            + (f", and at most update.max_tokens_per_microbatch={max_row}" if max_row < inf else "")
         )
     if rollout.context != "strip_thoughts":
         reserve = rollout.answer_reserve_tokens

@@ -28,6 +28,7 @@ JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "
 PULL = ["--rollout.dispatch", "pull"]
 OWN = f"{__file__}:defaults"
 CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
+NOTES = ["--rollout.context", "summary"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
 # What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
@@ -40,7 +41,7 @@ ALWAYS = {
     "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt "
     "num_conversations_per_step max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens carry_over dispatch",
+    "answer_reserve_tokens carry_over dispatch context",
     "engine": "max_num_seqs",
     "branching": "selector compat",
     "protocol": "format",
@@ -98,7 +99,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
     "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
-    "rollout.dispatch": "pull",
+    "rollout.dispatch": "pull", "rollout.context": "summary",
 }  # fmt: skip
 OFF = {
     "run.num_steps": 5, "model.lora_rank": 0, "model.cpu_offload": True, "data.valid": "",
@@ -111,7 +112,7 @@ OFF = {
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
     "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
-    "rollout.dispatch": "fixed",
+    "rollout.dispatch": "fixed", "rollout.context": "append",
 }  # fmt: skip
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
     ("reward.compat", "reward.file"): "",
@@ -148,7 +149,7 @@ SPECIAL_OFF = {
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
     "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",
-    "loss.correction_low": 0.25,
+    "loss.correction_low": 0.25, "rollout.max_trajectory_tokens": 16000,
     "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
     "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
     "advantage.tree": "hard", "loss.kl_estimator": "k2", "reward.file": OWN, "loss.rollout_correction": "tis",
@@ -318,6 +319,12 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*CARRY, "1", *TIS, "--advantage.dead_groups", "resample"], ["dead_groups=resample; set it to drop or keep"]),
         ([*CARRY, "1", *TIS, "--engine.tensor_parallel", "2"], ["engine.tensor_parallel=2; set it to 1"]),
         ([*CARRY, "1", *TIS, "--loss.old_logprobs", "rollout"], ["rollout_correction=tis is ignored", "=recompute"]),
+        (["--rollout.context_tokens", "9"], ["context_tokens=9 is ignored unless rollout.context=summary"]),
+        ([*NOTES, "--rollout.max_trajectory_tokens", "5000"], ["tokens=5000 must be more than the 5632"]),
+        ([*NOTES, "--update.max_tokens_per_microbatch", "9000"], ["16384", "at most update.max_tokens_per_micro"]),
+        ([*NOTES, "--rollout.note_tokens", "256"], ["=256 has no room for rollout.note_tokens=256"]),
+        ([*NOTES, "--rollout.context_tokens", "3840"], ["context_tokens=3840 is never exceeded", "= 3840; lower it"]),
+        ([*NOTES, "--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "9"], ["overlong counts the tok"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
     ],
 )  # fmt: skip
