@@ -111,6 +111,7 @@ from arpo.log.alarms import Alarms
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import reported_if_not_finite
+from arpo.losses import towards_target
 from arpo.metrics import Metrics, distributions
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
@@ -173,7 +174,7 @@ def main(cfg: RLConfig) -> None:
     alarms = Alarms(run, log, dist, done_steps)
     progress, stop = log.progress(num_steps, "step", done=done_steps), ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics = ranks.Timers(), Metrics()
+        timers, metrics, loss = ranks.Timers(), Metrics(), towards_target(cfg.loss, alarms.values["entropy"])
 
         # ---- rollout and reward
         batch = rollouts.next(step, timers)
@@ -183,7 +184,7 @@ def main(cfg: RLConfig) -> None:
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, dist)
         metrics.merge(ask_models(minibatches, policy, reference, critic, cfg, timers))
         metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, dist))
-        minibatches = minibatches if critic else worth_an_update(minibatches, cfg.loss, dist)
+        minibatches = minibatches if critic else worth_an_update(minibatches, loss, dist)
 
         # ---- update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
@@ -196,7 +197,7 @@ def main(cfg: RLConfig) -> None:
                     if step > cfg.critic.warmup_steps:
                         metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
                         found = update_policy(
-                            policy, optimizer, micros, cfg.loss, temperature, max_norm, dist, is_first=number == 0
+                            policy, optimizer, micros, loss, temperature, max_norm, dist, is_first=number == 0
                         )
                         metrics.merge(found)
 

@@ -14,7 +14,8 @@ by a *global* count (`denominator`); so shares add up, however the rows are cut:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +25,8 @@ from arpo.config.named import find
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
+ENTROPY_STEP = 0.001
+"""Change of the entropy coefficient in a step, under loss.entropy_target."""
 MAX_K3 = 10.0
 MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range, and still finite in float32
 
@@ -124,6 +127,19 @@ def policy_loss(
     if cfg.entropy_coefficient:
         loss = loss - cfg.entropy_coefficient * aggregate(entropy, keep, cfg.aggregation, denominator)
     return loss, loss_metrics(policy_part.detach(), per_token, tokens.ratio.detach(), keep)
+
+
+def towards_target(cfg: LossConfig, entropies: Sequence[float]) -> LossConfig:
+    """Return the loss with the entropy coefficient that these mean entropies (nats) of the steps so far lead to.
+
+    Target 0.3, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, and now 0.001.
+    """
+    if cfg.entropy_target is None:
+        return cfg
+    coefficient = cfg.entropy_coefficient
+    for entropy in entropies:
+        coefficient = max(coefficient + math.copysign(ENTROPY_STEP, cfg.entropy_target - entropy), 0.0)
+    return replace(cfg, entropy_coefficient=coefficient)
 
 
 def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:

@@ -288,6 +288,12 @@ class LossConfig:
     nothing where a fifth of the tokens or more are uncertain; a surer policy has a few tokens of z = 10 and more."""
     entropy_coefficient: float = 0.0
     """Factor of the mean token entropy (nats), which is subtracted from the loss."""
+    entropy_target: Annotated[float | None, AtLeast(0)] = None
+    """Mean token entropy (nats) below which each step raises entropy_coefficient by 0.001, and above which it lowers
+    it, to 0 at least; None = it stays."""
+    entropy_target: Annotated[float | None, AtLeast(0)] = None
+    """Mean token entropy (nats) below which each step raises entropy_coefficient by 0.001, and above which it lowers
+    it, to 0 at least; None = it stays."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
     kl_estimator: Annotated[str, REFERENCE] = "k3"

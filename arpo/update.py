@@ -203,6 +203,8 @@ def update_policy(
     Raises NonFinite, on all ranks alike.
     """
     metrics, losses = Metrics(), []
+    if cfg.entropy_target is not None:
+        metrics.mean("loss/entropy_coefficient", cfg.entropy_coefficient)
     [count] = dist.all_reduce_sum(float(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros)))
     statistics = None
     if uses_entropy_statistics(cfg):  # of the current policy; before the first step that is the old one

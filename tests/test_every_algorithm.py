@@ -42,7 +42,7 @@ ALGORITHMS = {
     "reinforce++": ["--advantage.normalize", "batch", "--loss.rollout_correction", "geometric_mis",
                     "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
     "standardized": ["--branching.selector", "standardized", "--branching.signal", "delta", "--run.save_every", "1",
-                     *SEARCHES],
+                     "--loss.entropy_target", "9", *SEARCHES],
     "no thoughts": ["--rollout.context", "strip_thoughts", "--rollout.max_trajectory_tokens", "2000", *SEARCHES,
                     "--rollout.max_response_tokens", "200", "--update.max_tokens_per_microbatch", "2000"],
     "notes": ["--rollout.context", "summary", "--rollout.context_tokens", "60", "--rollout.note_tokens", "8", *SEARCHES,
@@ -120,6 +120,7 @@ def test_a_resumed_run_compares_with_the_decisions_of_all_earlier_steps(metrics_
     first, second = metrics_of("standardized")
     assert first["branching/signal"] == 0 and first["branching/probability"] == 0.5  # nothing to compare with
     assert second["branching/signal"] > 0.05
+    assert [first["loss/entropy_coefficient"], second["loss/entropy_coefficient"]] == [0, 0.001]
     resumed = cut_and_resumed(world, "standardized")
     names = [name for name in second if name.startswith(("branching/", "reward/", "loss/"))]
     assert {name: resumed[name] for name in names} == {name: second[name] for name in names}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments
+from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments, towards_target
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
@@ -321,3 +321,17 @@ def test_a_kl_that_belongs_to_the_reward_is_not_in_the_loss_too():
     options = {"ref_logprobs": -ONE, "kl_coefficient": 0.1}
     in_reward, metrics = loss_of(ONE, ONE, ONE, ONE, kl_in="reward", **options)
     assert in_reward.item() == -1.0 < loss_of(ONE, ONE, ONE, ONE, **options)[0].item() and "kl" not in metrics.values()
+
+
+@pytest.mark.parametrize(
+    "target, entropies, expected",
+    [
+        (None, [0.1] * 9, 0.002),
+        (0.3, [], 0.002),
+        (0.3, [0.2, 0.2, 0.4], 0.003),
+        (0.3, [0.4, 0.5, 0.6, 0.7, 0.2], 0.001),  # at 0 at least, from where it grows at once
+    ],
+)
+def test_the_entropy_coefficient_follows_the_entropy(target, entropies, expected):
+    cfg = LossConfig(entropy_coefficient=0.002, entropy_target=target)
+    assert towards_target(cfg, entropies).entropy_coefficient == pytest.approx(expected, abs=1e-12)

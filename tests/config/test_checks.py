@@ -48,7 +48,8 @@ ALWAYS = {
     "tools": "names options price_per_call",
     "reward": "terms",
     "advantage": "kind",
-    "loss": "kind entropy_balanced_advantage entropy_coefficient kl_coefficient aggregation old_logprobs",
+    "loss": "kind entropy_balanced_advantage entropy_coefficient entropy_target kl_coefficient aggregation "
+    "old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
