@@ -20,7 +20,6 @@ from typing import Literal
 from arpo.errors import UserError, require
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
-from arpo.tools.cache.cache import PYTHON
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.interface import ToolContext, ToolResult
 from arpo.tools.python import MAX_OUTPUT_CHARS, refuse, shorten, strip_fences
@@ -30,6 +29,7 @@ from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import Reply
 from extras.tools.notebook_jail.client import SessionClient, open_session
 from extras.tools.python import RecordedPython, RecordedPythonConfig
+from extras.tools.recorder import PYTHON
 from extras.tools.session_tool import CannotFork, SessionLost, SessionTool
 
 

@@ -18,7 +18,6 @@ from typing import Annotated, Literal
 from arpo.config.facts import AtLeast
 from arpo.config.tools import PythonConfig
 from arpo.tools.base import ToolResult
-from arpo.tools.cache.cache import PYTHON
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, strip_fences
 from arpo.tools.sandbox.client import GRACE_S
@@ -26,7 +25,7 @@ from arpo.tools.sandbox.host_process import Tier
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import Reply
 from extras.tools.node_slots import NodeSlots
-from extras.tools.recorder import Recorder
+from extras.tools.recorder import PYTHON, Recorder
 
 
 @dataclass(frozen=True)

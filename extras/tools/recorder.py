@@ -11,6 +11,8 @@ from arpo.errors import UserError
 from arpo.tools.cache.cache import open_cache
 from arpo.tools.interface import ToolResult
 
+PYTHON, MCP = "python", "mcp"
+"""Backends of what was recorded."""
 NOT_RECORDED = "Error: there is no recorded result of this call."
 
 

@@ -11,8 +11,8 @@ from arpo.config.named import find, is_own
 from arpo.errors import UserError
 from arpo.tools.cache.store import Cache, CacheFile
 
-PYTHON, PAGE, SUMMARY, MCP = "python", "page", "summary", "mcp"
-"""Backends of what other tools than search have recorded."""
+PAGE, SUMMARY = "page", "summary"
+"""Backends of what was recorded besides searches."""
 
 
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:

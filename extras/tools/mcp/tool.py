@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
-from arpo.tools.cache.cache import MCP
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.interface import ToolContext, ToolResult
 from extras.tools.mcp.config import McpServer
 from extras.tools.mcp.connection import Connection, ConnectionLost, program_of
-from extras.tools.recorder import Recorder
+from extras.tools.recorder import MCP, Recorder
 from extras.tools.session_tool import SessionLost, SessionTool
 
 if TYPE_CHECKING:
