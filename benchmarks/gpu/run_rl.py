@@ -44,8 +44,9 @@ branching: {selector: arpo, num_initial_rollouts: 4, entropy_tokens: 4}
 tools: {search: {backend: local, mode: live}}
 update: {num_prompts_per_minibatch: 8, max_tokens_per_microbatch: 8192}
 """
-QUICK = ("--rollout.max_response_tokens", "96", "--data.num_prompts_per_step", "4")
+QUICK = ("--rollout.max_response_tokens", "96", "--data.num_prompts_per_step", "4", "--rollout.group_size", "4")
 QUICK += ("--update.num_prompts_per_minibatch", "2", "--rollout.answer_reserve_tokens", "8")
+QUICK += ("--branching.num_initial_rollouts", "2", "--data.num_valid_prompts", "2")
 LIMIT_S = 540.0
 STARTED = re.compile(r"vLLM started in (\d+) s: KV cache of (\d+)k tokens, attention (\w+), CUDA graphs of (\d+)")
 COMPUTED = re.compile(r"KV cache about [\d.]+ = (\d+)k tokens")
@@ -108,7 +109,7 @@ def launch(folder: Path, num_ranks: int, argv: list[str], *, kill_after_step: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short responses")
+    parser.add_argument("--quick", action="store_true", help="short responses, small groups")
     parser.add_argument("--shape", choices=("small", "0.5b"), default="small")
     parser.add_argument("--ranks", type=int, default=1, help="0 = all GPUs, two on a machine without")
     args, flags = parser.parse_known_args()
