@@ -20,9 +20,10 @@ from helpers.models import build_tiny_model
 gc.disable()  # until pytest_collection_finish: a quarter of what importing the tests computes
 
 LONGEST_FIRST = ["test_kill_points.py", "test_end_to_end.py", "test_every_algorithm.py", "test_scripts.py",
-                 "test_gpu_report.py", "test_real_data.py", "test_validation.py", "test_carry_over_run.py", "test_multi_node.py", "test_storm.py",
-                 "test_preemption.py", "test_hermes_end_to_end.py", "test_checkpoint.py", "test_evaluate.py",
-                 "test_sandbox_attacks.py", "test_sandbox_host.py", "test_model.py", "test_engine.py"]  # fmt: skip
+                 "test_gpu_report.py", "test_real_data.py", "test_validation.py", "test_carry_over_run.py",
+                 "test_multi_node.py", "test_storm.py", "test_preemption.py", "test_hermes_end_to_end.py",
+                 "test_checkpoint.py", "test_evaluate.py", "test_sandbox_attacks.py", "test_sandbox_host.py",
+                 "test_model.py", "test_engine.py"]  # fmt: skip
 """A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
 SLOW_S = 1500.0
