@@ -29,6 +29,7 @@ from arpo.model.chat_template import excess_of
 from arpo.model.head import token_logprobs
 from arpo.start.memory import sizes_of
 from arpo.tree import collate_tree
+from benchmarks.head_memory import peak_mib
 
 CPU = torch.device("cpu")
 
@@ -222,6 +223,15 @@ def test_the_chunked_head_equals_full_logits_in_values_and_gradients(chunk_token
     for ours, expected in zip(results["ours"], results["naive"], strict=True):
         scale = expected.abs().max().item()
         torch.testing.assert_close(ours, expected.float(), atol=1e-5 * scale, rtol=1e-5)
+
+
+def test_the_logits_of_only_one_chunk_are_there_at_a_time():
+    hidden, weight = torch.randn(24, 1, requires_grad=True), torch.randn(20_000, 1, requires_grad=True)
+    with peak_mib("cpu") as peak:
+        logprobs, entropy = token_logprobs(hidden, weight, torch.arange(24), chunk_tokens=8)
+        (logprobs.sum() + entropy.sum()).backward()
+    chunk = 8 * 20_000 * 4 / 2**20
+    assert chunk < peak[0] < 1.8 * chunk  # the rest: rows of one block, and the weight's gradient
 
 
 @pytest.fixture
