@@ -23,7 +23,7 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("weight sync", "arpo.engine:Engine.sync_weights", 3, 1),
     ("log of the step", "arpo.log.run_log:RunLog.scalars", 2, 0),
     ("trajectory dump", "arpo.log.dumps:DumpWriter._write", 2, 0),
-    ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.save", 2, 1),
+    ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.write", 2, 1),
     ("files of a save", "arpo.checkpoint.writer:MeasuredFiles.create_stream", 2, 1),
     ("manifest", "arpo.checkpoint.manifest:write", 2, 0),
     ("rename done, pointer not", "arpo.checkpoint.manifest:sync", 16, 0),
