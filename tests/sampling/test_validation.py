@@ -119,7 +119,7 @@ VALIDATES = (
 PLACES = [  # what is called when the rank dies, at which call since the start of the process, and which rank
     ("begin of the first validation", "arpo.sampling.validation:Beside.start", 1, 1),
     ("end of one of its trajectories", "arpo.sampling.validation:Beside.whole", 2, 0),
-    ("step 1 saved, and its scores", "arpo.checkpoint.checkpoints:Checkpoints.save", 2, 1),
+    ("step 1 saved, and its scores", "arpo.checkpoint.checkpoints:Checkpoints.write", 2, 1),
     ("scores of step 2, which was saved", "arpo.sampling.validation:Validation.end", 2, 1),
     ("step 2's scores are logged, step 3 is not", "arpo.update:fill_advantages", 1, 0),
     ("the last validation", "arpo.sampling.validation:Validation._scores", 4, 0),
