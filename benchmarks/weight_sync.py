@@ -96,7 +96,6 @@ def measure(folder: str, *, quick: bool) -> None:
     from arpo.engine.weight_sync import full_tensors
     from arpo.ranks.devices import keep_freed_memory
 
-    keep_freed_memory()  # as every rank of a run does
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
@@ -122,6 +121,8 @@ def measure(folder: str, *, quick: bool) -> None:
     num_parameters = sum(p.numel() for p in model.parameters())
     repeats = 5 if quick else 3
     baseline, cast = (copy_seconds(num_parameters, t, device, repeats) for t in (torch.bfloat16, torch.float32))
+    if not on_gpu:
+        keep_freed_memory()  # as a run's ranks do; not before, or the full model and the copies would stay too
     gather = seconds(gather_only, repeats)
     with timed_packing() as packings:
         ours = seconds(lambda: engine.sync_weights(model.named_parameters()), repeats)
