@@ -1,7 +1,7 @@
 """Measures what the entropy after a tool result predicts, from the trajectory dumps of finished runs:
 
     python benchmarks/ablation/siblings.py runs/demo_hard_ablation/{random,arpo,standardized}_seed*
-    python benchmarks/ablation/siblings.py runs/llm_arpo --picture entropies.png
+    python benchmarks/ablation/siblings.py runs/llm_arpo
 
 First how H_root (the first turn), H after a successful and after a failed call, and dH = H - H_root are distributed.
 Then whether a branch at a high entropy is worth more: correlation of H and of dH at the fork with the branch having
@@ -131,35 +131,9 @@ def quarter_table(branches: Sequence[Branch]) -> str:
     return "\n".join(lines)
 
 
-def draw(entropies: dict[str, np.ndarray], branches: Sequence[Branch], path: Path) -> None:
-    """Histograms of H and dH, and the share of branches that differ from their parents over the quarters of H."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6))
-    for axis, kind in zip(axes, ("H", "dH"), strict=False):
-        for name, values in entropies.items():
-            if name.startswith((f"{kind} ", f"{kind}_")) and len(values):
-                axis.hist(values, bins=40, density=True, histtype="step", label=f"{name} (n={len(values)})")
-        axis.set_xlabel(f"{kind}, nats")
-        axis.legend(fontsize=8)
-    for part in quarters(branches) if len(branches) >= 4 else ():
-        share = np.mean([branch.differs for branch in part])
-        half_width = 1.96 * np.sqrt(share * (1 - share) / len(part))
-        axes[2].errorbar(np.median([branch.entropy for branch in part]), share, half_width, fmt="o", color="C0")
-    axes[2].set_xlabel("H at the fork, nats: median of each quarter")
-    axes[2].set_ylabel("branch and parent differ")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs that branched")
-    parser.add_argument("--picture", type=Path, help="also draw the distributions to this PNG")
     args = parser.parse_args()
     dumps = [dump for run in args.runs for dump in sorted(run.glob("trajectories/step_*"))]
     groups = [group for dump in dumps for group in groups_of(dump)]
@@ -171,8 +145,6 @@ def main() -> None:
         print(f"correlation of {name} with another reward: {correlation(branches, signal)}")
     if len(branches) >= 4:
         print(f"\n{quarter_table(branches)}")
-    if args.picture:
-        draw(entropies, branches, args.picture)
 
 
 if __name__ == "__main__":

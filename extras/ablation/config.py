@@ -80,7 +80,7 @@ class AblationConfig:
     run: AblationRunSection = field(default_factory=AblationRunSection)
     ablation: AblationSection = field(default_factory=AblationSection)
     report_only: bool = False
-    """Run nothing; write the table and the curves of the runs that are finished."""
+    """Run nothing; write the table and the picture of the runs that are finished."""
 
     def __post_init__(self) -> None:
         a = self.ablation

@@ -18,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from arpo.errors import UserError
 from arpo.evals.tables import markdown_table
 from arpo.log import read_metrics
 from extras.ablation.positions import counted
-from extras.ablation.results import estimate
+from extras.ablation.results import draw_forest, estimate
 from extras.demo.__main__ import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,35 +153,19 @@ def read_results(path: Path) -> list[dict]:
     return lines
 
 
-def fork_shares(folder: Path, arm: str) -> dict[int, float]:
-    """Return turn -> share of an arm's forks there, over all seeds."""
-    found: Counter[int] = Counter()
-    for path in folder.glob(f"seed*/{arm}/positions.json"):
-        found.update({int(turn): number for turn, number in json.loads(path.read_text()).items()})
-    return {turn: number / found.total() for turn, number in sorted(found.items()) if number}
-
-
 def draw(folder: Path, lines: list[dict]) -> None:
-    """Draw each arm's calls to 80 % relative to GRPO's, and the turns at which it forks: FOLDER/calls.png."""
-    import matplotlib.pyplot as plt
-
+    """Draw what each arm needed relative to GRPO: FOLDER/calls.png."""
     arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for place, arm in enumerate(reversed(arms)):
-        found = ratios(lines, arm, "grpo", "calls_80") or {"mean": 1.0}
-        left.barh(place, found["mean"], color="tab:blue" if arm.startswith(("top", "minority")) else "tab:gray")
-        left.plot([found.get("low", found["mean"]), found.get("high", found["mean"])], [place, place], color="black")
-    left.set_yticks(range(len(arms)), list(reversed(arms)))
-    left.axvline(0.5, color="tab:red", linestyle=":")
-    left.set_xlabel("tool calls until 80 % of the decisive moves are right, relative to GRPO (95 %)")
-    for arm in arms:
-        if shares := fork_shares(folder, arm):
-            right.plot(list(shares), list(shares.values()), marker="o", label=arm)
-    right.set_xlabel("turn at which it forks (1 = after the first tool result)")
-    right.set_ylabel("share of the forks")
-    right.legend()
-    figure.savefig(folder / "calls.png", dpi=110)
-    plt.close(figure)
+    titles = {
+        "calls_80": "tool calls to 80 % right moves",
+        "calls_to_accuracy": "tool calls to 80 % accuracy",
+        "tokens_80": "sampled tokens to 80 % right moves",
+    }
+    panels = [
+        (f"{title}\nrelative to grpo", 1.0, {arm: ratios(lines, arm, "grpo", cost) for arm in arms})
+        for cost, title in titles.items()
+    ]
+    draw_forest(panels, folder / "calls.png")
 
 
 def ratios(lines: list[dict], arm: str, reference: str, cost: str) -> dict[str, float]:

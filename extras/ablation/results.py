@@ -1,4 +1,4 @@
-"""Table and curves of an ablation, made from the folders of its runs.
+"""Table and forest plot of an ablation, made from the folders of its runs.
 
 A run's folder is `<algorithm>_seed<k>` with metrics.jsonl (training) and eval/scores.json (held-out questions). Only
 the held-out numbers compare algorithms: the trajectories of a branched group are no independent samples of the policy,
@@ -210,32 +210,44 @@ def running_mean(values: Sequence[float]) -> np.ndarray:
     return np.array([np.mean(values[max(0, i + 1 - SMOOTHING_STEPS) : i + 1]) for i in range(len(values))])
 
 
-def draw_curves(results: list[RunResult], path: Path) -> None:
-    """Draw training reward and accuracy over the steps, and reward over the tool calls executed so far.
+def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]]], path: Path) -> None:
+    """Draw estimates with their 95 % intervals: a panel for each (title, null, row -> estimate), a line per row.
 
-    Lines are means over seeds of the running means, bands their standard deviation.
+    `null`: the value that says "no difference"; an interval that leaves it out is coloured. None = there is none.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
-    for number, (algorithm, runs) in enumerate(by_algorithm(results).items()):
-        num_steps = min(len(run.metrics) for run in runs)
-        steps = runs[0].series("step")[:num_steps]
-        calls = np.mean([np.cumsum(run.series("tools/all/calls"))[:num_steps] for run in runs], axis=0)
-        panels = [(steps, "reward/mean"), (steps, "reward/accuracy"), (calls, "reward/mean")]
-        for axis, (x, metric) in zip(axes, panels, strict=True):
-            y = np.stack([running_mean(run.series(metric))[:num_steps] for run in runs])  # (seeds, steps)
-            mean, spread = y.mean(0), y.std(0)
-            axis.plot(x, mean, color=f"C{number}", label=f"{algorithm} ({len(runs)} seed{'s' * (len(runs) > 1)})")
-            axis.fill_between(x, mean - spread, mean + spread, color=f"C{number}", alpha=0.15, linewidth=0)
-    for axis, x, y in zip(axes, ["step", "step", "tool calls executed"], ["reward", "accuracy", "reward"], strict=True):
-        axis.set_xlabel(x)
-        axis.set_ylabel(f"training {y}")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    rows = list(dict.fromkeys(name for _, _, cells in panels for name, cell in cells.items() if cell))
+    size = (1.4 + 2.9 * len(panels), 0.9 + 0.24 * len(rows))
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, (title, null, cells) in zip(axes[0], panels, strict=True):
+        for place, cell in enumerate(cells.get(name) for name in rows):
+            if cell:
+                low, centre, high = (cell.get(key, cell["mean"]) for key in ("low", "mean", "high"))
+                differs = null is not None and low < high and not low <= null <= high
+                colour = "tab:blue" if differs else "0.35"
+                axis.plot([low, high], [place, place], color=colour, linewidth=1.5)
+                axis.plot(centre, place, marker="o", color=colour, markersize=5)
+        if null is not None:
+            axis.axvline(null, color="0.35", linestyle=":", linewidth=1)
+        axis.set_title(title, fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+        axis.tick_params(axis="y", length=0)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[0][0].set_yticks(range(len(rows)), rows)
+    axes[0][0].set_ylim(len(rows) - 0.5, -0.5)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_table(table: dict[str, dict], path: Path) -> None:
+    """Draw the forest of what `compare_algorithms` returned: accuracy, its differences, tool calls of training."""
+    panels = [("held-out accuracy", None, {name: row["accuracy"] for name, row in table.items()})]
+    for reference in (r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())):
+        cells = {name: row.get(f"minus_{reference}") for name, row in table.items()}
+        panels.append((f"accuracy minus {reference}", 0.0, cells))
+    panels.append(("tool calls of training", None, {name: row["tool_calls"] for name, row in table.items()}))
+    draw_forest(panels, path)

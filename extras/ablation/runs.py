@@ -18,7 +18,7 @@ import yaml
 from arpo.config.load import SCRIPTS
 from arpo.errors import UserError
 from extras.ablation.config import AblationConfig, AblationSection
-from extras.ablation.results import RunResult, algorithms_table, compare_algorithms, draw_curves, read_run
+from extras.ablation.results import RunResult, algorithms_table, compare_algorithms, draw_table, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
@@ -196,7 +196,7 @@ def outcome(job: Job) -> str:
 
 
 def write_results(jobs: list[Job], folder: Path, target_reward: float) -> None:
-    """Write table and curves of the finished runs. Raises UserError where there is none."""
+    """Write table and forest plot of the finished runs. Raises UserError where there is none."""
     runs = {job.name: job.result() for job in jobs}
     results, missing = [run for run in runs.values() if run], [name for name, run in runs.items() if not run]
     if not results:
@@ -205,6 +205,6 @@ def write_results(jobs: list[Job], folder: Path, target_reward: float) -> None:
     text = algorithms_table(table, target_reward)
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
     (folder / "TABLE.md").write_text(text)
-    draw_curves(results, folder / "curves.png")
+    draw_table(table, folder / "forest.png")
     print(text + (f"\nnot finished: {', '.join(missing)}\n" if missing else ""))
-    print(f"{folder / 'TABLE.md'}\n{folder / 'curves.png'}", flush=True)
+    print(f"{folder / 'TABLE.md'}\n{folder / 'forest.png'}", flush=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.load import run_or_exit
-from extras.demo.report import draw, report
+from extras.demo.report import report
 
 TASKS = ("plain", "hard", "long", "long_silent", "notes")
 TASKS_HELP = (
@@ -32,8 +32,6 @@ def write_data(args: argparse.Namespace) -> None:
 
 def show_report(args: argparse.Namespace) -> None:
     print(report(args.runs))
-    if args.picture:
-        draw(args.runs, args.picture)
 
 
 def add_build(commands: Any, folder: str, about: str) -> argparse.ArgumentParser:
@@ -57,9 +55,7 @@ def main() -> None:
     command = add_build(commands, "data/demo", "write the demo's data and model")
     command.add_argument("--task", choices=TASKS, default="plain", help=TASKS_HELP)
     command.set_defaults(run=write_data)
-    command = add_report(commands)
-    command.add_argument("--picture", type=Path, help="also draw the reward curves of all folders to this PNG")
-    command.set_defaults(run=show_report)
+    add_report(commands).set_defaults(run=show_report)
     args = parser.parse_args()
     run_or_exit(args.run, args)
 

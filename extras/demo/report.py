@@ -1,4 +1,4 @@
-"""The end of `make demo`: what RL made of the agent, as a table; the reward curves of several seeds as a picture."""
+"""The end of `make demo`: what RL made of the agent, as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arpo.errors import UserError
-from arpo.log import read_metrics
 
 
 @dataclass(frozen=True)
@@ -70,25 +69,3 @@ def scores(run: Path, questions: str, demo: Demo) -> dict[str, float]:
     if not path.exists():
         raise UserError(f"{path}: no such file; run `{demo.command}`, which ends with this report")
     return json.loads(path.read_text())[questions]
-
-
-def draw(folders: list[Path], path: Path, demo: Demo = DEMO) -> None:
-    """Mean training reward and greedy validation accuracy over the steps, a line per folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharex=True)
-    for number, folder in enumerate(folders):
-        rows = read_metrics(folder / f"{demo.name}_arpo")
-        for axis, metric in zip(axes, ("reward/mean", "valid/accuracy"), strict=True):
-            points = [(row["step"], row[metric]) for row in rows if metric in row]
-            axis.plot(*zip(*points, strict=True), label=f"seed {number}", marker="." if len(points) < 30 else None)
-            axis.set_title(metric)
-            axis.set_xlabel("step")
-            axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

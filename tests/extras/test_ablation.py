@@ -165,7 +165,7 @@ def test_the_intervals_cover_the_mean_as_often_as_they_say():
     assert 0.94 < np.mean([cell["low"] <= 0 <= cell["high"] for cell in cells]) < 0.96
 
 
-def test_report_only_writes_table_and_curves_of_what_is_finished(config, capsys):
+def test_report_only_writes_table_and_forest_of_what_is_finished(config, capsys):
     folder = config.parent / "ab"
     cfg = load_config(AblationConfig, [str(config), "--report_only", "True"])
     with pytest.raises(UserError, match=f"^{folder}: no finished run to report; see each log.txt$"):
@@ -175,7 +175,7 @@ def test_report_only_writes_table_and_curves_of_what_is_finished(config, capsys)
     assert "not finished: random_seed0" in capsys.readouterr().out
     assert json.loads((folder / "table.json").read_text())["grpo"]["accuracy"]["mean"] == 0.5
     assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "forest.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- the runs

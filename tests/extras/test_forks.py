@@ -15,7 +15,7 @@ from arpo.log.dumps import DumpWriter
 from arpo.options import BranchingConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
-from extras.ablation.forks import ARMS, POSITIONS_OF, draw, fork_shares, ratio, reach, read_results, report
+from extras.ablation.forks import ARMS, POSITIONS_OF, draw, ratio, reach, read_results, report
 from extras.ablation.right_moves import RightMoves, right_trajectory
 from extras.demo import build as demo
 from extras.demo.long import LongWorld
@@ -45,19 +45,16 @@ def test_the_report_has_a_row_per_arm_and_says_how_many_never_got_there():
     assert "| grpo | 1 | 2 | 2 | 2 |" in text and "(1 never)" in text and "relative to random_2" in text
 
 
-def test_the_calls_until_the_accuracy_are_read_off_the_curve_and_the_pictures_are_drawn(tmp_path):
+def test_the_calls_until_the_accuracy_are_read_off_the_curve_and_the_picture_is_drawn(tmp_path):
     curve = [[10, 0.5, 0.0], [10, 0.9, 0.6], [20, 0.9, 1.0]]
     lines = [
-        {"arm": arm, "seed": seed, "curve": curve, "calls_80": 15.0 + seed}
+        {"arm": arm, "seed": seed, "curve": curve, "calls_80": 15.0 + seed, "tokens_80": 9.0}
         for arm in ("grpo", "top_h_2")
         for seed in (0, 1)
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "seed0" / "top_h_2").mkdir(parents=True)
-    (tmp_path / "seed0" / "top_h_2" / "positions.json").write_text('{"2": 5, "4": 15}')
     found = read_results(tmp_path / "results.jsonl")
     assert [line["calls_to_accuracy"] for line in found] == pytest.approx([30.0] * 4)
-    assert fork_shares(tmp_path, "top_h_2") == {2: 0.25, 4: 0.75}
     draw(tmp_path, found)
     assert (tmp_path / "calls.png").stat().st_size > 9000
 
