@@ -61,17 +61,6 @@ def left_out(sessions: Sequence[Session]) -> dict[str, int]:
     return {name: number for session in sessions for name, number in session.overlong.items()}
 
 
-def model_name(settings: Mapping[str, Any]) -> str:
-    """Return the model of a run's settings as a title: its path or hub name, or the name that a server gives it.
-
-    "models/x sha256:1f" -> "models/x"; "server Qwen (/models/x)" -> "Qwen"
-    """
-    model = settings["model"]
-    if model.startswith("server "):
-        return model.removeprefix("server ").partition(" (")[0]
-    return model.partition(" sha256:")[0]
-
-
 def settings_rows(settings: Mapping[str, Any], sessions: Sequence[Session], judge: str) -> list[list[str]]:
     """Return (name, value) of what a reader needs to repeat the run.
 

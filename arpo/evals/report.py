@@ -12,14 +12,14 @@ from pathlib import Path
 
 from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
-from arpo.evals.about import left_out, model_name, read_sessions, settings_rows
+from arpo.evals.about import left_out, read_sessions, settings_rows
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
 from arpo.evals.grading import REWARD_ONLY, grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.records import Record, read_records
 from arpo.evals.resume import read_settings
-from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
+from arpo.evals.scores import ALL, MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 from arpo.rewards import load_custom
 
@@ -34,7 +34,7 @@ class RunMeta:
     """Facts about the run that a report states besides its numbers."""
 
     title: str
-    """Name of the model."""
+    """Name of the run."""
     judge: str = ""
     """Name of the judge's model; "" = there was none."""
     seed: int = 0
@@ -58,7 +58,7 @@ def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, ju
         for name, records in by_name.items()
     }
     meta = RunMeta(
-        title=model_name(settings),
+        title=run.resolve().name,
         judge=judge_cfg.model,
         seed=settings["seed"],
         overlong=left_out(sessions),
@@ -91,16 +91,32 @@ def write_report(
             s["overlong"] = meta.overlong[name]
     empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
     families = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
-    tables = report_tables(scores, averages(grades, families, seed=meta.seed))
+    means = averages(grades, families, seed=meta.seed)
+    tables, title = report_tables(scores, means), headline(meta.title, {**scores, **means})
     notes = [*muted_note(scores), *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
     tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         write_grades(grades_path(folder, name), grades[name])
-    replace_file(folder / "report.md", [markdown_report(meta.title, notes, tables)])
+    replace_file(folder / "report.md", [markdown_report(title, notes, tables)])
     replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])  # last: what is there is whole
     return scores
+
+
+def headline(name: str, scores: Mapping[str, Scores]) -> str:
+    """Return a report's title: the run's name, and its accuracy over all sets that are no control, each counting the
+    same. {"test": ...} -> "demo_eval: accuracy 0.943 on 400 questions"
+    """
+    asked = [s for set_name, s in scores.items() if "questions" in s and not set_name.endswith(MUTED)]
+    if not asked:
+        return name
+    word = "reward" if any(REWARD_ONLY in s["metric"] for s in asked) else "accuracy"
+    number = f"{word} {scores.get(ALL, asked[0])['accuracy']:.3f}"
+    questions = f"{sum(s['questions'] for s in asked):,} questions"
+    return f"{name}: " + (
+        f"mean {number} of {len(asked)} sets, {questions}" if len(asked) > 1 else f"{number} on {questions}"
+    )
 
 
 def summary(folder: Path) -> str:

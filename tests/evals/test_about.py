@@ -11,7 +11,6 @@ from arpo.config.contents import NOT_RECORDED, code_version
 from arpo.errors import UserError
 from arpo.evals.about import (
     left_out,
-    model_name,
     read_sessions,
     record_session,
     settings_rows,
@@ -66,19 +65,6 @@ def test_what_is_not_known_is_not_made_up():
     """A folder whose sessions.jsonl is gone."""
     rows = dict(settings_rows(SETTINGS, [], ""))
     assert rows["date"] == rows["code"] == NOT_RECORDED and "max_prompt_tokens" not in rows
-
-
-@pytest.mark.parametrize(
-    ("model", "title"),
-    [
-        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
-        ("/runs/a b/hf sha256:0123", "/runs/a b/hf"),
-        ("server my-model (/models/Qwen)", "my-model"),
-        ("server my-model", "my-model"),
-    ],
-)
-def test_the_title_is_the_name_of_the_model(model, title):
-    assert model_name({"model": model}) == title
 
 
 def test_the_last_session_that_asked_a_set_says_how_many_of_its_questions_were_left_out(tmp_path):

@@ -46,13 +46,15 @@ def report(tmp_path_factory):
         "bamboogle": run_of("bamboogle", 30, 5, seed=1, question=lambda q: f"question {q} {HOSTILE}"),
     }
     grades = {name: grade_records(of, metric="qa") for name, of in records.items()}
-    meta = RunMeta(f"models/Qwen {HOSTILE}", overlong={"bamboogle": 3})
+    meta = RunMeta(f"eval {HOSTILE}", overlong={"bamboogle": 3})
     return folder, write_report(folder, records, grades, meta), records, grades
 
 
 def test_the_console_shows_the_notes_and_the_accuracies_and_leaves_the_other_tables_to_the_files(report):
-    folder, *_ = report
+    folder, scores, *_ = report
     text, whole = summary(folder), (folder / "report.md").read_text()
+    mean = f"{(scores['gaia']['accuracy'] + scores['bamboogle']['accuracy']) / 2:.3f}"
+    assert text.startswith("# eval ") and f": mean accuracy {mean} of 2 sets, 42 questions\n" in text
     assert whole.startswith(text) and "- Left out, and in no number" in text and "## Accuracy" in text
     assert "| gaia | 12 |" in text and "| bamboogle | 30 (3 left out) |" in text
     assert "\n## Tools" in whole and text.count("\n## ") == 1
@@ -150,7 +152,7 @@ def test_scores_and_grades_are_on_disk(report):
 
 def test_the_same_records_make_the_same_files(report, tmp_path):
     folder, _, records, grades = report
-    meta = RunMeta(f"models/Qwen {HOSTILE}", overlong={"bamboogle": 3})
+    meta = RunMeta(f"eval {HOSTILE}", overlong={"bamboogle": 3})
     write_report(tmp_path, records, grades, meta)
     for name in ("scores.json", "report.md", "grades/gaia.jsonl"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
