@@ -57,7 +57,8 @@ function reveal(box, part) {  // scrolls the box, never the page
   else if (inner.bottom > outer.bottom) box.scrollTop += Math.min(inner.bottom - outer.bottom, inner.top - outer.top);
 }
 
-const hottest = {turn: 1, entropy: 1, logprob: 5};  // nats at which a colour is at its end; of logprobs: of -logprob
+const hottest = {turn: 1, entropy: 1, logprob: 5,  // nats at which a colour is at its end; of logprobs: of -logprob
+  seconds: 1};  // at which the bar of a call is
 const heatOf = (value, end) => isNumber(value)
   ? `color-mix(in oklab, var(--hot) ${(100 * Math.min(Math.max(value / end, 0), 1)).toFixed(1)}%, var(--cold))`
   : "var(--panel)";

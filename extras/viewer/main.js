@@ -125,6 +125,7 @@ async function start() {
   }
   hottest.turn = RUN.entropy ?? highest(turns.map(turn => turn.entropy), 1);  // one scale for all pages of a run
   hottest.entropy = RUN.entropy ? 2 * RUN.entropy : highest(turns.flatMap(turn => turn.entropies ?? []), 1);
+  hottest.seconds = highest(turns.flatMap(turn => turn.tool_calls).map(call => call.seconds), 1);
   writeTotals();
   drawSteps();
   drawTrend();

@@ -45,7 +45,8 @@ function drawAbout(group) {
     ].map(words => span("", words))),
     el("div", {class: "facts small"},
       choice("scale", "x axis", scales, state.scale, value => { state.scale = value; draw(); }),
-      span("", "turn entropy H: 0 ", span("scale"), ` ${short(hottest.turn)} nats and above`),
+      span("", "entropy H: 0 ", span("scale"), ` ${short(hottest.turn)} nats or more`),
+      state.scale === "turns" ? span("", span("key waited"), `tool time to ${seconds(hottest.seconds)}`) : null,
       span("soft", "P(branch), or score:"),
       ...Object.entries(OUTCOMES).map(([name, [symbol, colour]]) => span(colour, `${symbol} ${name}`))),
     ...[drawSignal(group)].filter(Boolean));

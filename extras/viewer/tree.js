@@ -50,6 +50,8 @@ function cut(words, width, isSmall) {  // as much of it as fits
   return words.slice(0, at).trimEnd() + "…";
 }
 
+const waited = calls => Math.max(...calls.map(call => call.seconds));  // for those of a turn, which run at once
+
 function layout(group, width) {  // x(turn, index, part) in pixels; part 0 = start, 1 = end, 2 = end of the result
   if (state.scale === "turns") {
     const column = Math.min(Math.max(width / Math.max(...group.trajectories.map(t => t.turns.length)), 250), 340);
@@ -79,12 +81,16 @@ function turnCells(group, t, turn, index, x, y, onPath) {
   }
   if (calls.length) {  // several share the cell: what is said in a word is that of the worst
     const call = calls.find(one => !one.ok) ?? calls[0], [words, colour] = callStatus(call);
-    const took = call.executed ? " " + seconds(Math.max(...calls.map(one => one.seconds))) : "";
+    const took = call.executed ? " " + seconds(waited(calls)) : "";
     const name = calls.length > 1 ? `${calls.length} calls` : call.tag;
     const said = plain(call.argument.slice(0, 200).replace(/\s+/g, " ").trim());
     const about = one => `${one.tag}: ${callStatus(one)[0]} ${one.executed ? seconds(one.seconds) : ""}\n`
       + one.argument.slice(0, 400);
     cell(middle + 2, right, "tool", "", calls.map(about).join("\n"));
+    if (call.executed && state.scale === "turns") {  // there all cells are as wide, so that bars can be compared
+      const share = Math.min(waited(calls) / hottest.seconds, 1);
+      cells.push(svg("rect", {class: "waited", x: middle + 4, y: y + ROW - 8, height: 3, width: (right - middle - 6) * share}));
+    }
     write(middle + 2, right, 0, "", cut(said, right - middle - 12, false));
     write(middle + 2, right, 1, `small ${colour}`, `${name} ${words}${took}`, `${name} ${words}`, name, call.ok ? "✓" : "✗");
   }

@@ -57,7 +57,26 @@ def test_boxes_say_what_was_called_and_rows_end_with_the_answer(browser, tmp_pat
     assert len(answers) == len(group.trajectories) and answers.count("✓ 1") >= 1
     assert sum(label[0] == "✓" for label in answers) == sum(t.reward > 0 for t in group.trajectories) == 3
     assert "several_answers" in drawn
-    assert "0 1 nats and above" in " ".join(browser.text("#about").split())
+    assert "0 1 nats or more" in " ".join(browser.text("#about").split())
+
+
+@needs_browser
+def test_the_slowest_calls_bar_is_as_long_as_its_cell_and_the_others_are_in_proportion(browser, tmp_path, groups):
+    group, took = deepcopy(groups[0]), {0: 1.0, 1: 0.25, 2: 0.5}  # seconds of a call in a trajectory's turn
+    for t in group.trajectories:
+        turns = enumerate(t.turns)
+        t.turns = [
+            replace(turn, tool_calls=[replace(c, seconds=took[k]) for c in turn.tool_calls]) for k, turn in turns
+        ]
+    expected = [
+        took[k] for t in group.trajectories for k, turn in enumerate(t.turns) if turn.tool_calls and not turn.inherited
+    ]
+    browser.open(page_of(tmp_path, group), ready=READY)
+    widths = browser.js("[...document.querySelectorAll('#tree .waited')].map(bar => Number(bar.getAttribute('width')))")
+    assert len(set(expected)) > 1
+    assert sorted(width / max(widths) for width in widths) == pytest.approx(sorted(expected))
+    cell = browser.js("Number(document.querySelector('#tree .cell.tool').getAttribute('width'))")
+    assert max(widths) == pytest.approx(cell - 4) and "tool time to 1.0 s" in browser.text("#about")
 
 
 @needs_browser
