@@ -5,8 +5,8 @@
     RUN/viewer/gaia.html ...             one page per set of questions, where RUN is an evaluation
     RUN/beside_OTHER.html                with --beside OTHER: each question with what both runs made of it
 
-A picture of one tree, as docs/tree.png: open `file://$PWD/RUN/viewer.html#0/0&poster` with chromium --headless
---screenshot=tree.png --window-size=1330,480.
+A picture of one tree: open `file://$PWD/RUN/viewer.html#0/0&poster` with chromium --headless --screenshot=tree.png
+--window-size=1330,480; growing.py makes one that grows.
 
 Each page is self-contained: it opens with file://, loads nothing, and shows what the model wrote as text only. The data
 of a dump is packed (gzip) into its page, so that a page is about as large as the dump. A page is written again only

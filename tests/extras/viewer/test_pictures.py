@@ -1,16 +1,20 @@
 """What a page shows at a glance: what was called and answered, which branch repeats, where the policy was unsure."""
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from helpers.browser import needs_browser
 from helpers.viewer_pages import READY, run_data_of, write_page
 
 from arpo.config.sections import RunConfig
+from arpo.errors import UserError
 from arpo.log import RunLog
 from arpo.trajectory import Group
+from extras.viewer.growing import growing
 
 LABELS = "[...document.querySelectorAll('#tree svg text')].map(label => label.textContent)"
 
@@ -129,6 +133,22 @@ def test_a_tree_for_a_picture_stands_alone(browser, shown_run):
     browser.open(shown_run / "viewer.html", "#0/0&poster", ready=READY)
     shown = "name => document.querySelector(name).getBoundingClientRect().height > 0"
     assert browser.js(f"['header', 'nav', '#text', '#tree', '#about h2'].map({shown})") == [False] * 3 + [True] * 2
+
+
+@needs_browser
+def test_a_growing_tree_shows_each_turn_after_those_before_it(shown_run, groups):
+    drawn = growing(shown_run / "viewer.html", 0)
+    root, shown = ElementTree.fromstring(drawn), "{http://www.w3.org/2000/svg}"
+    cells = [
+        cell for cell in root.iter(f"{shown}rect") if " cell" in cell.get("class") and "tool" not in cell.get("class")
+    ]
+    assert len(cells) == sum(not turn.inherited for t in groups[0].trajectories for turn in t.turns)
+    columns = sorted({(float(cell.get("x")), int(cell.get("class").split()[0][3:])) for cell in cells})
+    assert len(columns) > 1 and columns == sorted(columns, key=lambda column: column[1])
+    starts = [float(start) for start in re.findall(r"0%, ([\d.]+)% { opacity: 0; }", drawn)]
+    assert starts == sorted(set(starts)) and len(starts) > columns[-1][1]
+    with pytest.raises(UserError, match="no tree on it; name a page that arpo-view wrote"):
+        growing(Path(__file__), 0)
 
 
 @needs_browser
