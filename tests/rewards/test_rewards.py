@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -475,3 +476,13 @@ def test_the_process_that_compares_answers_has_no_keys_and_is_in_a_jail(monkeypa
     worker._process.communicate()
     assert b"sk-secret" not in environment and b"PATH=" in environment
     assert "Seccomp:\t2\n" in status and "CapEff:\t0000000000000000\n" in status
+
+
+def test_ctrl_c_is_for_the_run_and_not_for_the_process_that_compares_answers():
+    worker = math_answer._Worker()
+    assert worker.equal("1/2", "0.5")
+    process = worker._process
+    process.send_signal(signal.SIGINT)
+    assert worker.equal(r"\frac{1}{2}", "0.5") and worker._process is process
+    process.communicate()  # closes stdin, which ends it
+    assert process.returncode == 0
