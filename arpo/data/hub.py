@@ -226,8 +226,8 @@ def _said(what: str, repo: str, kind: str, lead: str) -> Iterator[None]:
     except errors.HfHubHTTPError as error:  # no such revision, a token that is not valid, a Hub that is down
         reason = f"{page}: {_short(error)}; correct the name, set {token}, or try again later"
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
-        fix = "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
-        reason = f"{lead}{endpoint} cannot be reached; check the network or the proxy, {fix} ({_short(error)})"
+        fix = "try again, check the proxy, set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
+        reason = f"{lead}{endpoint} cannot be reached, or broke off; {fix} ({_short(error)})"
         if os.environ.get("HF_HUB_OFFLINE"):
             reason = f"{lead}it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
