@@ -32,10 +32,11 @@ def growing(page: Path, group: int) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{page}: chromium cannot draw it ({error}); install chromium") from None
     question = re.search(r'<section id="about".*?<h2[^>]*>(.*?)</h2>', html, re.DOTALL)
-    drawing = re.search(r'<section id="tree".*?<svg width="(\d+)[^>]*height="(\d+)[^>]*>(.*?)</svg>', html, re.DOTALL)
+    drawing = re.search(r'<section id="tree".*?<svg [^>]*height="(\d+)[^>]*>(.*?)</svg>', html, re.DOTALL)
     if not question or not drawing:
         raise UserError(f"{page}: no tree on it; name a page that arpo-view wrote")
-    shapes = re.sub(r"<title>.*?</title>|<rect[^>]*band[^>]*></rect>| on-path", "", drawing[3], flags=re.DOTALL)
+    shapes = re.sub(r"<title>.*?</title>|<rect[^>]*band[^>]*></rect>| on-path", "", drawing[2], flags=re.DOTALL)
+    ends = [float(x) + 7 * len(words) for x, words in re.findall(r'<text x="([\d.]+)"[^>]*>([^<]*)', shapes)]
     latest = 0
 
     def timed(shape: re.Match) -> str:  # its class says when it appears
@@ -52,7 +53,7 @@ def growing(page: Path, group: int) -> str:
         style += f"\n@keyframes at-{column} {{ {frames} }} .at-{column} {{ animation-name: at-{column}; }}"
     motion = f"[class^=at-] {{ animation-duration: {GROW_S + HOLD_S}s; animation-iteration-count: infinite; }}"
     style += f"\n@media (prefers-reduced-motion: no-preference) {{ {motion} }}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {drawing[1]} {drawing[2]}">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(ends) + 14:.0f} {drawing[1]}">'
     legend = '<tspan dx="24" class="soft" font-weight="400">H: entropy of a turn, nats; ◆ branched, ◇ not</tspan>'
     asked = f'<text x="14" y="16" font-weight="700">{question[1]}{legend}</text>'
     return f"{head}\n<style>\n{style}\n</style>\n{asked}\n{shapes}\n</svg>\n"
