@@ -9,6 +9,7 @@ On one GPU or none, and for --help, it is python that runs the script. Several m
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -51,10 +52,22 @@ def run(script: str) -> NoReturn:
     place = []
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun says at length that it does so
-        place = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+        place = ["-m", "arpo.start.launch", "--standalone", "--nproc_per_node", str(num_ranks)]
     sys.stdout.flush()
     # This process becomes python or torchrun, so that signals and the exit code are theirs.
     os.execv(sys.executable, [sys.executable, *place, str(path), *argv])
+
+
+def torchrun() -> None:
+    """Be torchrun, which says nothing where a signal ends the run: its ranks do."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main
+
+    logging.disable(logging.WARNING)  # which process it sends which signal
+    try:
+        main()
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 def split_ranks(argv: list[str]) -> tuple[int, list[str]]:
@@ -80,3 +93,7 @@ def num_gpus(environment: Mapping[str, str]) -> int:
         return 1
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     return max(sum(line.startswith("GPU ") for line in listed.splitlines()), 1)
+
+
+if __name__ == "__main__":
+    torchrun()

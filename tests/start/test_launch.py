@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import site
 import subprocess
 import sys
@@ -130,3 +131,19 @@ def test_without_a_checkout_the_commands_say_what_is_missing(tmp_path):
     assert done.returncode == 2
     fix = "the commands need a checkout: clone it, and pip install -e . in it"
     assert done.stderr == f"error: {tmp_path}/train_rl.py is not there; {fix}\n"
+
+
+def test_ctrl_c_ends_several_ranks_without_torchruns_traceback(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text(
+        "import time\nprint('started', flush=True)\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    command = [sys.executable, "-m", "arpo.start.launch", "--standalone", "--nproc_per_node", "2", str(script)]
+    ranks = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert [ranks.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    os.killpg(ranks.pid, signal.SIGINT)
+    _, told = ranks.communicate(timeout=60)
+    assert ranks.returncode == 130 and told == ""
