@@ -26,6 +26,7 @@ from arpo.errors import UserError
 from arpo.growing import Decision, GroupState, Live, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
+from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Context, Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
@@ -275,8 +276,12 @@ class Rollout:
             )
         fits, asks = True, isinstance(found, str)
         if asks:
-            turn.tool_calls[-1] = replace(turn.tool_calls[-1], result=turn.tool_calls[-1].result + found)
-            fits = self.has_read(live, live.room(self.cfg) + turn.result_end - turn.end - 1)
+            *others, last = calls = turn.tool_calls
+            turn.tool_calls, size = [*others, replace(last, result=last.result + found)], turn.result_end - turn.end
+            fits = self.has_read(live, live.room(self.cfg) + size - 1)
+            if not fits or turn.tool_calls[-1].result.endswith(TRUNCATION_MARK):  # the end of the request was cut off
+                turn.tool_calls, fits = calls, False
+                self.has_read(live, size)
         elif found is not None:
             trajectory.contexts.append(Context(len(trajectory.token_ids), found))
             if not (fits := live.room(self.cfg) > 0):

@@ -149,6 +149,15 @@ def test_a_trajectory_ends_as_too_long_where_no_further_context_fits_into_a_row(
     trajectory.check()
 
 
+def test_without_room_for_the_request_the_trajectory_ends_as_it_was():
+    cfg = replace(SUMMARY, answer_reserve_tokens=60, max_response_tokens=200)
+    [group] = play(script, cfg=cfg, branching=ONE)
+    [trajectory] = group.trajectories
+    assert trajectory.stop_reason == StopReason.LENGTH and texts_of(trajectory) == [CALL, CALL]
+    assert [call.result for call in trajectory.tool_calls] == ["found", "found"] and REQUEST not in trajectory.text
+    trajectory.check()
+
+
 def test_a_policy_of_a_file_sees_the_turn_and_says_what_comes_next(tmp_path):
     (tmp_path / "own.py").write_text(
         "def forget(evidence):\n"

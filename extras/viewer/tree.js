@@ -94,6 +94,10 @@ function turnCells(group, t, turn, index, x, y, onPath) {
     write(middle + 2, right, 0, "", cut(said, right - middle - 12, false));
     write(middle + 2, right, 1, `small ${colour}`, `${name} ${words}${took}`, `${name} ${words}`, name, call.ok ? "✓" : "✗");
   }
+  if (turn.is_note) {
+    write(middle + 2, right, 0, "", cut(plain(turn.text.replace(/\s+/g, " ").trim()), right - middle - 12, false));
+    write(middle + 2, right, 1, "small soft", "note");
+  }
   if (index === t.turns.length - 1) {
     const at = calls.length ? right : middle, ended = t.stop_reason === "eos" ? "" : String(t.stop_reason);
     const defect = plain(t.reward_reason || ended), answer = plain(answerOf(t)) || defect || "no answer";
