@@ -77,15 +77,18 @@ def append(evidence: ContextEvidence) -> None:
 
 def strip_thoughts(evidence: ContextEvidence) -> list[int] | None:
     """Leave the thoughts of earlier turns out, as chat templates of reasoning models do (R1, QwQ; Qwen3's where a new
-    question follows), so that the policy reads in training what a server of the finished model lets it read."""
+    question follows), so that the policy reads in training what a server of the finished model lets it read. The rest
+    of these turns is encoded anew, as a server does it."""
     if evidence.is_answer:
         return None
-    token_ids, trajectory = list(evidence.prompt.token_ids), evidence.trajectory
+    token_ids, trajectory, codec = list(evidence.prompt.token_ids), evidence.trajectory, evidence.codec
     for turn in trajectory.turns:
+        opened, size = codec.opened(token_ids)
+        text = _THOUGHT.sub("", opened + evidence.text(turn))
         sampled = trajectory.token_ids[turn.start : turn.end]
-        text = _THOUGHT.sub("", evidence.text(turn))
-        ends = [sampled[-1]] if evidence.codec.decode(sampled[-1:]) == "" else []  # the turn's end token
-        token_ids += [*evidence.codec.encode(text), *ends, *trajectory.token_ids[turn.end : turn.result_end]]
+        end = [token for token in sampled[-1:] if not codec.decode([token])]  # the turn's end token, which has no text
+        token_ids[len(token_ids) - size :] = codec.encode(text) + end
+        token_ids += trajectory.token_ids[turn.end : turn.result_end]
     return token_ids
 
 

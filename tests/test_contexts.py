@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.families import TEMPLATES, hermes_codec
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play, prompt
 
 from arpo.batch import row_of
@@ -11,8 +12,10 @@ from arpo.contexts import NOTES, REQUEST
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig, RolloutConfig
+from arpo.protocol import HermesCodec
+from arpo.protocol.hermes.format import HermesRules
 from arpo.sampling.plain import from_plain, to_plain
-from arpo.trajectory import StopReason, Trajectory
+from arpo.trajectory import Prompt, StopReason, Trajectory
 from extras.viewer.groups import trajectory_view
 
 ALONE = replace(SHORT, group_size=1)
@@ -115,6 +118,42 @@ def test_thoughts_of_earlier_turns_are_left_out_and_all_are_trained_behind_what_
         len(token_ids) + turn.end - turn.start + (turn.result_end - turn.end) * (turn is not trajectory.turns[-1])
         for (_, token_ids, _), turn in zip(engine.submitted, trajectory.turns, strict=True)
     ]
+
+
+def reasoning_codec(*, opens: bool) -> HermesCodec:
+    """Qwen2.5's template, but it leaves the thoughts of earlier turns out, and may open the next one's, as QwQ's."""
+    template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    template = template.replace(
+        "message.content + '<|im_end|>'", "message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>'"
+    )
+    if opens:
+        template = template.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>\\n'")
+    return hermes_codec("qwen2_5", chat_template=template)
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_without_thoughts_the_policy_reads_what_a_server_renders(opens):
+    codec = reasoning_codec(opens=opens)
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
+    messages = [{"role": "system", "content": "help"}, {"role": "user", "content": "question"}]
+    thought = "I know.\n</think>\n\n" if opens else "<think>\nI know.\n</think>\n\n"
+    turns = [f"{thought}{call}", f"{thought}{call}", f"{thought}\\boxed{{1}}"]
+    engine = ScriptedEngine(codec.tokenizer, lambda _p, _t, turn: turns[turn])
+    asked = Prompt("p0", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))
+    cfg = replace(ALONE, context="strip_thoughts", max_response_tokens=3000, max_result_tokens=400)
+    [group] = play(None, cfg=cfg, branching=ONE, engine=engine, prompts=[asked], codec=codec)
+    for _, token_ids, _ in engine.submitted:
+        assert token_ids == codec.render_prompt(messages)
+        messages += [{"role": "assistant", "content": f"<think>\nI know.\n</think>\n\n{call}"}]
+        messages += [{"role": "tool", "name": "search", "content": "found"}]
+    [trajectory] = group.trajectories
+    assert len(engine.submitted) == 3 and HermesRules().format_error(trajectory.segments) == ""
+
+
+def test_a_thought_that_the_prompt_opens_is_opened_in_each_context():
+    codec = reasoning_codec(opens=True)
+    segments = codec.segments([*codec.encode("note"), *codec.encode("go on")], [1] * 9, [4])
+    assert segments == [("<think>\nnote", True), ("<think>\ngo on", True)]
 
 
 @pytest.mark.parametrize("selector", ["random", "at2po"])

@@ -74,10 +74,11 @@ class Codec(ABC):
         self.vocab_size = len(tokenizer)
         self._min_result_tokens = self._count_min_result_tokens()
 
-    @property
-    def opens_thought(self) -> bool:
-        """True where the generation prompt ends in a <think> that the model goes on with."""
-        return bool(self._opened)
+    def opened(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Return the end of a generation prompt that the model goes on with (an open <think>, or ""), and the number of
+        tokens that it has at the end of these."""
+        ids = self.tokenizer.encode(self._opened, add_special_tokens=False)
+        return self._opened, len(ids) if ids and list(token_ids[-len(ids) :]) == ids else 0
 
     @property
     @abstractmethod
@@ -215,10 +216,14 @@ class Codec(ABC):
     ) -> list[tuple[str, bool]]:
         """Return the response as (text, written by the model) runs, which end at each of the cuts too.
 
-        Where the generation prompt ends in an open <think>, the first run begins with it: the model continues it.
+        Where the generation prompt ends in an open <think>, the first run begins with it, and each that follows another
+        of the model's: the model continues it.
         """
-        segments = [(self.decode(run), by_model) for run, by_model in runs_of(token_ids, loss_mask, cuts)]
-        return [(self._opened + text, by_model) for text, by_model in segments[:1]] + segments[1:]
+        segments: list[tuple[str, bool]] = []
+        for run, by_model in runs_of(token_ids, loss_mask, cuts):
+            begins = not segments or (by_model and segments[-1][1])
+            segments.append((self._opened * begins + self.decode(run), by_model))
+        return segments
 
     def token_chars(
         self,

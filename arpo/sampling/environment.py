@@ -9,7 +9,6 @@ from arpo.config.tools import ToolsConfig
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.data.hub import local_file, source_of
 from arpo.engine.team import Team
-from arpo.errors import UserError
 from arpo.model import load_tokenizer
 from arpo.options import RolloutConfig
 from arpo.protocol import Codec
@@ -25,15 +24,12 @@ class Environment:
     def __init__(
         self, model: ModelConfig, protocol: ProtocolConfig, tools: ToolsConfig, team: Team, rollout: RolloutConfig
     ):
-        """Start the tools. Collective. Raises UserError where one cannot be, where results have no room for what every
-        result has, and for a chat template with which there can be no context but the prompt."""
+        """Start the tools. Collective. Raises UserError where one cannot be, or where results have no room for what
+        every result has."""
         self.schemas = tool_schemas(tools)
         tokenizer = load_tokenizer(model.path)
         self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
         self.codec.check_result_room(rollout.max_result_tokens)
-        if rollout.context != "append" and self.codec.opens_thought:
-            reason = "the chat template opens a <think> in the prompt, which each new context would have to open again"
-            raise UserError(f"{model.path}: {reason}; set rollout.context=append")
         self.tools = team.tool_runner(team.ranks.together(lambda: make_tools(tools)))
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
