@@ -6,6 +6,7 @@ out; then the source's other numbers are a test, and that one is not.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def lengths(count: int, median: float, most: int) -> list[float]:
     return sorted(min(median * math.exp(DEVIATION * rng.gauss()), most) for _ in range(count))
 
 
+@functools.cache
 def median_for(mean: float, most: int) -> float:
     """Return the median of lengths with this mean, when they are cut at `most`."""
     low, high = 1.0, float(most)
@@ -123,8 +125,9 @@ SOURCES = {
         ],
     ),
     "SkyRL, step (docs, spec_decode.mdx)": (
-        "Published: 3.32 tokens per step at draft depth 3, and all but the rollout (90.6 and 94.4 s), taken as it is. Not published: lengths (assumed: all at the limit of 8,192, more than it can be), what a draft costs "
-        "(the bytes of head and draft layer).",
+        "Published: 3.32 tokens per step at draft depth 3, and all but the rollout (90.6 and 94.4 s), taken as it is. "
+        "Not published: lengths (assumed: all at the limit of 8,192, more than it can be), what a draft costs (the "
+        "bytes of head and draft layer).",
         [
             Case("plain", 400.7, lambda hw: skyrl(drafts=False, hw=hw)),
             Case("MTP drafts", 246.8, lambda hw: skyrl(drafts=True, hw=hw)),

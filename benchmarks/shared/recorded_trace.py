@@ -1,4 +1,4 @@
-"""The recorded trace (benchmarks/trace.json.gz): what six real runs sampled, in numbers; an engine and tools that play it.
+"""The recorded trace (benchmarks/trace.json.gz): what six real runs sampled, in numbers; and what plays it.
 
 A 135M model on the long GSM8K task, 12 steps of 5 prompts x 8 trajectories in each run: three with forks by top_h, two
 roots each, and three without (GRPO). Recorded on two CPU cores, calls of the Python sandbox included.
@@ -26,6 +26,8 @@ from benchmarks.shared.virtual_ranks import VirtualTime
 
 TRACE = Path(__file__).resolve().parents[1] / "trace.json.gz"
 ENTROPY_TOKENS, MOST_TOKENS = 20, 4096
+BLOCK = 16
+"""Tokens of a block of the prefix cache: of a part of one nothing is kept."""
 
 
 class Turn(NamedTuple):
@@ -152,8 +154,8 @@ class PlayedTools(VirtualTools):
     num_calls = 0
     engine: PlayedEngine
 
-    def __init__(self, time: VirtualTime, played: Played):
-        super().__init__(time, 0, lambda call_id: (played.turn(call_id).ms or 0.0) / 1000, "", 0)
+    def __init__(self, time: VirtualTime, played: Played, scale: float = 1.0):
+        super().__init__(time, 0, lambda call_id: scale * (played.turn(call_id).ms or 0.0) / 1000, "", 0)
         self.played = played
         self.waited_at: set[int] = set()
         """Numbers of decode steps that were done."""
@@ -177,11 +179,11 @@ class PlayedEngine(VirtualEngine):
         sampled, stop = self.script(request_id)
         name, path, number = request_id.split("|")
         turn, branch = int(number), self.script.trees[name].paths[path]
-        if not turn:
-            uncached = 0 if name in self.cached else len(token_ids)
-        else:  # a fork's result is there since its parent read it
-            uncached = 0 if branch.parent and turn == branch.fork else branch.turns[turn - 1].result
+        known = len(token_ids) if name in self.cached else 0
+        if turn and not (branch.parent and turn == branch.fork):  # a fork's result is there since its parent read it
+            known = len(token_ids) - branch.turns[turn - 1].result - 1
         self.cached.add(name)
+        uncached = len(token_ids) - min(known, len(token_ids) - 1) // BLOCK * BLOCK
         request = Request(sampled, len(sampled), len(token_ids), uncached, spec, stop, len(token_ids))
         request.part_at = max(len(sampled) - ENTROPY_TOKENS, 0) if turn else 0
         self.running[request_id] = request
