@@ -43,7 +43,7 @@ EXTRAS = {
     "weight_sync": ("cast", "gather", "packing", "over_gather", "over_gather_unpacked", "per_parameter"),
     "update_mfu": ("compile_ratio",),
     "optimizer_step": ("foreach_ratio",),
-    "trace": (
+    "play_trace": (
         "ratio_instant_calls",
         "ratio_slow_engine",
         "ratio_7b",

@@ -1,6 +1,6 @@
 """A recorded trace on the virtual clock: our scheduler, the released lock-step loop, and GRPO without branching.
 
-    python benchmarks/trace.py [--quick] [--record RUN ...]
+    python benchmarks/play_trace.py [--quick] [--record RUN ...]
 
 First, what the cost model gives of numbers that others have published (shared/published.py). It reproduces none without
 a fit: seconds say nothing of other people's machines, only what one schedule takes against another on the same engine.
@@ -245,7 +245,7 @@ def main() -> None:
     mine, released, grpo, afterwards = (
         vars(next(iter(found.values()))[name]) for name in ("ours", "lock-step", "GRPO, ours", "ours, top_h")
     )
-    result = {"name": "trace", "ratio": ratio, "ours": mine["step_s"], "baseline": released["step_s"]}
+    result = {"name": "play_trace", "ratio": ratio, "ours": mine["step_s"], "baseline": released["step_s"]}
     result |= {
         "unit": "virtual s",
         "ratio_instant_calls": ratio_instant,
