@@ -135,11 +135,22 @@ def execute(
 
 
 def signal_all(mark: str, number: int) -> None:
-    """Signal all processes that have the mark in their environment."""
+    """Signal all processes that have the mark in their environment, one after the other, so that what they write at
+    their end into one log stays readable. One that has not ended after a second is left to itself."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+        if has_mark(folder, mark):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(int(folder.name), number)
+            give_up_at = time.monotonic() + 1.0
+            while has_mark(folder, mark) and time.monotonic() < give_up_at:
+                time.sleep(0.02)
+
+
+def has_mark(process: Path, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in (process / "environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return False
 
 
 def run_file(chosen: list[Section], device: str, log: Path, *, quick: bool, limit_s: float) -> dict[str, Outcome]:

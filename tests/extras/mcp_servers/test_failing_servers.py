@@ -185,7 +185,7 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monke
     monkeypatch.setenv("MCP_TEST_TOOLS", "add")
     mcp_schemas(server_of(one | {"env": {"MCP_TEST_TOOLS": "$MCP_TEST_TOOLS"}}))
     assert "its tools are not those that" in caplog.text
-    assert config(one).replayed() == config(one | {"mode": "replay_strict"})
+    assert config(one).replayed().options == config(one | {"mode": "replay_strict"}).options
 
 
 @pytest.mark.slow
