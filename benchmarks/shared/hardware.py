@@ -33,6 +33,7 @@ class Hardware:
 
 
 HARDWARE = {
+    "1xRTX4080-16GB": Hardware(1, 15.6, 97, 717, 25, 25),
     "1xRTX4090-24GB": Hardware(1, 23.5, 165, 1008, 25, 25),
     "1xH100-80GB": Hardware(1, 79.1, 989, 3350, 450, 50),
     "8xH100-80GB": Hardware(8, 79.1, 989, 3350, 450, 50),
