@@ -12,7 +12,7 @@ from arpo.contexts import NOTES, REQUEST
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import HermesCodec
+from arpo.protocol import HermesCodec, TagsCodec
 from arpo.protocol.hermes.format import HermesRules
 from arpo.sampling.plain import from_plain, to_plain
 from arpo.trajectory import Prompt, StopReason, Trajectory
@@ -148,6 +148,31 @@ def test_without_thoughts_the_policy_reads_what_a_server_renders(opens):
         messages += [{"role": "tool", "name": "search", "content": "found"}]
     [trajectory] = group.trajectories
     assert len(engine.submitted) == 3 and HermesRules().format_error(trajectory.segments) == ""
+
+
+def test_with_tags_only_the_first_thought_is_the_prompts_to_open():
+    """A later turn without a thought keeps its text, and one with a thought loses it."""
+    codec = TagsCodec(reasoning_codec(opens=True).tokenizer)
+    messages = [{"role": "user", "content": "question"}]
+    asked = Prompt("p0", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))
+    call, result = "<search>q</search>", " <result>\nfound\n</result>"
+    turns = [f"t</think>{call}", call, f"<think>t</think>{call}", "<answer>1</answer>"]
+    engine = ScriptedEngine(codec.tokenizer, lambda _p, _t, turn: turns[turn])
+    cfg = replace(ALONE, context="strip_thoughts", max_response_tokens=3000, max_tool_calls=4)
+    play(None, cfg=cfg, branching=ONE, engine=engine, prompts=[asked], codec=codec)
+    first, *others = (codec.tokenizer.decode(token_ids) for _, token_ids, _ in engine.submitted)
+    assert first.endswith("<think>\n")
+    assert others == [first.removesuffix("<think>\n") + (call + result) * n for n in (1, 2, 3)]
+
+
+def test_a_thought_that_cannot_be_taken_off_is_an_error():
+    codec = reasoning_codec(opens=True)
+    whole = codec.encode("assistant\n<think>\n")
+    assert codec.opened(whole) == ("<think>\n", len(codec.encode("<think>\n"))) and codec.opened(whole[:-1]) == ("", 0)
+    codec._opened = "\n<think>\n"  # whose first token is one with the text before it
+    codec.tokenizer.add_tokens(["assistant\n"])
+    with pytest.raises(UserError, match=r"shares a token with what is before; set rollout\.context=append"):
+        codec.opened(codec.encode("assistant\n<think>\n"))
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_in_each_context():

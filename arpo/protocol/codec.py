@@ -75,10 +75,17 @@ class Codec(ABC):
         self._min_result_tokens = self._count_min_result_tokens()
 
     def opened(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Return the end of a generation prompt that the model goes on with (an open <think>, or ""), and the number of
-        tokens that it has at the end of these."""
+        """Return the <think> that a generation prompt has opened at the end of these tokens, and how many it takes.
+
+        ("", 0) where there is none. Raises UserError where it shares a token with the text before it.
+        """
         ids = self.tokenizer.encode(self._opened, add_special_tokens=False)
-        return self._opened, len(ids) if ids and list(token_ids[-len(ids) :]) == ids else 0
+        if not ids or not self.decode(token_ids[-len(ids) - 1 :]).endswith(self._opened):
+            return "", 0
+        if list(token_ids[-len(ids) :]) != ids:
+            name = self.tokenizer.name_or_path
+            raise UserError(f"{name}: {self._opened!r} shares a token with what is before; set rollout.context=append")
+        return self._opened, len(ids)
 
     @property
     @abstractmethod
