@@ -113,8 +113,7 @@ class LongTrace(Trace):
         thought = "go on"
         while True:
             self.think(thought)
-            told = self.call("search", f"trail {name}").rpartition(" is ")[2]
-            word, _, rest = told.partition(" ")
+            word, _, rest = self.told(f"trail {name}").partition(" ")
             if word in HABITS:
                 way = self.pick(HABITS[word])
                 thought, name = f"try {way}", f"{code} {way}"
@@ -125,3 +124,7 @@ class LongTrace(Trace):
                 self.think("found" if word == "end" else "lost")
                 self.answer(rest or "0")
                 return self.text
+
+    def told(self, query: str) -> str:
+        """Search, and return what was found out: "next 3391", "lake", "end 517", ..."""
+        return self.call("search", query).rpartition(" is ")[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from arpo.contexts import ContextEvidence, take_notes
 from arpo.protocol.tags import render_result
-from extras.demo.long import HABITS, LongTrace, LongWorld
+from extras.demo.long import LongTrace, LongWorld
 
 REQUEST, NOTES = "\ntake notes", "\nnotes: "
 NEXT_CONTEXT = "\x1e"
@@ -33,30 +33,18 @@ class NotesWorld(LongWorld):
 class NotesTrace(LongTrace):
     """One walk in the making, in contexts of a few searches."""
 
-    def write(self) -> str:
-        code = name = self.question.entity
-        thought, left, is_vague = "go on", self.rng.randint(*SEARCHES), None
-        while True:
-            self.think(thought)
-            found = self.search(f"trail {name}")
-            left -= 1
-            self.text += f"<search>trail {name}</search>{render_result(found if left else found + REQUEST)}"
-            if not left:
-                left = self.rng.randint(*SEARCHES)
-                is_vague = is_vague is None and self.pick(NOTE_HABITS) == "vague"
-                self.text += ("on the way" if is_vague else found.removeprefix("Page 1: ")) + NEXT_CONTEXT
-                if is_vague:
-                    code = name = self.question.entity
-                    thought = "go on"
-                    continue
-            word, _, rest = found.rpartition(" is ")[2].partition(" ")
-            if word in HABITS:
-                way = self.pick(HABITS[word])
-                thought, name = f"try {way}", f"{code} {way}"
-            elif word == "next":
-                code = name = rest
-                thought = "go on"
-            else:
-                self.think("found" if word == "end" else "lost")
-                self.answer(rest or "0")
-                return self.text
+    left: int | None = None  # searches of this context
+    has_noted = False
+
+    def told(self, query: str) -> str:
+        self.left = (self.rng.randint(*SEARCHES) if self.left is None else self.left) - 1
+        found = self.search(query)
+        self.text += f"<search>{query}</search>{render_result(found if self.left else found + REQUEST)}"
+        if not self.left:
+            self.left = self.rng.randint(*SEARCHES)
+            is_vague = not self.has_noted and self.pick(NOTE_HABITS) == "vague"
+            self.has_noted = True
+            self.text += ("on the way" if is_vague else found.removeprefix("Page 1: ")) + NEXT_CONTEXT
+            if is_vague:
+                return f"next {self.question.entity}"  # from the beginning
+        return found.rpartition(" is ")[2]
