@@ -135,7 +135,7 @@ class Turn:
 
 @dataclass
 class Context:
-    """What the policy read in place of the prompt and all that it had sampled before, from a turn on."""
+    """Tokens that the policy read in place of the prompt and all that it had sampled before, from a turn on."""
 
     start: int
     """Response index of the first token that was sampled behind it."""

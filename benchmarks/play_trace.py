@@ -65,14 +65,14 @@ OF_THE_TRACE = Shape(576, 1536, 30, 9, 3, 64, 49_152, tied=True)
 
 
 class Setting(NamedTuple):
-    """What the trace is played on."""
+    """The model, the hardware and the tools on which the trace is played."""
 
     shape: Shape = OF_THE_TRACE
     hw: Hardware = GPU
     at_once: bool = False
     """All prompts of a run are one step; without top_h, as each recorded step has random numbers of its own."""
     call_scale: float = 1.0
-    """Of the recorded seconds of calls."""
+    """Factor of the recorded seconds of calls."""
 
 
 SETTINGS = {
@@ -150,7 +150,7 @@ def lock_step(played: Played, engine: PlayedEngine, tools: PlayedTools) -> None:
 
 @dataclass
 class Counters:
-    """Of one system, summed over the steps that it played: virtual seconds, and numbers that no hardware changes."""
+    """Sums over the steps that one system played: virtual seconds, and numbers that no hardware changes."""
 
     step_s: float = 0.0
     rollout_s: float = 0.0

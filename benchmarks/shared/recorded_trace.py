@@ -31,12 +31,12 @@ BLOCK = 16
 
 
 class Turn(NamedTuple):
-    """What a trajectory sampled in one turn, and what it read back; 0 result tokens where it called nothing."""
+    """Tokens that a trajectory sampled in one turn, and read back; 0 result tokens where it called nothing."""
 
     sampled: int
     result: int
     ms: float | None
-    """Of the call; None where no tool ran."""
+    """Duration of the call; None where no tool ran."""
     entropy: float
 
 
