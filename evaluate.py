@@ -59,10 +59,6 @@ class EvalConfig:
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
         room = check_result_room(self.tools.search, self.rollout)
         refuse(*room, *check_context(self.rollout, self.max_model_len))
-        require(
-            self.rollout.dispatch != "pull_longest_first",
-            "rollout.dispatch=pull_longest_first goes by earlier epochs, of which there are none; set it to pull",
-        )
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.
@@ -159,7 +155,7 @@ def main(cfg: EvalConfig) -> None:
         if questions.prompts:
             at_once = 2 * cfg.engine.max_num_seqs  # a batch, and those whose tools are at work
             source = dealt_or_pulled(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
-            sampler.run([source], questions.name, len(team.share(questions.prompts)), is_part=False)
+            sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
     env.tools.close()
     refusing.close()
     if engine is not None:

@@ -88,8 +88,7 @@ class RLConfig:
             *checks.check_loss(self.loss),
             *checks.check_terms(self.reward, self.judge, self.rollout),
             *checks.check_rewards_in_time(self.advantage, self.loss),
-            *checks.check_queue(self.branching, self.advantage, self.reward),
-            *checks.check_rewards_agree(self.branching, self.engine),
+            *checks.check_queue(self.advantage, self.reward),
             *checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage),
         )
 

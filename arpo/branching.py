@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from arpo.config.named import find
 from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
-from arpo.trajectory import BranchDecision, SignalStatistics
+from arpo.trajectory import BranchDecision
 
 Path = tuple[int, ...]
 """Place of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
@@ -59,11 +59,6 @@ def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
     return num_tokens, 0 if cfg.compat == "paper" else TOP_K
 
 
-def signal_of(entropy: float, root_entropy: float, cfg: BranchingConfig) -> float:
-    """Return the signal that `cfg.signal` names: H or H - H_root (nats)."""
-    return entropy if cfg.signal == "entropy" else entropy - root_entropy
-
-
 # ---- what a rule may look at
 
 
@@ -86,8 +81,6 @@ class Evidence:
     turn: int = 0
     """Index of the turn that `entropies` belong to: 1 is the turn after the first tool result. (Under
     branching.compat=upstream the turn before the result is judged, so there it is one less.)"""
-    statistics: SignalStatistics | None = None
-    """Statistics of the signal (branching.signal) over the decisions of earlier steps; None where they are too few."""
 
     @property
     def delta_entropy(self) -> float:
@@ -139,25 +132,6 @@ def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
     return branch_probability(delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
 
 
-def standardized(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P = clip(base + weight_z * z, 0, 1), where z = (signal - mean) / std over the decisions of earlier steps.
-
-    Whatever the size of a model's entropies, P moves by weight_z per standard deviation.
-    """
-    known = evidence.statistics
-    if known is None or known.std == 0.0:
-        return cfg.base
-    z = (signal_of(evidence.entropy, evidence.root_entropy, cfg) - known.mean) / known.std
-    return min(max(cfg.base + cfg.weight_z * z, 0.0), 1.0)
-
-
-def quantile(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P = 1 where the signal is above the quantile that a share `branch_rate` of earlier decisions exceeded, else 0."""
-    if evidence.statistics is None:
-        return cfg.base
-    return float(signal_of(evidence.entropy, evidence.root_entropy, cfg) > evidence.statistics.bound)
-
-
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P = base: a control that shows what the entropies are worth."""
     return cfg.base
@@ -166,8 +140,6 @@ def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
 RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
     "arpo": arpo,
     "aepo": aepo,
-    "standardized": standardized,
-    "quantile": quantile,
     "random": at_random,
     "none": None,  # no tool result is judged: plain GRPO
 }

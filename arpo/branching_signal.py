@@ -1,84 +1,41 @@
-"""The branching signal over a run's steps: what a new one is compared with, whether it acts, and what it is worth.
-
-Every rank has all groups of a step, so all ranks keep the same numbers.
-"""
+"""The branching signal: whether the entropies act on the decisions, and what they are worth."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
 
-from arpo.branching import neutral_probability, signal_of
+from arpo.branching import neutral_probability
 from arpo.options import BranchingConfig
-from arpo.trajectory import BranchDecision, Group, SignalStatistics, Trajectory
+from arpo.trajectory import BranchDecision, Group, Trajectory
 
-WINDOW_STEPS = 10
-"""Steps whose decisions a new one is compared with."""
-MIN_DECISIONS = 32
-"""Fewer earlier decisions say too little: P is then `branching.base`."""
 NUM_FIRST_STEPS, MIN_MOVED = 3, 0.02
 """A run whose entropies move P by less than this in each of its first steps is told so."""
 
 
 class BranchingSignal:
-    """The signal (branching.signal, nats) of the decisions of the last steps.
+    """The signal metrics of each step of a run, and a warning where entropy branching turns out to be random."""
 
-    A plain window, so that mean, deviation and quantile are of the same decisions; `state` and `budgets` are all that a
-    resumed run needs to decide as it would have.
-    """
-
-    def __init__(self, cfg: BranchingConfig, state: Sequence[Sequence[float]] = (), budgets: Sequence[int] = ()):
-        """`state` and `budgets` are those of the window to continue, as a checkpoint kept them."""
+    def __init__(self, cfg: BranchingConfig):
         self.cfg = cfg
-        self.state = [list(values) for values in state]
-        """The signal of each decision, step by step; at most WINDOW_STEPS."""
-        self.budgets = list(budgets)
-        """Forks that the groups with decisions could have, step by step."""
         self.warning = ""
         """What the user must know of the step that was added last; "" where there is nothing."""
-        self._is_resumed = bool(state)
         self._moved: list[float] = []  # `branching/signal` of the steps that had decisions
-
-    @property
-    def statistics(self) -> SignalStatistics | None:
-        """Statistics of the decisions so far; None where there are too few to compare with."""
-        values = sorted(value for step in self.state for value in step)
-        if len(values) < MIN_DECISIONS:
-            return None
-        rate = self.cfg.branch_rate
-        if rate is None:
-            rate = min(sum(self.budgets) / (len(values) * self.cfg.max_branches_per_turn), 1.0)
-        num_above = round(rate * len(values))
-        bound = values[max(len(values) - num_above - 1, 0)]
-        return SignalStatistics(len(values), statistics.fmean(values), statistics.stdev(values), bound)
 
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
         """Add a step's scored groups, those of all ranks. Return `signal_metrics`."""
         metrics = signal_metrics(groups, self.cfg)
-        has_decisions = "branching/signal" in metrics
-        if has_decisions:
+        self.warning = ""
+        if "branching/signal" in metrics:
             self._moved.append(metrics["branching/signal"])
-        self.warning = self._warning() if has_decisions else ""
-        decided = [signal_of(d.entropy, d.root_entropy, self.cfg) for _, d in decisions(groups)]
-        self.state = [*self.state, decided][-WINDOW_STEPS:]
-        # a group's first decision has all of its budget before it
-        budget = sum(max((d.budget_left for _, d in decisions([group])), default=0) for group in groups)
-        self.budgets = [*self.budgets, budget][-WINDOW_STEPS:]
+            acts = max(self._moved) >= MIN_MOVED or self.cfg.threshold is not None or self.cfg.selector == "random"
+            if len(self._moved) == NUM_FIRST_STEPS and not acts:
+                self.warning = (
+                    f"warning: the entropies of {NUM_FIRST_STEPS} steps moved P(branch) by {max(self._moved):.3f} at "
+                    "most: this is random branching under another name; raise branching.weight, set "
+                    "branching.threshold, or take configs/arpo_top.yaml"
+                )
         return metrics
-
-    def _warning(self) -> str:
-        """Return the warning of the step whose decisions are not in the window yet."""
-        selector, most = self.cfg.selector, max(self._moved)
-        if selector in ("standardized", "quantile") and self.statistics is None:
-            count = sum(map(len, self.state))
-            return f"P(branch) was branching.base: {selector} had {count} earlier decisions, and needs {MIN_DECISIONS}"
-        acts = most >= MIN_MOVED or self.cfg.threshold is not None or selector == "random"
-        if acts or self._is_resumed or len(self._moved) != NUM_FIRST_STEPS:
-            return ""
-        return (
-            f"warning: in the first {NUM_FIRST_STEPS} steps the entropies moved P(branch) by {most:.3f} at most: this "
-            "is random branching under another name; raise branching.weight, or set branching.selector=standardized"
-        )
 
 
 def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, float]:

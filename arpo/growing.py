@@ -60,12 +60,12 @@ class Live:
 
     @property
     def owner(self) -> tuple[str, str]:
-        """Name of the trajectory, among all that are under way."""
-        return self.group.name, self.trajectory.trajectory_id
+        """Name of the trajectory, among all that are under way: prompt_id and trajectory_id."""
+        return self.group.prompt.prompt_id, self.trajectory.trajectory_id
 
     @property
     def key(self) -> str:
-        return f"{self.group.name}|{self.trajectory.trajectory_id}|{self.turn_index}"
+        return f"{self.group.prompt.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
 
     def room(self, cfg: RolloutConfig) -> int:
         """Return how many more tokens what the policy has before it may have."""
@@ -93,8 +93,6 @@ class GroupState:
     budget: BranchBudget
     seed: str = ""
     """Name of its random numbers: the run's seed and the rollout in which it began."""
-    name: str = ""
-    """Name of the group among all that are under way: the prompt's id, but for a validation beside a rollout."""
     trajectories: dict[Path, Trajectory] = field(default_factory=dict)
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
     wall_s: dict[Path, float] = field(default_factory=dict)
@@ -135,18 +133,15 @@ class GroupState:
         """Write the decision records, check the invariants."""
         for (turn, path), d in self.decisions.items():
             children = self.budget.granted.get((turn, path), 0)
-            later = self.trajectories[path].turns[turn].decision  # set where left budget came to this turn
             self.trajectories[path].turns[turn].decision = BranchDecision(
                 d.evidence.entropy,
                 d.evidence.root_entropy,
                 d.probability,
                 d.draw,
                 d.evidence.consecutive,
-                statistics=d.evidence.statistics,
                 budget_left=self.budget.budget_before(turn, path),
-                num_children=children + (later.num_children if later else 0),
-                outcome=later.outcome if later else d.outcome(children),
-                score=later.score if later else None,
+                num_children=children,
+                outcome=d.outcome(children),
                 refused_by=d.refused_by,
             )
         trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]

@@ -49,13 +49,11 @@ class RolloutConfig:
     top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use="1")] = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
     dispatch: Annotated[
-        Literal["fixed", "pull", "pull_longest_first"],
-        Decides(sampling=False, when=("advantage.dead_groups", "resample")),
+        Literal["fixed", "pull"], Decides(sampling=False, when=("advantage.dead_groups", "resample"))
     ] = "fixed"
     """fixed = each rank samples an equal share of the prompts; pull = a rank takes the next prompt from a common queue
-    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer; pull_longest_first =
-    likewise, by the mean length of the prompts' responses in the epoch before, so that long ones do not begin last. The
-    trajectories are the same."""
+    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
+    the same."""
     carry_over: Annotated[int, AtLeast(0), OF_TRAINING] = 0
     """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
     most; then they are waited for. 0 = every step waits for all its groups."""
@@ -105,11 +103,9 @@ def judges(*but: str, use: str = "arpo or aepo") -> Needs:
     return Needs("branching.selector", met=lambda s: s not in ("none", *but) and not is_retrospective(s), use=use)
 
 
-SCALE_FREE = ("standardized", "quantile")
 BRANCHES = Needs("branching.selector", not_in=("none",), use="arpo or aepo")
 EXPANDS = Needs("branching.selector", met=is_retrospective, use=" or ".join(RETROSPECTIVE))
-JUDGES, RULED, WEIGHED = judges(), judges("random"), judges("random", *SCALE_FREE)
-PENALISED = judges("random", *SCALE_FREE, "arpo", use="aepo")
+JUDGES, WEIGHED, PENALISED = judges(), judges("random"), judges("random", "arpo", use="aepo")
 
 
 @dataclass(frozen=True)
@@ -119,36 +115,24 @@ class BranchingConfig:
     FACTS = (JUDGES,)
 
     selector: Annotated[str, NOTHING] = "arpo"
-    """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; standardized =
-    P by standard deviations of the signal over earlier steps; quantile = branch where the signal is among the highest
-    of earlier steps; random = always `base`; none = never (plain GRPO); or your own, FILE.py:NAME.
-    Chosen after all trajectories of the group have ended: tree_grpo = any turn; at2po = the turns that the policy was
-    least sure of; top_h = the turns after a tool result with the highest entropy; minority_h = the same among the
-    trajectories whose outcome is the rarer one; or your own too: a function that begins with `group`."""
+    """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; random = always
+    `base`; none = never (plain GRPO); or your own, FILE.py:NAME. Chosen after all trajectories of the group have ended:
+    tree_grpo = any turn; at2po = the turns that the policy was least sure of; top_h = the turns after a tool result
+    with the highest entropy; or your own too: a function that begins with `group`."""
     expansion_rounds: Annotated[int, AtLeast(1), EXPANDS] = 2
     """Chosen afterwards: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
     until all their trajectories have ended."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
-    threshold: Annotated[float | None, Between(0, 1), RULED] = None
+    threshold: Annotated[float | None, Between(0, 1), WEIGHED] = None
     """None = branch with probability P (released code); else when P > this (the paper's tau)."""
     base: Annotated[float, Between(0, 1), JUDGES] = 0.5
     """alpha: P(branch) where the entropy did not change."""
     weight: Annotated[float, WEIGHED] = RELEASED_WEIGHT
     """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, which acts on a sum over
     20 tokens / ln V, per nat of the mean (x 20 / ln 151,669)."""
-    weight_z: Annotated[float, AtLeast(0), Needs("branching.selector", "standardized")] = 0.25
-    """standardized: change of P per standard deviation of the signal."""
-    branch_rate: Annotated[float | None, Between(0, 1), Needs("branching.selector", "quantile")] = 0.5
-    """quantile: share of the decisions that are to branch; None = as many as use up the budget: the forks that groups
-    of earlier steps could have, over their decisions."""
-    signal: Annotated[Literal["entropy", "delta"], Needs("branching.selector", *SCALE_FREE)] = "entropy"
-    """standardized, quantile: entropy = H after the tool result; delta = H less that of the first turn."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
     """Children per decision (upstream: beam_size - 1)."""
-    spill: bool = False
-    """Budget that no decision has used: False = fresh roots at once, as in the papers; True = once all trajectories
-    have ended, forks as top_h chooses them, in two rounds."""
     entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.compat", "paper")] = 20
     """k: tokens after a tool result over which the entropy is averaged."""
     compat: Annotated[Literal["paper", "upstream"], NOTHING] = "paper"
@@ -160,13 +144,6 @@ class BranchingConfig:
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
     consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
-
-    @property
-    def selects_afterwards(self) -> str:
-        """The selector that forks a group once all its trajectories have ended; "" where fresh roots fill it."""
-        if is_retrospective(self.selector):
-            return self.selector
-        return "top_h" if self.spill and self.selector != "none" else ""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))

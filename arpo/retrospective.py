@@ -105,43 +105,22 @@ def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -
 
 def top_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
     """The most uncertain turns after a tool result: H - 0.05 nats * (siblings - 1)."""
-    return best([fork for fork, _ in by_entropy(group)], budget, rng)
-
-
-def minority_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """The most uncertain turns that chains of the rarer outcome have passed, each place at most once in a round.
-
-    The outcome is whether the reward is above the mean. All chains count where there is one outcome only.
-    """
-    mean = sum(t.reward for t in group.trajectories) / max(len(group.trajectories), 1)
-    above = {t.trajectory_id for t in group.trajectories if t.reward > mean}
-    below = {t.trajectory_id for t in group.trajectories} - above
-    rarer = min(above, below, key=len) or above or below
-    passed = {start for (name, _), start in starts(group).items() if name in rarer}
-    first = {start: fork for fork, start in reversed(by_entropy(group)) if start in passed}
-    return best(list(first.values()), budget, rng)
-
-
-def by_entropy(group: Group) -> list[tuple[Fork, Start]]:
-    """Return every turn after a tool result, scored by its H less a penalty per sibling, and where it begins."""
     siblings = times_sampled(group)
-    return [
-        (Fork(t.trajectory_id, turn, t.turns[turn].entropy - SIBLING_PENALTY * (siblings[start] - 1)), start)
+    scored = [
+        Fork(t.trajectory_id, turn, t.turns[turn].entropy - SIBLING_PENALTY * (siblings[start] - 1))
         for (t, turn), start in own_turns(group)
         if turn > 0 and t.turns[turn].entropy is not None
     ]
+    return best(scored, budget, rng)
 
 
 EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], list[Fork]]] = {
     "tree_grpo": tree_grpo,
     "at2po": at2po,
     "top_h": top_h,
-    "minority_h": minority_h,
 }
 """Values of `branching.selector` besides those of RULES. Each returns at most `budget` forks; more are left out, and
 what is missing to the group's size after the last round is filled with fresh roots."""
-NEED_REWARDS = {"minority_h"}
-"""Those that look at rewards: all trajectories of the group that have ended are scored before each round."""
 
 
 # ---- rounds of forks in a group that the rollout lets grow
@@ -159,7 +138,7 @@ def next_forks(
     budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
     group.num_rounds += 1
     rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
-    forks = find("branching.selector", cfg.selects_afterwards, EXPANSIONS)(finished, budget, cfg, rng)[:budget]
+    forks = find("branching.selector", cfg.selector, EXPANSIONS)(finished, budget, cfg, rng)[:budget]
     by_id = {t.trajectory_id: t for t in finished.trajectories}
     allowed = []
     for fork in forks:

@@ -7,14 +7,13 @@ nothing the model sampled is re-tokenised, nothing it did not sample gets loss_m
 
 Every random number is drawn from (seed, step, prompt, path in the tree, turn), and budget is granted in canonical
 order (`BranchBudget`), so the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)
-forks only after all trajectories of the group have ended, once per round; so does `spill` with what budget is left.
+forks only after all trajectories of the group have ended, once per round.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from arpo import branching as br
@@ -24,12 +23,12 @@ from arpo.contexts import CONTEXTS, ContextEvidence
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.errors import UserError
 from arpo.growing import Decision, GroupState, Live, number_of, refused
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
 from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from arpo.trajectory import Context, Group, Prompt, SignalStatistics, StopReason, ToolCall, Trajectory, Turn
+from arpo.trajectory import Context, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 
 class Rollout:
@@ -42,12 +41,10 @@ class Rollout:
         codec: Codec,
         cfg: RolloutConfig,
         branching: BranchingConfig,
-        statistics: SignalStatistics | None = None,
-        score: Callable[[list[Group]], None] | None = None,
     ):
-        """`statistics`: of earlier steps' decisions, for rules; `score` fills missing rewards, for NEED_REWARDS."""
         self.engine, self.tools, self.codec = engine, tools, codec
-        self.cfg, self.branching, self.statistics, self.score = cfg, branching, statistics, score
+        self.cfg, self.branching = cfg, branching
+        self.forks_afterwards = is_retrospective(branching.selector)
         self.next_context = find("rollout.context", cfg.context, CONTEXTS)
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
@@ -61,12 +58,10 @@ class Rollout:
         taken, self._whole = self._whole, []
         return taken
 
-    def start_group(self, prompt: Prompt, seed: str, *, name: str = "") -> GroupState:
-        """Start a prompt's first trajectories. `seed` names the random numbers of the group, and `name` the group among
-        all that are under way; "" = the prompt's id."""
+    def start_group(self, prompt: Prompt, seed: str) -> GroupState:
+        """Start a prompt's first trajectories. `seed` names the random numbers of the group."""
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
         group, roots = GroupState.begin(prompt, self.cfg, self.branching, seed)
-        group.name = name or prompt.prompt_id
         self.num_unfinished += group.size
         self.start_roots(group, roots, may_branch=True)
         self.grow(group)
@@ -86,7 +81,8 @@ class Rollout:
         """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
         parent = group.trajectories[parent_path]
         child = group.trajectories[path] = parent.branch(_name(path), turn)
-        self.tools.sessions.fork((group.name, parent.trajectory_id), turn, (group.name, child.trajectory_id))
+        name = group.prompt.prompt_id
+        self.tools.sessions.fork((name, parent.trajectory_id), turn, (name, child.trajectory_id))
         self.start_turn(Live(child, group, path, evidence), is_note=parent.turns[turn].is_note)
 
     def grow(self, group: GroupState) -> None:
@@ -95,20 +91,18 @@ class Rollout:
             evidence = group.decisions[turn, parent].evidence
             for child in children:
                 self.fork(group, parent, turn, child, replace(evidence, consecutive=evidence.consecutive + 1))
-        if group.budget.is_settled and self.branching.selects_afterwards:
+        if group.budget.is_settled and self.forks_afterwards:
             self.expand(group)
         elif group.budget.is_settled:
             self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
         undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
-        self.tools.sessions.retain(group.name, undecided)
+        self.tools.sessions.retain(group.prompt.prompt_id, undecided)
 
     def expand(self, group: GroupState) -> None:
         """Once all trajectories have ended, fork them as a retrospective selector says; fresh roots are the rest."""
         finished = retrospective.finished_part(group)
         if finished is None or len(group.trajectories) == group.size:
             return
-        if self.branching.selector in retrospective.NEED_REWARDS:
-            self.score([finished])
         forks = retrospective.next_forks(group, finished, self.branching, group.seed, self.tools.sessions.refusal)
         for fork in forks:
             parent, child = retrospective.place(group, fork)
@@ -186,11 +180,10 @@ class Rollout:
         if group.budget.open.get(live.path) != turn:
             return
         rng = random.Random(f"{group.seed}|{live.key}")
-        evidence = replace(live.evidence, statistics=self.statistics)
         if refused_by := self.tools.sessions.refusal([c.tag for c in live.trajectory.tool_calls if c.executed]):
-            decision = Decision(evidence, False, None, None, refused_by)
+            decision = Decision(live.evidence, False, None, None, refused_by)
         else:
-            decision = Decision(evidence, *br.decide(evidence, self.branching, rng))
+            decision = Decision(live.evidence, *br.decide(live.evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)
@@ -311,7 +304,7 @@ class Rollout:
         group.wall_s[live.path] = time.perf_counter() - live.began_at_s if live.began_at_s else 0.0
         if len(group.wall_s) == group.size:
             self._whole.append(group)
-            self.tools.sessions.forget(group.name)
+            self.tools.sessions.forget(group.prompt.prompt_id)
 
 
 def _name(path: br.Path) -> str:

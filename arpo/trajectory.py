@@ -74,18 +74,6 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class SignalStatistics:
-    """The branching signal over the decisions of earlier steps, which a rule without a scale compares with."""
-
-    count: int
-    """Number of those decisions."""
-    mean: float
-    std: float
-    bound: float
-    """The quantile that a share branching.branch_rate of them exceeded. All three in nats."""
-
-
-@dataclass(frozen=True)
 class BranchDecision:
     """The record of one branch decision, with everything needed to recompute it."""
 
@@ -104,10 +92,8 @@ class BranchDecision:
     num_children: int
     outcome: str
     """"branched" | "declined" | "no_budget" | "refused" """
-    statistics: SignalStatistics | None = None
-    """What the signal was compared with; None in the first step."""
     score: float | None = None
-    """What a retrospective selector, or branching.spill, chose the turn by (the newest, where it was chosen again)."""
+    """What a retrospective selector chose the turn by (the newest, where it was chosen again)."""
     refused_by: str = ""
     """refused: the tool that has a session open here, of which there can be no second one."""
 

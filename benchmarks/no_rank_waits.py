@@ -16,7 +16,7 @@ rollout_streaming.py). Where dead groups are resampled, half of the prompts have
 
 ideal     all tokens of all ranks at the price they have in a full engine / ranks: no tail, no tool, no wait. Where
           groups are carried: what is sampled in the measured steps, which begin after NUM_STEPS_BEFORE others
-validates NUM_VALID questions per step, alone after it or beside the next rollout (not in the ideal)
+validates NUM_VALID questions after each step (not in the ideal)
 critical  the longest trajectory with its tool calls, alone on an engine, over the ideal. No step that finishes all its
           trajectories takes less; and one that does not know beforehand which it is may begin it last
 idle      share of the ranks' time in which their engines do nothing
@@ -49,7 +49,6 @@ from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.carry_over import CarryOver
-from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.rollouts import EachStep
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.validation import Validation
@@ -84,27 +83,23 @@ class Mode(NamedTuple):
 
     rollout: dict
     dead_groups: str = "keep"
-    validates: str = ""
-    """alone, beside (run.overlap_validation); "" = not at all."""
+    validates: bool = False
 
 
 NO_BRANCHES = BranchingConfig("none")
-LONGEST_FIRST = {"dispatch": "pull_longest_first"}
 MODES = {
     "fixed": Mode({}),
     "pull": Mode({"dispatch": "pull"}),
-    "longest first": Mode(LONGEST_FIRST),
     "fixed, carry_over 1": Mode({"carry_over": 1}),
     "pull, carry_over 1": Mode({"dispatch": "pull", "carry_over": 1}),
     "pull, carry_over 2": Mode({"dispatch": "pull", "carry_over": 2}),
-    "longest first, carry_over 1": Mode(LONGEST_FIRST | {"carry_over": 1}),
-    **{f"fixed, validates {how}": Mode({}, validates=how) for how in ("alone", "beside")},
-    **{f"pull, validates {how}": Mode({"dispatch": "pull"}, validates=how) for how in ("alone", "beside")},
+    "fixed, validates": Mode({}, validates=True),
+    "pull, validates": Mode({"dispatch": "pull"}, validates=True),
     "fixed, resample": Mode({}, "resample"),
     "pull, resample": Mode({"dispatch": "pull"}, "resample"),
 }
 OURS = "pull, carry_over 2"
-OF_MOST_RANKS = ("fixed", "pull", "longest first", "longest first, carry_over 1")
+OF_MOST_RANKS = ("fixed", "pull", "pull, carry_over 1")
 LEAST_STEPS_CARRIED = 2
 """Measured steps where groups are carried: a step in which many of them end is followed by one in which few do."""
 
@@ -159,8 +154,6 @@ class Run:
         self.num_prompts = self.work.prompts_per_rank * self.num_ranks
         num_drawn = (3 if self.mode.dead_groups == "resample" else 1) * self.num_steps + 1  # per step, at most
         self.prompts = self.work.prompts(num_drawn * self.num_prompts, self.codec)
-        is_ordered = self.cfg.dispatch == "pull_longest_first"
-        self.lengths = ExpectedLengths(self.work.earlier(self.prompts)) if is_ordered else None
         self.steps = [Step() for _ in range(self.num_steps)]
         self.draws: dict[tuple[int, int], tuple[list[Prompt], list[tuple[int, int]]]] = {}
 
@@ -189,12 +182,9 @@ class Run:
         )  # fmt: skip
 
     def make_validation(self, sampler: Sampler) -> Validation:
-        run = RunConfig(validate_every=1, overlap_validation=self.mode.validates == "beside")
+        run = RunConfig(validate_every=1)
         log = RunLog(Path(), run, is_main=False)
-        validation = Validation(sampler, log, self.work.prompts(NUM_VALID, self.codec), run, self.num_steps + 1)
-        if run.overlap_validation:
-            validation.before_training(0)
-        return validation
+        return Validation(sampler, log, self.work.prompts(NUM_VALID, self.codec), run, self.num_steps + 1)
 
     def draw(self, num_drawn: int, count: int) -> tuple[list[Prompt], list[tuple[int, int]]]:
         """Return the next prompts, and what PromptOrder.queue says of them; the same lists on all ranks."""
@@ -207,20 +197,18 @@ class Run:
         """Run the steps of one rank as train_rl.py does, each up to the groups that it would train on."""
         sampler, num_drawn = self.make_sampler(rank), 0
         if self.cfg.carry_over:
-            plan = CarryOver(sampler, self.num_prompts, self.lengths)
+            plan = CarryOver(sampler, self.num_prompts)
         else:
-            plan = EachStep(sampler, self.num_prompts, self.advantage, self.lengths)
+            plan = EachStep(sampler, self.num_prompts, self.advantage)
         validation = self.make_validation(sampler) if self.mode.validates else None
         for number, record in enumerate(self.steps, start=1):
             count = plan.num_to_draw(steps_left=2)  # the training goes on behind what is simulated
             prompts, drawn = self.draw(num_drawn, count)
-            source = plan.begin_step(number, prompts, None)
-            sampler.run([source, *(validation.begin() if validation else [])], "rollout", self.num_prompts)
+            source = plan.begin_step(number, prompts)
+            sampler.run(source, "rollout", self.num_prompts)
             sampler.score(source.to_score)
             sampled = source.exchange()
             num_drawn = source.num_drawn_after(drawn, sampled, num_drawn)
-            if validation:
-                validation.end()
             sampler.engine.sync()
             if validation:
                 validation.after(number)
@@ -315,12 +303,12 @@ def summary(found: dict[tuple[str, int, str], Measured]) -> dict[str, float | st
     ours, baseline = of[OURS].over_ideal, of["fixed"].over_ideal
     result = {"name": "no_rank_waits", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
     result |= {"unit": "step / ideal", "pull": of["pull"].over_ideal}
-    result |= {"longest_first": of["longest first"].over_ideal, "critical": of["fixed"].critical_over_ideal}
+    result["critical"] = of["fixed"].critical_over_ideal
     result |= {"staleness": of[OURS].staleness, "idle": of[OURS].idle, "idle_fixed": of["fixed"].idle}
     result["refill_ratio"] = of["fixed, resample"].step_s / of["pull, resample"].step_s
-    for how in ("alone", "beside"):  # what a validation adds to a step, over a step without
-        result[f"validation_{how}"] = of[f"fixed, validates {how}"].step_s / of["fixed"].step_s - 1
-    names = {"longest_first": "longest first", "carried": "longest first, carry_over 1", "baseline": "fixed"}
+    # what a validation adds to a step, over a step without
+    result["validation"] = of["fixed, validates"].step_s / of["fixed"].step_s - 1
+    names = {"pull": "pull", "carried": "pull, carry_over 1", "baseline": "fixed"}
     for word, name in names.items():
         result |= {f"{word}_{largest}": found["long", largest, name].over_ideal} if largest > size else {}
     return result

@@ -112,7 +112,7 @@ def ours(played: Played, engine: PlayedEngine, tools: PlayedTools, *, selector: 
     loop = (Rollout if selector else AsRecorded)(engine, tools, played.codec, cfg, branching)
     loop.played = played
     source = Source(loop, played.prompts, played.seed)
-    drive([source], engine, tools)
+    drive(source)
     for place, tree in enumerate(trees):
         found = {t.trajectory_id: t for t in source.groups[place].trajectories}
         assert found.keys() == tree.paths.keys(), f"another tree than the recorded one: {sorted(found)}"

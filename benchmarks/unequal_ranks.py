@@ -71,7 +71,7 @@ def on_rank(rank: int, port: int, folder: str, quick: bool, results: mp.SimpleQu
             started = time.perf_counter()
             sampler = Sampler(engine, tools, codec, team, nobody, 0, cfg, none, MAX_NUM_SEQS)
             source = dealt_or_pulled(sampler, prompts, repeat, label=way)
-            sampler.run([source], way, NUM_PROMPTS)
+            sampler.run(source, way, NUM_PROMPTS)
             place.barrier()  # which is what the ranks wait for each other at
             times[way].append(time.perf_counter() - started)
             num_long[way] = sum(int(group.prompt.prompt_id) % 2 for group in source.to_score)

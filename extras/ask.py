@@ -64,7 +64,7 @@ def ask(cfg: AskConfig) -> None:
             continue
         printed = Printed(Rollout(engine, env.tools, codec, alone, no_branching))
         source = Source(printed.loop, prompts, f"{cfg.run.seed}|{number}")
-        drive([source], engine, env.tools, printed.go_on)
+        drive(source, printed.go_on)
         printed.end(source.groups[0].trajectories[0])
     env.tools.close()
     engine.close()

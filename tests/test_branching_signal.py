@@ -1,10 +1,8 @@
-"""What the branching signal keeps of earlier steps, and what it says of itself. All numbers by hand."""
-
-import json
+"""What the branching signal says of itself. All numbers by hand."""
 
 import pytest
 
-from arpo.branching_signal import MIN_DECISIONS, WINDOW_STEPS, BranchingSignal, signal_metrics
+from arpo.branching_signal import BranchingSignal, signal_metrics
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Prompt, StopReason, Trajectory, Turn
 
@@ -22,75 +20,6 @@ def trajectory(reward: float | None, *turns: Turn, root_entropy: float = 1.0, **
 
 def groups(*trajectories: Trajectory) -> list[Group]:
     return [Group(Prompt("p", [], []), [t]) for t in trajectories]
-
-
-def step_of(values: list[float]) -> list[Group]:
-    return groups(*(trajectory(1.0, decided(value)) for value in values))
-
-
-def test_nothing_is_compared_before_enough_decisions_and_the_user_is_told():
-    signal = BranchingSignal(BranchingConfig(selector="standardized"))
-    assert signal.statistics is None
-    signal.add(step_of([0.1] * (MIN_DECISIONS - 1)))
-    assert signal.statistics is None
-    assert signal.warning == "P(branch) was branching.base: standardized had 0 earlier decisions, and needs 32"
-    signal.add(step_of([0.1]))
-    assert "had 31 earlier decisions" in signal.warning and signal.statistics is not None
-    signal.add(groups(trajectory(1.0, decided(0.1, probability=0.6))))
-    assert signal.warning == ""
-
-
-def test_statistics_are_of_the_signal_that_was_asked_for():
-    values = [0.0, 0.1, 0.2, 0.3] * 10
-    for option, shift in [("entropy", 0.0), ("delta", -1.0)]:
-        signal = BranchingSignal(BranchingConfig(selector="quantile", signal=option, branch_rate=0.25))
-        signal.add(step_of(values))
-        known = signal.statistics
-        assert known.count == 40
-        assert known.mean == pytest.approx(0.15 + shift)
-        assert known.std == pytest.approx((40 / 39 * 0.0125) ** 0.5)  # variance of 0, .1, .2, .3: 0.0125
-        assert known.bound == pytest.approx(0.2 + shift)  # exceeded by a quarter of them
-
-
-@pytest.mark.parametrize("rate, share", [(0.0, 0.0), (0.1, 0.1), (0.5, 0.5), (0.99, 0.99)])
-def test_the_bound_is_exceeded_by_the_wanted_share(rate, share):
-    signal = BranchingSignal(BranchingConfig(selector="quantile", branch_rate=rate))
-    values = [i / 100 for i in range(100)]
-    signal.add(step_of(values))
-    assert sum(value > signal.statistics.bound for value in values) / 100 == pytest.approx(share)
-
-
-@pytest.mark.parametrize(
-    "num_decisions, children, share",
-    [(8, 1, 0.5), (16, 1, 0.25), (16, 2, 0.125), (4, 1, 1.0), (2, 1, 1.0)],
-)
-def test_the_automatic_rate_is_the_budget_over_the_decisions(num_decisions, children, share):
-    cfg = BranchingConfig(selector="quantile", branch_rate=None, max_branches_per_turn=children)
-    signal = BranchingSignal(cfg)
-    many = Trajectory("p", "0", turns=[decided(i / 100) for i in range(num_decisions)])  # 4 may fork, by their records
-    none = Trajectory("q", "0", turns=[Turn(0, entropy=0.5)])  # answered at once: no decision could use its budget
-    for _ in range(4):
-        signal.add(groups(*[many] * 8, none))
-    values = [value for step in signal.state for value in step]
-    above = sum(value > signal.statistics.bound for value in values) / len(values)
-    assert above == pytest.approx(min(share, 1 - 1 / num_decisions))  # the smallest value is above none
-    again = BranchingSignal(cfg, *json.loads(json.dumps([signal.state, signal.budgets])))
-    assert again.statistics == signal.statistics and signal.budgets == [32] * 4
-
-
-def test_the_window_forgets_and_a_resumed_run_remembers_the_same():
-    cfg = BranchingConfig(selector="standardized")
-    signal = BranchingSignal(cfg)
-    signal.add(step_of([100.0] * 40))
-    for number in range(WINDOW_STEPS):
-        assert signal.statistics.mean > 1.0
-        signal.add(step_of([0.1 * number] * 5))
-    assert signal.statistics.mean == pytest.approx(0.45) and signal.statistics.count == 5 * WINDOW_STEPS
-    again = BranchingSignal(cfg, json.loads(json.dumps(signal.state)))
-    assert again.statistics == signal.statistics
-    signal.add(step_of([0.7]))
-    again.add(step_of([0.7]))
-    assert again.statistics == signal.statistics
 
 
 def test_signal_is_the_mean_distance_of_p_from_where_it_would_be():
@@ -171,18 +100,17 @@ def test_a_run_whose_entropies_do_nothing_is_told_so_once():
         signal.add(groups(trajectory(1.0, decided(1.01, 0.51))))
         warnings.append(signal.warning)
     assert [bool(warning) for warning in warnings] == [False, False, True, False, False]
-    assert "moved P(branch) by 0.010 at most" in warnings[2] and "branching.selector=standardized" in warnings[2]
+    assert "of 3 steps moved P(branch) by 0.010 at most" in warnings[2] and "branching.threshold" in warnings[2]
 
 
-def test_neither_steps_without_decisions_nor_late_steps_of_a_resumed_run_are_taken_for_an_inert_signal():
-    silent, resumed = BranchingSignal(BranchingConfig()), BranchingSignal(BranchingConfig(), [[0.1] * 40])
+def test_steps_without_decisions_are_not_taken_for_an_inert_signal():
+    silent = BranchingSignal(BranchingConfig())
     for _ in range(4):
         silent.add(groups(trajectory(1.0, Turn(0, entropy=1.0))))
-        resumed.add(groups(trajectory(1.0, decided(1.01, 0.501))))
-        assert silent.warning == resumed.warning == ""
+        assert silent.warning == ""
     for _ in range(3):
         silent.add(groups(trajectory(1.0, decided(1.01, 0.501))))
-    assert "in the first 3 steps" in silent.warning
+    assert "of 3 steps" in silent.warning
 
 
 def test_equal_entropies_say_nothing_of_failure():

@@ -75,18 +75,6 @@ def test_top_h_takes_the_most_uncertain_turns_after_a_result():
     assert [fork.score for fork in forks] == pytest.approx([0.05, 0.04, 0.01, -0.03])
 
 
-def test_minority_h_takes_those_that_chains_of_the_rarer_outcome_have_passed():
-    # "0" alone is right: its turns, where the first branched place counts once and has the H of the one sampled first.
-    forks = EXPANSIONS["minority_h"](TREE, 6, CFG, random.Random(0))
-    assert [fork[:2] for fork in forks] == [("0", 2), ("0", 1)]
-    assert [fork.score for fork in forks] == pytest.approx([0.05, -0.03])
-    for rewards, names in (([1, 0, 1], {"0", "0.0"}), ([1, 0, 0], {"0"}), ([0.1, 0.1, 0.1], {"0", "0.0"})):
-        pairs = zip(TREE.trajectories, rewards, strict=True)
-        tree = group(*(replace(t, reward=float(reward)) for t, reward in pairs))
-        forks = EXPANSIONS["minority_h"](tree, 6, CFG, random.Random(0))
-        assert {fork.trajectory_id for fork in forks} == names
-
-
 @pytest.mark.parametrize("name", EXPANSIONS)
 def test_an_empty_group_has_no_forks(name):
     assert EXPANSIONS[name](group(), 4, CFG, random.Random(0)) == []
@@ -112,18 +100,9 @@ def world(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
     return text, dice.uniform(0.1, 2.0)
 
 
-LIVE = "spill", "roots"
-"""A rule that leaves budget, and what becomes of that."""
-
-
 def explore(selector: str, *, seed: int, size: int, rounds: int, step_tokens: int = 7, tools=None) -> list[Group]:
     prompts = [prompt("p0"), prompt("p1"), prompt("p2")]
-    rule = (
-        {"selector": "random", "base": 0.15, "spill": selector == "spill"}
-        if selector in LIVE
-        else {"selector": selector}
-    )
-    branching = BranchingConfig(**rule, num_initial_rollouts=min(3, size), expansion_rounds=rounds)
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=min(3, size), expansion_rounds=rounds)
     cfg = RolloutConfig(group_size=size, max_response_tokens=800, max_result_tokens=200, answer_reserve_tokens=60)
     return play(
         None, engine=Uneven(TOKENIZER, world, step_tokens), cfg=cfg, branching=branching, prompts=prompts, seed=seed,
@@ -131,7 +110,7 @@ def explore(selector: str, *, seed: int, size: int, rounds: int, step_tokens: in
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("selector", [*EXPANSIONS, "spill"])
+@pytest.mark.parametrize("selector", EXPANSIONS)
 def test_in_any_world_groups_are_exact_and_do_not_depend_on_the_order_of_arrival(selector):
     for seed in range(6):
         size, rounds = 4 + seed, 1 + seed % 3
@@ -233,39 +212,6 @@ def test_a_group_in_which_all_failed_is_filled_with_roots(selector):
     assert [t.trajectory_id for t in g.trajectories] == ["0", "1", "2", "3"]
 
 
-# ---- budget that a rule of branching.py has left
-
-
-def test_left_budget_forks_the_most_uncertain_turns_once_all_have_ended():
-    def script(_prompt, path, turn):
-        return (CALL, 0.5) if turn == 0 else (ANSWER, 2.0 if path == "1" else 0.5)
-
-    never = BranchingConfig(selector="random", base=0.0, num_initial_rollouts=2)
-    assert [t.trajectory_id for t in play(script, branching=never)[0].trajectories] == ["0", "1", "2", "3"]
-    [g] = play(script, branching=replace(never, spill=True))
-    assert [t.trajectory_id for t in g.trajectories] == ["0", "1", "1.0", "1.1"]
-    d = decisions_of(g)["1", 1]
-    assert (d.probability, d.outcome, d.num_children) == (0.0, "branched", 2) and 0 < d.draw < 1
-    assert d.score == pytest.approx(d.entropy - 0.05)  # the second round's: "1.0" had begun at the same place
-    assert decisions_of(g)["0", 1].outcome == "declined" and decisions_of(g)["0", 1].score is None
-
-
-def test_spilling_changes_no_decision_of_the_rule_and_every_fork_is_recorded():
-    num_spilled = num_live = 0
-    for seed in range(4):
-        spilled, filled = (explore(name, seed=seed, size=9, rounds=2) for name in ("spill", "roots"))
-        for g, other in zip(spilled, filled, strict=True):
-            ours, theirs = decisions_of(g), decisions_of(other)
-            judged = {place: (d.probability, d.draw) for place, d in ours.items() if d.probability is not None}
-            assert judged == {place: (d.probability, d.draw) for place, d in theirs.items()}
-            for place, d in ours.items():
-                before = theirs[place].num_children if place in theirs else 0
-                assert (d.outcome == "branched" and d.num_children > before) if d.score else d == theirs[place]
-                num_live, num_spilled = num_live + before, num_spilled + d.num_children - before
-            assert sum(d.num_children for d in ours.values()) == sum(t.parent_id is not None for t in g.trajectories)
-    assert num_live > 5 and num_spilled > 20
-
-
 def test_neither_what_an_error_of_ours_ended_nor_its_branches_are_forked():
     def script(_prompt, path, turn):
         if path == "0" and turn == 1:
@@ -276,7 +222,7 @@ def test_neither_what_an_error_of_ours_ended_nor_its_branches_are_forked():
         died = argument == "die"
         return ToolResult("died", ok=not died, error_kind="sandbox" if died else None, infra_error=died)
 
-    branching = BranchingConfig(threshold=0.6, num_initial_rollouts=2, spill=True)
+    branching = BranchingConfig(selector="top_h", num_initial_rollouts=2)
     [g] = play(script, cfg=replace(SHORT, group_size=5), branching=branching, tools=[EchoTool("search", reply)])
-    assert [t.trajectory_id for t in g.trajectories] == ["0", "0.0", "1", "1.0", "1.1"]
+    assert [t.trajectory_id for t in g.trajectories] == ["0", "1", "1.0", "1.1", "1.2"]
     assert g.trajectories[0].stop_reason == StopReason.ERROR

@@ -8,7 +8,6 @@ import pytest
 from helpers.cut_rollout import play_cut
 from helpers.fakes import EchoTool
 from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
-from helpers.scripted_rollout import score
 from transformers import AutoTokenizer
 
 from arpo.config.sections import EngineConfig
@@ -142,7 +141,7 @@ def test_finished_groups_are_forked_where_the_selector_says_and_alike_each_time(
     codec, _, prompts, engine, runner = parts
     branching = BranchingConfig(selector=selector, num_initial_rollouts=2, expansion_rounds=2)
 
-    runs = [rollout(prompts, engine, runner, codec, CFG, branching, seed=1, score=score) for _ in range(2)]
+    runs = [rollout(prompts, engine, runner, codec, CFG, branching, seed=1) for _ in range(2)]
     assert [[t.to_dict()["token_ids"] for t in g.trajectories] for g in runs[0]] == [
         [t.to_dict()["token_ids"] for t in g.trajectories] for g in runs[1]
     ]

@@ -14,8 +14,6 @@ from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, UpdateCo
 from arpo.config.tools import SearchConfig
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 
-NEED_REWARDS = names_of("retrospective", "NEED_REWARDS")
-
 
 def check_sizes(
     data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig
@@ -97,15 +95,6 @@ def check_loss(loss: LossConfig) -> Iterator[str]:
         )
 
 
-def check_rewards_agree(branching: BranchingConfig, engine: EngineConfig) -> Iterator[str]:
-    """Yield that ranks that share an engine would each score a group, and fork by what they find, where they would."""
-    if engine.tensor_parallel > 1 and branching.selector in NEED_REWARDS:
-        yield (
-            f"branching.selector={branching.selector} cannot go with engine.tensor_parallel={engine.tensor_parallel}; "
-            "set it to 1, or the selector to top_h"
-        )
-
-
 def check_sampling_policy(
     engine: EngineConfig, loss: LossConfig, rollout: RolloutConfig, advantage: AdvantageConfig
 ) -> Iterator[str]:
@@ -167,17 +156,13 @@ def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollou
         yield f"judge.deadline_s={judge.deadline_s} must be above 0"
 
 
-def check_queue(branching: BranchingConfig, advantage: AdvantageConfig, reward: TrainingRewardConfig) -> Iterator[str]:
+def check_queue(advantage: AdvantageConfig, reward: TrainingRewardConfig) -> Iterator[str]:
     """Yield where a rollout would wait for a judge."""
-    for option, waits, others in (
-        ("advantage.dead_groups=resample", advantage.dead_groups == "resample", "drop or keep"),
-        (f"branching.selector={branching.selector}", branching.selector in NEED_REWARDS, "top_h"),
-    ):
-        if waits and "judge" in reward.weights:
-            yield (
-                f"{option} needs rewards during the rollout, and would wait for the judge each time; set it to "
-                f"{others}, or drop judge from reward.terms"
-            )
+    if advantage.dead_groups == "resample" and "judge" in reward.weights:
+        yield (
+            "advantage.dead_groups=resample needs rewards during the rollout, and would wait for the judge each time; "
+            "set it to drop or keep, or drop judge from reward.terms"
+        )
 
 
 def no_baseline(rollout: RolloutConfig, advantage: AdvantageConfig) -> str:
@@ -207,13 +192,12 @@ def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
         return f"branching: none, {size} roots a prompt"
     roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
     begins = f"{roots} root" + "s" * (roots > 1)
-    afterwards = f"{cfg.selects_afterwards} in {cfg.expansion_rounds} rounds"
     if is_retrospective(cfg.selector):
+        afterwards = f"{cfg.selector} in {cfg.expansion_rounds} rounds"
         return f"branching: {begins}, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
     most_roots = size if cfg.dynamic_budget else roots
     most_decisions = most_roots * calls + (size - most_roots) * max(calls - 1, 0)
     return (
         f"branching: at least {begins}, at most {size - roots} forks a prompt in at most "
-        f"{most_decisions} decisions by {cfg.selector}, after up to {calls} calls; the rest "
-        + (f"by {afterwards}" if cfg.spill else "are fresh roots")
+        f"{most_decisions} decisions by {cfg.selector}, after up to {calls} calls; the rest are fresh roots"
     )

@@ -51,7 +51,7 @@ RENAMED = {
     "tools.python.mode": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
     "run.save_hf": "run.save_hf_every; True is 1, False is 0",
     "tools.mcp": "tools.options of mcp/servers.py:McpServers, a tool from a file (docs/tools.md)",
-    "rollout.pull_order": "rollout.dispatch=pull_longest_first",
+    "rollout.pull_order": "rollout.dispatch=pull",
 }
 """Keys of earlier versions."""
 

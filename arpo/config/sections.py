@@ -36,10 +36,6 @@ class RunConfig:
     """Passes over the training data; used when num_steps is 0."""
     validate_every: Annotated[int, AtLeast(0)] = 5
     """Steps between validations, the first of them before step 1; 0 = never."""
-    overlap_validation: Annotated[bool, DECIDES] = False
-    """train_rl.py: validate beside the next step's rollout, which has the same weights, so that no step waits for the
-    validation's longest trajectory. Its scores come a rollout later, in a second line of their step. The last
-    validation stays alone."""
     save_every: Annotated[int, AtLeast(0)] = 5
     """Steps between checkpoints (the last step is always saved); 0 = only the last step."""
     keep_checkpoints: Annotated[int, AtLeast(2)] = 2

@@ -1,7 +1,4 @@
-"""metrics.jsonl: a line of JSON per step, and a second one with what came later of it (run.overlap_validation).
-
-It has whole lines only, also where the disk is full for a while.
-"""
+"""metrics.jsonl: a line of JSON per step. It has whole lines only, also where the disk is full for a while."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ class MetricsFile:
     """Appends rows to a run's metrics.jsonl. Rows for which there is no room wait in memory."""
 
     def __init__(self, path: Path, resume_step: int):
-        """Drop the lines that an interrupted run wrote after those of `resume_step`, for which no room is needed, and
-        a second one of that step, which is written again. Raises OSError.
+        """Drop the lines that an interrupted run wrote after that of `resume_step`, for which no room is needed. Raises
+        OSError.
 
         From step 0 a run begins anew, and writes what it did before step 1 again.
         """
@@ -69,14 +66,14 @@ class MetricsFile:
 
 
 def _num_bytes_until(path: Path, step: int) -> int:
-    """Return the length of the lines up to a step's first one; a killed run may leave half a line.
+    """Return the length of the lines up to a step's; a killed run may leave half a line.
 
     What a power loss has broken ends no run: lines that are none are removed, and missing steps are said.
     """
     kept: list[bytes] = []
     steps: list[int] = []
     for line, row in _whole_lines(path):
-        if steps[-1:] == [step] or row["step"] > step:
+        if row["step"] > step:
             break
         kept.append(line + b"\n")
         steps.append(row["step"])

@@ -9,13 +9,13 @@
     Refilled                 enough groups of all ranks can teach (advantage.dead_groups=resample); the rest is cut off
     CarryOver                enough groups of all ranks are whole (rollout.carry_over); the rest stays, and goes on
 
-A source (driver.py) says which prompt begins and when it is done; `drive`, there, is the only loop. A validation
-beside a rollout is one more source, whose groups go to the scores instead of the update.
+A source (driver.py) says which prompt begins and when it is done; `drive`, there, is the only loop. A validation is
+one too, whose groups go to the scores instead of the update.
 
 The invariant: each prompt that was drawn is trained on exactly once, or is drawn again. What a rank samples depends on
 seed, step, prompt and path only, so who sampled it changes nothing but time.
 
-`BranchingSignal`, `ExpectedLengths`, `ToolHealth` and the judge's counter hear of each whole step.
+`BranchingSignal`, `ToolHealth` and the judge's counter hear of each whole step.
 """
 
 from arpo.sampling.rollouts import Batch, Rollouts

@@ -42,7 +42,7 @@ def state_of(carry: CarryOver) -> bytes:
         entry["state"] = {name: to_plain(value) for name, value in vars(carried.state).items() if name != "prompt"}
         own = [(place, live) for place, live in enumerate(lives) if live.group is carried.state]
         entry["lives"] = [_plain_live(live, place, calling.get(live.key)) for place, live in own]
-        mine = () if carried.is_whole else [record for record in records if record[0][0] == carried.state.name]
+        mine = () if carried.is_whole else [record for record in records if record[0][0] == entry["prompt"]]
         entry["sessions"] = [[*owner, name, to_plain(calls)] for owner, name, calls in mine]
         groups.append(entry)
     waiting = [[number, prompt.prompt_id] for number, prompt in carry.waiting.items()]

@@ -27,9 +27,8 @@ from typing import NamedTuple
 
 from arpo.growing import GroupState
 from arpo.sampling.driver import Source
-from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.sampler import Looks, Sampler
-from arpo.trajectory import Group, Prompt, SignalStatistics
+from arpo.trajectory import Group, Prompt
 
 IDLE_S = 0.005
 """Pause of a rank that has nothing to do until a tool, or another rank, is ready."""
@@ -61,10 +60,10 @@ class Begun(NamedTuple):
 class CarryOver(Source):
     """This rank's part of the groups that the run has begun, over all steps."""
 
-    def __init__(self, sampler: Sampler, num_prompts: int, lengths: ExpectedLengths | None = None):
-        """num_prompts: those that a step is trained on, over all ranks. lengths: for longest first."""
+    def __init__(self, sampler: Sampler, num_prompts: int):
+        """num_prompts: those that a step is trained on, over all ranks."""
         super().__init__(sampler.loop(), (), "")
-        self.sampler, self.team, self.lengths = sampler, sampler.team, lengths
+        self.sampler, self.team = sampler, sampler.team
         self.cfg, self.num_prompts = sampler.rollout, num_prompts
         share = math.ceil(num_prompts / self.team.num_teams) * self.cfg.group_size
         self.max_unfinished = min(2 * sampler.max_num_seqs, share)
@@ -108,12 +107,12 @@ class CarryOver(Source):
         """Return num_drawn for the next draw, where it was `num_drawn` for this one, which gave `drawn`."""
         return drawn[-1][1] if drawn else num_drawn
 
-    def begin_step(self, step: int, prompts: Sequence[Prompt], statistics: SignalStatistics | None) -> CarryOver:
+    def begin_step(self, step: int, prompts: Sequence[Prompt]) -> CarryOver:
         """Go on with what is unfinished, and with the prompts that the step has drawn. Return this source."""
         self.waiting |= dict(enumerate(prompts, self.num_drawn))
         self.num_drawn += len(prompts)
         self.step = self.loop.step = step
-        self.loop.statistics, self.to_score = statistics, []
+        self.to_score = []
         self._queue, self._held, self._is_full = iter(self._deal()), [], False
         # once, and not at every look: the engine waits meanwhile, and 1,000 ranks have begun 10,000 groups
         self._num_whole = sum(entry.is_whole for entry in self.begun)
@@ -129,8 +128,6 @@ class CarryOver(Source):
         numbers = sorted(self.waiting)
         if not self.cfg.is_pulled or self._store is None:
             return self.team.share(numbers)
-        if self.lengths:
-            numbers = [numbers[i] for i in self.lengths.longest_first([self.waiting[n] for n in numbers])]
         pulls = iter(lambda: self._store.add(self._key("next"), 1) - 1, None)
         return (numbers[place] for place in itertools.takewhile(lambda place: place < len(numbers), pulls))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from arpo.engine import Engine
 from arpo.growing import GroupState
 from arpo.rollout import Rollout
-from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt
 
 
@@ -22,7 +20,7 @@ class Source:
         """`seed` names the random numbers: the run's seed and the rollout among those of the run."""
         self.loop, self.prompts, self.seed = loop, prompts, seed
         self.left = deque(range(len(prompts)))  # places of those that are not begun
-        self.places: dict[str, int] = {}  # of those that are, by the names of their groups
+        self.places: dict[str, int] = {}  # of those that are, by prompt_id
         self.groups: dict[int, Group] = {}  # whole ones, by place
 
     def take(self) -> int | None:
@@ -32,11 +30,12 @@ class Source:
     def start(self) -> None:
         """Start all groups that may begin now."""
         while (place := self.take()) is not None:
-            self.places[self.loop.start_group(self.prompts[place], self.seed).name] = place
+            self.places[self.prompts[place].prompt_id] = place
+            self.loop.start_group(self.prompts[place], self.seed)
 
     def whole(self, state: GroupState) -> None:
         """Take a group of `loop` that has become whole."""
-        self.groups[self.places[state.name]] = state.finish()
+        self.groups[self.places[state.prompt.prompt_id]] = state.finish()
 
     def idle(self, *, has_calls: bool) -> None:
         """Called where the engine decodes nothing; has_calls: tools are at work."""
@@ -48,40 +47,30 @@ class Source:
         return not (self.left or self.loop.num_unfinished)
 
     def end(self) -> None:
-        """Called once all sources are done."""
+        """Called once it is done."""
 
 
-def drive(
-    sources: Sequence[Source], engine: Engine, tools: ToolRunner, on_round: Callable[[], None] = lambda: None
-) -> None:
-    """Sample until all sources are done; they share the engine and the tools, and the first says how to wait.
-
-    The only place where tokens and results come in. Raises what a tool or the engine does.
-    """
-
-    def owner(name: str) -> Rollout:  # of a request or a call
-        return next(s.loop for s in sources if name in s.loop.decoding or name in s.loop.calling)
-
+def drive(source: Source, on_round: Callable[[], None] = lambda: None) -> None:
+    """Sample until the source is done. The only place where tokens and results come in. Raises what a tool or the
+    engine does."""
+    loop, engine, tools = source.loop, source.loop.engine, source.loop.tools
     try:
         while True:
-            for source in sources:
-                source.start()
-            if all(source.is_done for source in sources):
+            source.start()
+            if source.is_done:
                 break
             has_calls = tools.num_pending > 0
             if not engine.num_running:
-                sources[0].idle(has_calls=has_calls)
-            block = has_calls and not (engine.num_running or sources[0].hears_others)
+                source.idle(has_calls=has_calls)
+            block = has_calls and not (engine.num_running or source.hears_others)
             for call_id, result in tools.collect(block=block):
-                owner(call_id).on_tool_result(call_id, result)
+                loop.on_tool_result(call_id, result)
             for chunk in engine.step() if engine.num_running else ():
-                owner(chunk.request_id).on_chunk(chunk)
-            for source in sources:
-                for state in source.loop.take_whole():
-                    source.whole(state)
+                loop.on_chunk(chunk)
+            for state in loop.take_whole():
+                source.whole(state)
             on_round()
-        for source in sources:
-            source.end()
+        source.end()
     except BaseException:
         tools.abandon()  # what an exception, or Ctrl-C, leaves open
         raise

@@ -17,13 +17,12 @@ from arpo.ranks import Timers
 from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state_of
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.health import ToolHealth
-from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.sampler import Sampler
-from arpo.sampling.sources import Dealt, Pulled, Refilled
+from arpo.sampling.sources import Dealt, Refilled, dealt_or_pulled
 from arpo.sampling.validation import Validation
 from arpo.selection import groups_to_train_on
 from arpo.tools import take_counts
-from arpo.trajectory import Group, Prompt, SignalStatistics
+from arpo.trajectory import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,17 @@ class EachStep:
 
     num_behind = 0
 
-    def __init__(self, sampler: Sampler, num_prompts: int, advantage: AdvantageConfig, lengths: ExpectedLengths | None):
-        self.sampler, self.lengths, self.num_prompts = sampler, lengths, num_prompts
+    def __init__(self, sampler: Sampler, num_prompts: int, advantage: AdvantageConfig):
+        self.sampler, self.num_prompts = sampler, num_prompts
         self.num_further = num_prompts * advantage.max_resample if advantage.dead_groups == "resample" else 0
 
     def num_to_draw(self, steps_left: int) -> int:
         return self.num_prompts + self.num_further
 
-    def begin_step(self, step: int, prompts: Sequence[Prompt], statistics: SignalStatistics | None) -> Dealt:
-        order = self.lengths.longest_first(prompts[: self.num_prompts]) if self.lengths else None
+    def begin_step(self, step: int, prompts: Sequence[Prompt]) -> Dealt:
         if self.num_further:
-            wanted = self.num_prompts
-            return Refilled(self.sampler, prompts, step, statistics, num_wanted=wanted, order=order)
-        if self.sampler.rollout.is_pulled:
-            return Pulled(self.sampler, prompts, step, statistics, order=order)
-        return Dealt(self.sampler, prompts, step, statistics)
+            return Refilled(self.sampler, prompts, step, num_wanted=self.num_prompts)
+        return dealt_or_pulled(self.sampler, prompts, step)
 
 
 class Rollouts:
@@ -81,7 +76,7 @@ class Rollouts:
         self.sources = source_names(prompts)
         self.num_drawn = self.first_drawn = 0
         """Prompts of the data that the run has drawn: so far, and before the step that is under way."""
-        self.health = ToolHealth()
+        self.health, self.signal = ToolHealth(), BranchingSignal(sampler.branching)
         self.go_on_from({}, (), done_steps=0)
 
     def go_on_from(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
@@ -90,24 +85,15 @@ class Rollouts:
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)
-        self.signal = BranchingSignal(self.sampler.branching, state.get("signal", ()), state.get("branch_budgets", ()))
-        is_ordered = self.sampler.rollout.dispatch == "pull_longest_first"
-        self.lengths = ExpectedLengths(state.get("lengths", {})) if is_ordered else None
         if self.sampler.rollout.carry_over:
-            carried = CarryOver(self.sampler, self.num_prompts, self.lengths)
-            self.plan = go_on_from(carried, rank_files, self.prompts)
+            self.plan = go_on_from(CarryOver(self.sampler, self.num_prompts), rank_files, self.prompts)
         else:
             check_nothing_is_left(rank_files)
-            self.plan = EachStep(self.sampler, self.num_prompts, self.advantage, self.lengths)
+            self.plan = EachStep(self.sampler, self.num_prompts, self.advantage)
 
     def state(self) -> dict:
         """Return what the next step depends on, the same on all ranks, as JSON can hold it."""
-        state = {"num_drawn": self.health.go_on_from(self.num_drawn), "signal": self.signal.state}
-        return state | {
-            "branch_budgets": self.signal.budgets,
-            "lengths": self.lengths.state if self.lengths else {},
-            "order": self.order.state,
-        }
+        return {"num_drawn": self.health.go_on_from(self.num_drawn), "order": self.order.state}
 
     def rank_state(self) -> bytes | None:
         """Return what this rank has of its own for the next step; None where no rank has anything."""
@@ -118,7 +104,8 @@ class Rollouts:
         """Validate on these prompts, now before the first step, and then as `run` says; never without any."""
         if prompts and run.validate_every:
             self.validation = Validation(self.sampler, log, prompts, run, self.num_steps)
-            self.validation.before_training(done_steps)
+            if done_steps == 0:
+                self.validation.before_training()
 
     def next(self, step: int, timers: Timers) -> Batch:
         """Sample and score a step, then put the engine to sleep. Collective."""
@@ -127,17 +114,13 @@ class Rollouts:
         self.first_drawn = self.num_drawn - self.plan.num_behind
         drawn = self.order.queue(self.num_drawn, self.plan.num_to_draw(self.num_steps - step + 1))
         with timers("rollout"):
-            source = self.plan.begin_step(step, [self.prompts[i] for i, _ in drawn], self.signal.statistics)
-            beside = self.validation.begin() if self.validation else []
-            self.sampler.run([source, *beside], f"step {step} rollout", self.num_prompts // team.num_teams)
+            source = self.plan.begin_step(step, [self.prompts[i] for i, _ in drawn])
+            self.sampler.run(source, f"step {step} rollout", self.num_prompts // team.num_teams)
         with timers("reward"):
             self.sampler.score(source.to_score if team.is_first else [])
         with timers("exchange"):
             sampled = source.exchange()
         self.num_drawn = source.num_drawn_after(drawn, sampled, self.num_drawn)
-        if beside:
-            with timers("validate"):
-                self.validation.end()
         with timers("sync"):
             engine.sleep()
         batch = self._judged(step, sampled)
@@ -152,8 +135,6 @@ class Rollouts:
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(tools.tools), step)
         values = self.signal.add(sampled) | self.order.add(sampled)
-        if self.lengths:
-            self.lengths.add(sampled)
         may_train = self.health.may_train(sampled, self.first_drawn)
         groups = groups_to_train_on(sampled, self.num_prompts, self.advantage) if may_train else []
         for warning in filter(None, (self.signal.warning, self.health.warning)):

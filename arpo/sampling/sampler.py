@@ -17,7 +17,7 @@ from arpo.protocol import Codec
 from arpo.rollout import Rollout
 from arpo.sampling.driver import Source, drive
 from arpo.tools.base import ToolRunner
-from arpo.trajectory import Group, Prompt, SignalStatistics
+from arpo.trajectory import Group, Prompt
 
 LOOK_S, LOOK_PER_TEAM_S = 0.05, 2e-4
 """Seconds between two looks at what the other teams have found (at least, and per team): 10,000 requests a second for
@@ -47,19 +47,15 @@ class Sampler:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
-    def loop(self, statistics: SignalStatistics | None = None) -> Rollout:
-        return Rollout(self.engine, self.tools, self.codec, self.rollout, self.branching, statistics, self.score)
+    def loop(self) -> Rollout:
+        return Rollout(self.engine, self.tools, self.codec, self.rollout, self.branching)
 
-    def run(self, sources: Sequence[Source], description: str, num_groups: int, *, is_part: bool = True) -> None:
-        """Sample until all sources are done. The progress is that of the first, of which this rank expects `num_groups`
-        groups; is_part: within a step that has a progress of its own."""
-        first, size = sources[0], self.rollout.group_size
+    def run(self, source: Source, description: str, num_groups: int, *, is_part: bool = True) -> None:
+        """Sample until the source is done, of which this rank expects `num_groups` groups; is_part: within a step that
+        has a progress of its own."""
+        size = self.rollout.group_size
         with self.log.progress(num_groups * size, description, is_part=is_part) as progress:
-
-            def show() -> None:
-                progress.at(min(first.num_finished, num_groups * size))
-
-            drive(sources, self.engine, self.tools, show)
+            drive(source, lambda: progress.at(min(source.num_finished, num_groups * size)))
 
 
 class Looks:
@@ -102,10 +98,9 @@ def rollout(
     branching: BranchingConfig,
     *,
     seed: int | str,
-    score: Callable[[list[Group]], None] | None = None,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
-    trajectories by path. `score` is needed by the selectors in retrospective.NEED_REWARDS."""
-    source = Source(Rollout(engine, tools, codec, cfg, branching, score=score), prompts, f"{seed}|0")
-    drive([source], engine, tools)
+    trajectories by path."""
+    source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|0")
+    drive(source)
     return [source.groups[place] for place in sorted(source.groups)]

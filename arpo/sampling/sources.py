@@ -17,7 +17,7 @@ from arpo.growing import GroupState
 from arpo.sampling.driver import Source
 from arpo.sampling.sampler import Looks, Sampler
 from arpo.selection import is_dead
-from arpo.trajectory import Group, Prompt, SignalStatistics
+from arpo.trajectory import Group, Prompt
 
 PRIOR_SHARE = 1 / 8
 """Groups that count as mixed before any is known, per group that is wanted. Where half are dead, a twentieth of the
@@ -34,12 +34,11 @@ class Dealt(Source):
         sampler: Sampler,
         prompts: Sequence[Prompt],
         name: int | str,
-        statistics: SignalStatistics | None = None,
         *,
         max_at_once: int = 0,
     ):
-        """name: the rollout's among those of the run. statistics: of earlier steps' branch decisions."""
-        super().__init__(sampler.loop(statistics), prompts, f"{sampler.seed}|{name}")
+        """name: the rollout's among those of the run."""
+        super().__init__(sampler.loop(), prompts, f"{sampler.seed}|{name}")
         self.sampler, self.team, self.max_at_once = sampler, sampler.team, max_at_once
         self.left = deque(self.team.share(range(len(prompts))))
 
@@ -54,7 +53,7 @@ class Dealt(Source):
 
     def whole(self, state: GroupState) -> None:
         super().whole(state)
-        group = self.groups[self.places[state.name]]
+        group = self.groups[self.places[state.prompt.prompt_id]]
         group.sampled_by = self.team.index * self.team.size
         if self.sampler.on_group:
             self.sampler.on_group(group, state.seconds)
@@ -84,21 +83,10 @@ class Pulled(Dealt):
     prompts at once, so that those who come first do not take all where all fit into a few engines.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[Prompt],
-        name: int | str,
-        statistics: SignalStatistics | None = None,
-        *,
-        order: Sequence[int] | None = None,
-        label: str = "rollout",
-    ):
-        """order: places in `prompts` in the order in which they are handed out; None = as they are. label: names, with
-        `name`, the keys in the store."""
-        super().__init__(sampler, prompts, name, statistics)
+    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str = "rollout"):
+        """label: names, with `name`, the keys in the store."""
+        super().__init__(sampler, prompts, name)
         assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
-        self.order = range(len(prompts)) if order is None else order
         self.store, self.prefix = self.team.ranks.store or dist.HashStore(), f"prompts/{label}/{name}"
         self.max_unfinished = ceil(len(prompts) / self.team.num_teams) * self.loop.cfg.group_size
         self.is_open = True
@@ -127,8 +115,8 @@ class Pulled(Dealt):
         return f"{self.prefix}/{word}"
 
     def place_of(self, number: int) -> int | None:
-        if number < len(self.order):
-            return self.order[number]
+        if number < len(self.prompts):
+            return number
         self.is_open = False
         return None
 
@@ -143,9 +131,9 @@ class Pulled(Dealt):
 
 
 def dealt_or_pulled(
-    sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str, max_at_once: int = 0
+    sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str = "rollout", max_at_once: int = 0
 ) -> Dealt:
-    """Return the source that rollout.dispatch says, for a rollout that is no step of a training."""
+    """Return the source that rollout.dispatch says."""
     if sampler.rollout.is_pulled:
         return Pulled(sampler, prompts, name, label=label)
     return Dealt(sampler, prompts, name, max_at_once=max_at_once)
@@ -163,19 +151,9 @@ class Refilled(Pulled):
     teams, by a numbered event in the store; they rather wait than begin a prompt that may not be needed.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[Prompt],
-        name: int | str,
-        statistics: SignalStatistics | None = None,
-        *,
-        num_wanted: int,
-        order: Sequence[int] | None = None,
-    ):
-        """`prompts` are all that the step may draw; `order` is of the first `num_wanted`."""
-        order = None if order is None else [*order, *range(num_wanted, len(prompts))]
-        super().__init__(sampler, prompts, name, statistics, order=order)
+    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, num_wanted: int):
+        """`prompts` are all that the step may draw."""
+        super().__init__(sampler, prompts, name)
         self.max_unfinished = ceil(num_wanted / self.team.num_teams) * self.loop.cfg.group_size
         self.num_wanted, self.looks = num_wanted, Looks(sampler)
         self.own: Iterator[int] | None = None  # numbers of the prompts that are dealt to this team
@@ -198,13 +176,13 @@ class Refilled(Pulled):
         return self.is_full or super().is_done
 
     def pull(self) -> int:
-        return super().pull() if self.own is None else next(self.own, len(self.order))
+        return super().pull() if self.own is None else next(self.own, len(self.prompts))
 
     def whole(self, state: GroupState) -> None:
         """Score the group and tell the other teams of it."""
         super().whole(state)
         if self.team.is_first:
-            place = self.places[state.name]
+            place = self.places[state.prompt.prompt_id]
             self.sampler.score([self.groups[place]])
             number = self.store.add(self.key("events"), 1)
             self.store.set(self.key(f"event/{number}"), f"{place} {int(not is_dead(self.groups[place]))}")
@@ -225,7 +203,7 @@ class Refilled(Pulled):
         self.look()
         if wants_one and self.ticket is None:
             self.ticket = self.pull()
-        is_open = self.num_taken is None and (self.ticket is None or self.ticket < len(self.order))
+        is_open = self.num_taken is None and (self.ticket is None or self.ticket < len(self.prompts))
         if wants_one and is_open and self.ticket < self.num_allowed:
             number, self.ticket = self.ticket, None
             return number, True, False

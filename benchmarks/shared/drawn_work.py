@@ -40,18 +40,13 @@ class Workload:
 
     # ---- lengths and latencies
 
-    def tokens_of(self, prompt_id: str, path: str, epoch: int = 1) -> tuple[int, int]:
+    def tokens_of(self, prompt_id: str, path: str) -> tuple[int, int]:
         """Return (units that the trajectory samples, calls that it makes)."""
-        rng = random.Random(f"{SEED}|{epoch}|{prompt_id}|{path}")
+        rng = random.Random(f"{SEED}|1|{prompt_id}|{path}")
         z = math.sqrt(SHARE_OF_PROMPT) * difficulty(prompt_id) + math.sqrt(1 - SHARE_OF_PROMPT) * rng.gauss()
         tokens = min(self.median_tokens * math.exp(DEVIATION * z), self.max_tokens)
         units = max(3, round(tokens / self.unit))
         return units, min(rng.randint(0, MAX_CALLS), units // 3 - 1)  # a call has three tokens: tags and a letter
-
-    def earlier(self, prompts: list[Prompt]) -> dict[str, int]:
-        """Return the length of the responses to each prompt in an epoch before, for ExpectedLengths."""
-        paths = [str(i) for i in range(self.group_size)]
-        return {p.prompt_id: sum(self.tokens_of(p.prompt_id, path, epoch=0)[0] for path in paths) for p in prompts}
 
     def prompts(self, count: int, codec: Codec) -> list[Prompt]:
         ids = tuple(codec.tokenizer.encode("a" * (PROMPT_TOKENS // self.unit), add_special_tokens=False))

@@ -29,11 +29,10 @@ EXTRAS = {
     "head_memory": ("time_ratio", "compiled_time_ratio"),
     "no_rank_waits": (
         "pull",
-        "longest_first",
         "idle",
         "staleness",
         "refill_ratio",
-        "longest_first_1024",
+        "pull_1024",
         "baseline_1024",
     ),
     "real_model": ("rollout_ratio", "rollout_ratio_unread"),

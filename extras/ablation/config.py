@@ -17,8 +17,6 @@ ALGORITHMS: dict[str, list[str]] = {
     ],
     "random": ["--branching.selector", "random"],
     "arpo_threshold": ["--branching.selector", "arpo", "--branching.threshold", "0.5"],
-    "standardized": ["--branching.selector", "standardized"],
-    "standardized_delta": ["--branching.selector", "standardized", "--branching.signal", "delta"],
     "node_parent": ["--branching.selector", "arpo", "--advantage.tree", "node_parent"],
 }
 

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.branching_signal import BranchingSignal, turns_after_results
 from arpo.config.load import load_config, run_or_exit
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.evals.tables import markdown_table
@@ -32,7 +31,7 @@ from arpo.rewards import score_groups
 from arpo.trajectory import Group, Prompt
 from extras.ablation.forks import ARMS, POSITIONS_OF
 
-SHOWN = ("grpo", "random_4", "random_2", "arpo", "quantile_2", "top_h_2", "minority_h_2", "positions_2")
+SHOWN = ("grpo", "random_4", "random_2", "arpo", "top_h_2", "positions_2")
 """Arms in the order in which a block's groups are sampled."""
 NUM_RESAMPLES = 4000
 
@@ -106,20 +105,17 @@ class Sampling:
         from arpo.rollout import Rollout
         from arpo.sampling.driver import Source, drive
 
-        engine, lines, entropies = Remembering(self.engine), [], []
+        engine, lines = Remembering(self.engine), []
         for arm, cfg in self.configs.items():
             if arm in POSITIONS_OF:
                 path = self.folder / f"positions_{positions.total()}.json"
                 path.write_text(json.dumps(positions))
                 os.environ["FORK_POSITIONS"] = str(path)
-            # a rule that compares knows how the block's independent trajectories were
-            known = BranchingSignal(cfg.branching, [entropies]).statistics
-            loop = Rollout(engine, self.env.tools, self.env.codec, cfg.rollout, cfg.branching, known, self.score)
+            loop = Rollout(engine, self.env.tools, self.env.codec, cfg.rollout, cfg.branching)
             source = Source(loop, prompts, f"{seed}|0")
-            drive([source], engine, self.env.tools)
+            drive(source)
             groups = [source.groups[place] for place in sorted(source.groups)]
             self.score(groups)
-            entropies = entropies or [entropy for entropy, _, _ in turns_after_results(groups)]
             found = [line_of(group, arm, seed) for group in groups]
             if arm in POSITIONS_OF.values():
                 positions.update(turn for line in found for turn, *_ in line["branches"])

@@ -179,7 +179,7 @@ def run_of(mode: str, trained: list | None = None) -> no_rank_waits.Run:
     return run
 
 
-@pytest.mark.parametrize("mode", ["fixed", "pull", "longest first"])
+@pytest.mark.parametrize("mode", ["fixed", "pull"])
 def test_without_carry_over_each_step_is_trained_on_its_own_prompts_whole(mode):
     trained = []
     run = run_of(mode, trained)
@@ -227,13 +227,13 @@ def test_refilled_steps_hold_enough_mixed_groups(mode):
         assert sum(any(t.reward for t in group.trajectories) for group in groups) >= 16
 
 
-def test_a_validation_beside_the_rollout_takes_less_than_one_alone(monkeypatch):
-    monkeypatch.setattr(no_rank_waits, "NUM_VALID", 12)
-    modes = "fixed", "fixed, validates beside", "fixed, validates alone"
-    without, beside, alone = (
-        no_rank_waits.measure(SMALL, no_rank_waits.MODES[mode], RANKS, 2, CODEC).step_s for mode in modes
-    )
-    assert without < beside < alone and alone - without > 2 * (beside - without)
+def test_a_step_takes_longer_by_its_validation(monkeypatch):
+    found = {}
+    for number in (12, 48):
+        monkeypatch.setattr(no_rank_waits, "NUM_VALID", number)
+        found[number] = no_rank_waits.measure(SMALL, no_rank_waits.MODES["fixed, validates"], RANKS, 2, CODEC).step_s
+    without = no_rank_waits.measure(SMALL, no_rank_waits.MODES["fixed"], RANKS, 2, CODEC).step_s
+    assert without < found[12] < found[48]
 
 
 def test_the_last_line_is_of_the_long_contexts():

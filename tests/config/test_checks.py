@@ -34,7 +34,7 @@ READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 # What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
 ALWAYS = {
     "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf_every async_save dump_every "
-    "keep_dumps resume overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best "
+    "keep_dumps resume trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best "
     "stop_on_collapse",
     "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
     "shard_size context_parallel cpu_offload lora_rank enable_thinking",
@@ -131,9 +131,6 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("advantage.dead_groups", "advantage.kind"): "grpo",
     ("tools.search.corpus", "tools.search.backend"): "local",
     ("loss.ratio_over", "loss.kind"): "gspo",
-    ("branching.weight_z", "branching.selector"): "standardized",
-    ("branching.branch_rate", "branching.selector"): "quantile",
-    ("branching.signal", "branching.selector"): "quantile",
 }
 SPECIAL_OFF = {
     ("eval.server_model", "eval.server"): "",
@@ -149,7 +146,7 @@ SPECIAL_OFF = {
     ("advantage.dead_groups", "advantage.kind"): "gae",
 }
 CHANGED = {  # knobs of which another valid value cannot be made by rule
-    "rollout.top_p": 0.5, "branching.base": 0.6, "branching.branch_rate": 0.6, "critic.path": "m",
+    "rollout.top_p": 0.5, "branching.base": 0.6, "critic.path": "m",
     "loss.correction_low": 0.25, "rollout.max_trajectory_tokens": 16000,
     "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
     "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
@@ -290,9 +287,9 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
             ["--branching.selector", "at2po", "--branching.max_branches_per_turn", "2"],
             ["branching.max_branches_per_turn=2 is ignored unless branching.selector=arpo or aepo (it is at2po)"],
         ),
-        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or top_h or minority_h"]),
+        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or top_h"]),
         (["--branching.selector", "at2po", "--branching.expansion_rounds", "0"], ["rounds=0 must be at least 1"]),
-        (["--branching.selector", "at2pa"], ["did you mean 'at2po'", "none, tree_grpo, at2po, top_h, minority_h"]),
+        (["--branching.selector", "at2pa"], ["did you mean 'at2po'", "none, tree_grpo, at2po, top_h"]),
         (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
         (["--advantage.dead_groups", "drop", "--advantage.max_resample", "3"], ["=resample (it is drop)"]),
         (["--engine.quantization", "fp8"], ["samples from another policy", "loss.rollout_correction=tis"]),
@@ -308,12 +305,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--judge.url", "http://h"], ["judge.url=http://h is ignored unless reward.terms=judge=1 (it is empty)"]),
         ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
         ([*JUDGE, "--judge.max_calls", "9"], ["unknown key 'judge.max_calls'"]),
-        ([*JUDGE, "--branching.selector", "minority_h"], ["selector=minority_h needs rewards", "set it to top_h"]),
         ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
-        (
-            ["--branching.selector", "minority_h", "--engine.tensor_parallel", "2"],
-            ["selector=minority_h cannot go with engine.tensor_parallel=2", "top_h"],
-        ),
         # groups that go on under a newer policy
         ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
         ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),

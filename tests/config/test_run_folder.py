@@ -54,7 +54,6 @@ def check(cfg) -> None:
     "flags, words",
     [
         (["--branching.selector", "none"], r"branching\.selector=arpo, and now it is none"),
-        (["--run.overlap_validation", "True"], r"run\.overlap_validation=False, and now it is True"),
         (["--optim.lr", "1e-5"], r"optim\.lr=1e-06, and now it is 1e-05"),
         (["--model.path", "other"], r"model\.path=Qwen/Qwen2\.5-7B-Instruct, and now it is other"),
         (["--run.seed", "1"], r"run\.seed=0, and now it is 1"),
@@ -81,7 +80,7 @@ def test_a_run_is_not_continued_under_settings_that_learn_something_else(config,
         ["--tools.python.wall_s", "5"],
         ["--tools.search.cache", "x.sqlite"],
         ["--model.recompute_every_n_layers", "0"],
-        ["--rollout.dispatch", "pull_longest_first"],
+        ["--rollout.dispatch", "pull"],
     ],
 )
 def test_how_long_how_often_and_how_fast_may_change(config, begun, flags):

@@ -40,7 +40,7 @@ def run(world: Path, name: str, prepare, *flags: str) -> Path:
     "flags",
     [
         ("--branching.selector", "arpo"),
-        ("--rollout.dispatch", "pull", "--advantage.dead_groups", "resample", "--run.overlap_validation", "True"),
+        ("--rollout.dispatch", "pull", "--advantage.dead_groups", "resample"),
     ],
     ids=["dealt", "refilled"],
 )

@@ -113,8 +113,8 @@ def train(carry: CarryOver, prompts: list, first: int, last: int, num_steps: int
     for step in range(first, last + 1):
         count = carry.num_to_draw(num_steps - step + 1)
         drawn, num_drawn = prompts[num_drawn : num_drawn + count], num_drawn + count
-        source = carry.begin_step(step, drawn, None)
-        carry.sampler.run([source], "rollout", carry.num_prompts)
+        source = carry.begin_step(step, drawn)
+        carry.sampler.run(source, "rollout", carry.num_prompts)
         if carry.sampler.score:
             carry.sampler.score(source.to_score)
         steps.append(source.exchange())

@@ -32,7 +32,7 @@ def play(script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, 
     tools = tools or [EchoTool("search", "found"), EchoTool("python", "2")]
     runner = ToolRunner({t.tag: t for t in tools})
     try:
-        groups = rollout(prompts or [prompt()], engine, runner, codec, cfg, branching, seed=seed, score=score)
+        groups = rollout(prompts or [prompt()], engine, runner, codec, cfg, branching, seed=seed)
     finally:
         runner.close()
     return groups

@@ -32,7 +32,7 @@ FAST = [
     BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6),
     BranchingConfig(selector="aepo", num_initial_rollouts=2, weight=1.0, dynamic_budget=True, entropy_tokens=4),
     BranchingConfig(selector="at2po", num_initial_rollouts=3),
-    BranchingConfig(selector="random", base=0.2, num_initial_rollouts=2, spill=True, entropy_tokens=6),
+    BranchingConfig(selector="random", base=0.2, num_initial_rollouts=2, entropy_tokens=6),
 ]
 SLOW = [
     NONE,
@@ -84,8 +84,8 @@ def test_a_rollout_that_is_cut_at_random_moments_is_the_one_that_is_not(branchin
         engines = [CutEngine(TOKENIZER, world(seed), tokens_per_step) for tokens_per_step in (7, 3)]
         rng = random.Random(seed)
         try:
-            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0, score=score)
-            loop = Rollout(engines[1], runner, CODEC, WORLD, branching, score=score)
+            whole = rollout(prompts, engines[0], runner, CODEC, WORLD, branching, seed=0)
+            loop = Rollout(engines[1], runner, CODEC, WORLD, branching)
             cut = play_cut(loop, prompts, rng, share=0.15)
         finally:
             runner.close()
@@ -226,7 +226,7 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
     carry._store, carry._looks.clock = dist.HashStore(), lambda: next(ticks)
     carry.begun = CountedOnce([Begun(0, 1, False), Begun(1, 1, True), Begun(2, 1, True), Begun(3, 1, False)])
     try:
-        carry.begin_step(2, [], None)
+        carry.begin_step(2, [])
         counts = []
         for begun in (2, 1, 2, 1):  # a group of this step, one that was due, and again
             counts.append(carry.is_done)
@@ -366,7 +366,7 @@ def test_calls_under_way_and_sessions_come_back(alone, tags):
     prompts, cfg = [prompt("p0")], replace(WORLD, group_size=2, carry_over=1)
     before, tools = (sharing(ForkedNotes) if len(tags) > 1 else [ForkedNotes()] for _ in range(2))
     carry = make(alone, script, before, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
-    carry.begin_step(1, prompts, None)
+    carry.begin_step(1, prompts)
     carry.start()
     for _ in range(3):
         advance(carry.loop)

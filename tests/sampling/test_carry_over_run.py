@@ -150,7 +150,6 @@ def test_a_run_that_dies_after_a_step_writes_the_metrics_of_the_one_that_does_no
 
 KILLS = [  # each start goes on behind the step before the kill
     ("arpo.sampling.carry_over:CarryOver._next_number", 6),
-    ("arpo.sampling.validation:Beside.whole", 2),
     ("arpo.sampling.carry_over:CarryOver.exchange", 2),
     ("arpo.sampling.carry_over:CarryOver.end", 1),
     ("arpo.sampling.rollouts:state_of", 2),
@@ -162,10 +161,8 @@ KILLS = [  # each start goes on behind the step before the kill
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_wherever_it_carries_groups_ends_as_the_one_that_never_was(world):
-    """Also beside a validation: that of step 3 is part of step 4's rollout."""
-    beside = "--run.overlap_validation", "True"
-    whole = run(world, "whole", *beside, ranks=1, prepare=make_punctual)
-    argv = argv_of(world, "killed", *beside)
+    whole = run(world, "whole", ranks=1, prepare=make_punctual)
+    argv = argv_of(world, "killed")
     for place, call in KILLS:
         run_until_killed((place, call, 0), "train_rl.py", *argv, ranks=1, prepare=make_punctual)
-    assert differing(whole, run(world, "killed", *beside, ranks=1, prepare=make_punctual)) == []
+    assert differing(whole, run(world, "killed", ranks=1, prepare=make_punctual)) == []

@@ -9,7 +9,7 @@ from arpo.log import read_metrics
 SIZES = ("--run.num_steps", "4", "--run.validate_every", "0", "--run.save_every", "1", "--run.dump_every", "1",
          "--data.valid", "", "--rollout.group_size", "4", "--branching.num_initial_rollouts", "3",
          "--engine.max_num_seqs", "6", "--optim.lr", "1e-3")  # fmt: skip
-PULL = ("--rollout.dispatch", "pull_longest_first")
+PULL = ("--rollout.dispatch", "pull")
 REFILL = ("--advantage.dead_groups", "resample")
 ALIKE = ("reward/mean", "tokens/sampled", "response/tokens", "group/mixed_share")
 

@@ -9,7 +9,6 @@ from helpers.fakes import EchoTool
 from helpers.ranks import mesh_of_one, ranks_of
 from helpers.scripted_rollout import prompt
 
-from arpo.branching_signal import MIN_DECISIONS, decisions
 from arpo.data import PromptOrder
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
@@ -26,7 +25,6 @@ KEEP, RESAMPLE = AdvantageConfig(), AdvantageConfig(dead_groups="resample", max_
 SOURCES = {
     "dealt": (CFG, KEEP),
     "pulled": (replace(CFG, dispatch="pull"), KEEP),
-    "longest first": (replace(CFG, dispatch="pull_longest_first"), KEEP),
     "refilled, dealt": (CFG, RESAMPLE),
     "refilled, pulled": (replace(CFG, dispatch="pull"), RESAMPLE),
     "carried": (replace(CFG, carry_over=1), KEEP),
@@ -117,21 +115,3 @@ def test_steps_in_which_tools_fail_are_not_trained_on_and_the_third_in_a_row_end
         assert rollouts.state()["num_drawn"] == 0 and rollouts.rank_state() is None  # nothing was learnt of them
     finally:
         rollouts.sampler.tools.close()
-
-
-def test_a_rule_hears_of_the_decisions_of_earlier_steps(alone):
-    cfg = replace(CFG, group_size=8)
-    rollouts = begin(alone, cfg, KEEP, branching=replace(BRANCHES, selector="standardized", num_initial_rollouts=4))
-    known = []
-    try:
-        for step in (1, 2, 3, 4):
-            taken = [decision for _, decision in decisions(rollouts.next(step, Timers()).sampled)]
-            known.append({d.statistics and d.statistics.count for d in taken})
-    finally:
-        rollouts.sampler.tools.close()
-    counts = [len(values) for values in rollouts.signal.state]
-    before = [sum(counts[:step]) for step in range(4)]
-    assert known == [{count if count >= MIN_DECISIONS else None} for count in before] and before[-1] >= MIN_DECISIONS
-    heard = rollouts.signal
-    rollouts.go_on_from(rollouts.state(), (), done_steps=4)
-    assert (rollouts.signal.state, rollouts.signal.budgets) == (heard.state, heard.budgets) and sum(heard.budgets) > 0

@@ -26,7 +26,6 @@ from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
-from arpo.sampling.lengths import ExpectedLengths
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import Dealt, Pulled, Refilled, dealt_or_pulled, until_full
 from arpo.selection import is_dead
@@ -79,7 +78,7 @@ def sampled(sampler: Sampler, cfg: RolloutConfig, *, num_wanted: int = 0) -> tup
     source = dealt_or_pulled(sampler, prompts(), 3, label="test")
     if num_wanted:
         source = Refilled(sampler, prompts(), 3, num_wanted=num_wanted)
-    sampler.run([source], "test", NUM_PROMPTS)
+    sampler.run(source, "test", NUM_PROMPTS)
     sampler.score(source.to_score if sampler.team.is_first else [])
     groups = source.exchange()
     sampler.team.ranks.barrier()  # rank 0 has deleted the keys of this rollout, whose name the next one has too
@@ -127,7 +126,7 @@ def two_ranks(ranks: Ranks) -> dict:
     engine.ranks = ranks
     held = replace(sampler, engine=engine, rollout=PULL, branching=NO_BRANCHES)
     source = Pulled(held, prompts(), "held")
-    held.run([source], "held", NUM_PROMPTS)
+    held.run(source, "held", NUM_PROMPTS)
     ranks.store.set(f"rank {ranks.rank} is done", "")
     groups = source.exchange()
     sampler.tools.close()
@@ -241,7 +240,7 @@ def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
     sampler = Sampler(engine, tools, CODEC, team, nobody, 0, SHORT, NO_BRANCHES, on_group=on_group)
     source = Dealt(sampler, prompts(6), 0, max_at_once=max_at_once)
     try:
-        sampler.run([source], "test", 6)
+        sampler.run(source, "test", 6)
     finally:
         tools.close()
     names = [f"p{i}" for i in range(6)]
@@ -267,20 +266,8 @@ def test_whoever_comes_first_does_not_take_all_prompts_of_an_empty_engine():
     assert taken(first, (0, 0)) == [None] and first.is_done
 
 
-def test_the_longest_prompts_of_the_last_epoch_are_handed_out_first():
-    lengths = ExpectedLengths({"p3": 5, "gone": 7})
-    for number, tokens in ((1, 90), (2, 10)):
-        pair = [Trajectory(f"p{number}", "0", loss_mask=[1] * n + [0] * 50) for n in (tokens + 8, tokens - 8)]
-        lengths.add([Group(prompt(f"p{number}"), pair)])
-    assert lengths.state == {"p3": 5, "gone": 7, "p1": 90, "p2": 10}
-    # p0 was never drawn, and counts as the mean of the others: 35
-    assert lengths.longest_first(prompts(4)) == [1, 0, 2, 3]
-    source = source_for(4, order=[1, 0, 2, 3])
-    assert taken(source, *both(0, 0, 0, 0, 0)) == [1, 0, 2, 3, None]
-
-
 def finish(source: Refilled, number: int, *, mixed: bool) -> None:
-    state = GroupState(prompt(f"p{number}"), 2, budget=None, name=f"p{number}")
+    state = GroupState(prompt(f"p{number}"), 2, budget=None)
     ends = {"token_ids": [1], "loss_mask": [1], "rollout_logprobs": [0.0]}
     for i in range(2):
         state.trajectories[(i,)] = Trajectory(f"p{number}", str(i), reward=float(i * mixed), **ends)
@@ -442,7 +429,7 @@ def on_real_engines(ranks: Ranks, folder: str) -> dict:
         source = dealt_or_pulled(sampler, questions, 0, label=way)
         if num_wanted:
             source = Refilled(sampler, questions, 0, num_wanted=num_wanted)
-        sampler.run([source], way, len(questions))
+        sampler.run(source, way, len(questions))
         if way == "held":
             ranks.store.set(f"rank {ranks.rank} is done", "")
         sampler.score(source.to_score)
