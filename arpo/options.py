@@ -81,7 +81,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # which raises
-        check_name("rollout.context", self.context, "contexts", "CONTEXTS")
+        check_name("rollout.context", self.context, "protocol/contexts", "CONTEXTS")
 
 
 PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary

@@ -19,13 +19,13 @@ from dataclasses import replace
 from arpo import branching as br
 from arpo import retrospective
 from arpo.config.named import find
-from arpo.contexts import CONTEXTS, ContextEvidence
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.errors import UserError
 from arpo.growing import Decision, GroupState, Live, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
 from arpo.protocol.calls import TRUNCATION_MARK
+from arpo.protocol.contexts import CONTEXTS, ContextEvidence
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Context, Prompt, StopReason, ToolCall, Trajectory, Turn

@@ -146,7 +146,7 @@ class Trajectory:
     fork_at: int = 0
     """Response index where the trajectory leaves its parent; 0 for roots."""
     contexts: list[Context] = field(default_factory=list)
-    """Those that took the prompt's place, in order (contexts.py); none under rollout.context=append."""
+    """Those that took the prompt's place, in order (protocol/contexts.py); none under rollout.context=append."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
     stop_reason: StopReason | None = None

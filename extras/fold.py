@@ -2,8 +2,9 @@
 
     --protocol.format hermes --tools.names python search extras/fold.py:Fold --rollout.context extras/fold.py:fold
 
-All contexts are one response with one reward (arpo/contexts.py), so that the policy learns what to hand over, how to
-work on it, and what to answer. What stood before a call is computed once in training, though the policy comes back.
+All contexts are one response with one reward (arpo/protocol/contexts.py), so that the policy learns what to hand over,
+how to work on it, and what to answer. What stood before a call is computed once in training, though the policy comes
+back.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from arpo.contexts import ContextEvidence
 from arpo.errors import UserError
+from arpo.protocol.contexts import ContextEvidence
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.interface import ToolResult

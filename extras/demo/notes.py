@@ -7,7 +7,7 @@ and so it begins anew.
 
 from __future__ import annotations
 
-from arpo.contexts import ContextEvidence, take_notes
+from arpo.protocol.contexts import ContextEvidence, take_notes
 from arpo.protocol.tags import render_result
 from extras.demo.long import LongTrace, LongWorld
 

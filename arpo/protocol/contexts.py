@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.options import RolloutConfig
-from arpo.protocol import Codec
+from arpo.protocol.codec import Codec
 from arpo.trajectory import Prompt, Trajectory, Turn
 
 REQUEST = (

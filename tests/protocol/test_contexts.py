@@ -8,11 +8,11 @@ from helpers.families import TEMPLATES, hermes_codec
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play, prompt
 
 from arpo.batch import row_of
-from arpo.contexts import NOTES, REQUEST
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import HermesCodec, TagsCodec
+from arpo.protocol.contexts import NOTES, REQUEST
 from arpo.protocol.hermes.format import HermesRules
 from arpo.sampling.plain import from_plain, to_plain
 from arpo.trajectory import Prompt, StopReason, Trajectory
