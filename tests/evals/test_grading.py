@@ -74,7 +74,7 @@ def test_exact_match_ignores_case_punctuation_and_articles(prediction, answer, e
 
 
 def test_with_a_judge_its_verdict_counts_and_what_it_could_not_say_is_told(tmp_path):
-    plan = ["Correct", "Correct", "Partially correct", "who knows"]  # the first is the probe's
+    plan = ["Correct", "Correct", "Incorrect", "who knows"]  # the first is the probe's
     with WebService([*(says(reply(text)) for text in plan), says("broken", 500)]) as service:
         cfg = JudgeConfig(url=service.url, model="m", max_concurrent=1)
         judge = Judge(cfg, tmp_path / "judge.sqlite", max_tries=1)
