@@ -17,7 +17,6 @@ from arpo.config.checks import check_context, check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.rewards import RewardConfig
-from arpo.config.run_folder import save_config
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import refuse, require
@@ -75,12 +74,11 @@ from arpo import ranks
 from arpo.engine import Engine
 from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
-from arpo.evals.about import record_session
 from arpo.evals.judge import Judge
 from arpo.evals.question_sets import load_sets
 from arpo.evals.records import SetDump, read_records
 from arpo.evals.report import grade_and_report
-from arpo.evals.resume import claim_run, what_decides
+from arpo.evals.resume import claim_run, record_session
 from arpo.log import Console
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
@@ -116,10 +114,7 @@ def main(cfg: EvalConfig) -> None:
     folder = Path(cfg.run.dir) / cfg.run.name
     judge = None
     if dist.is_main:
-        served = served_model(cfg) if cfg.eval.server else ""
-        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served, env.codec.format)
-        claim_run(folder, settings, resume=cfg.run.resume)
-        save_config(cfg, folder / "config.yaml")
+        claim_run(folder, cfg, served_model(cfg) if cfg.eval.server else "")
         judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
     records = read_records(folder)
@@ -127,7 +122,7 @@ def main(cfg: EvalConfig) -> None:
     dist.barrier()  # nobody writes before all have read
     is_finished = not any(questions.prompts for questions in todo)
     if dist.is_main and not is_finished:
-        record_session(folder, cfg.eval.max_prompt_tokens, {s.name: s.num_overlong for s in sets if not s.is_muted})
+        record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
     for asked, left in zip(sets, todo, strict=True):

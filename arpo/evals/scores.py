@@ -16,7 +16,7 @@ from arpo.metrics import source_names
 from arpo.trajectory import Group, StopReason, ToolCall
 
 Scores = dict[str, Any]
-"""Name -> number, or a table of numbers (splits, tools, failures, stop_reasons, grade_reasons, tool_errors)."""
+"""Name -> number, or a table of numbers (splits, tools, stop_reasons, grade_reasons, tool_errors)."""
 MEANS = ("em", "f1", "math_equal", "reward")
 """Scores of the grades whose mean over trajectories is reported besides `accuracy`."""
 ALL = "all"
@@ -51,7 +51,6 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
         "seconds": mean(r.wall_s for r in records),
         "truncated": mean(r.stop_reason == StopReason.LENGTH for r in records),
         "tools": tool_scores(calls, len(records)),
-        "failures": counts(failure(r, g) for r, g in pairs if g.correct < 1.0),
         "stop_reasons": counts(r.stop_reason for r in records),
         "grade_reasons": counts(g.reason for g in grades if g.reason),
         "tool_errors": counts(f"{c.tag}: {c.error_kind or 'failed'}" for c in calls if not c.ok),
@@ -60,13 +59,6 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
         splits = sorted(by_split.items())
         scores["splits"] = {name or "(none)": accuracy_scores(part, seed=seed) for name, part in splits}
     return scores
-
-
-def failure(record: Record, grade: Grade) -> str:
-    """Name the first thing that kept a trajectory from being right; each such trajectory has one."""
-    if record.stop_reason != StopReason.EOS:
-        return f"stop_{record.stop_reason}"
-    return grade.reason or ("partly_right" if grade.correct > 0 else "wrong_answer")
 
 
 def accuracy_scores(grades: Sequence[Grade], *, seed: int = 0) -> Scores:

@@ -14,7 +14,7 @@ from arpo.errors import UserError
 from arpo.evals.grades import Grade, read_grades, write_grades
 from arpo.evals.grading import exact_match, extract_prediction, grade_records
 from arpo.evals.judge import Judge
-from arpo.evals.report import grader_notes
+from arpo.evals.report import notes_on
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.rewards import load_custom, score, score_groups
 
@@ -141,7 +141,7 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     other.write_text("def compute_score(*_): return 0.2")
     [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{other}:compute_score"))
     assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
-    [note] = grader_notes({"own": benchmark_scores([made], [grade])}, judge="")
+    [note] = notes_on({"own": benchmark_scores([made], [grade])}, judge="")
     assert note.startswith("No accuracy of own: ")
 
 
