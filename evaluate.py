@@ -78,7 +78,7 @@ from arpo.evals.judge import Judge
 from arpo.evals.question_sets import load_sets
 from arpo.evals.records import SetDump, read_records
 from arpo.evals.report import grade_and_report
-from arpo.evals.resume import claim_run, record_session
+from arpo.evals.resume import claim_run, record_session, unfinished
 from arpo.log import Console
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
@@ -111,14 +111,14 @@ def main(cfg: EvalConfig) -> None:
         load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
 
     # ---- questions: what an earlier run of the same command has finished stays
-    folder = Path(cfg.run.dir) / cfg.run.name
+    folder = cfg.run.folder
     judge = None
     if dist.is_main:
         claim_run(folder, cfg, served_model(cfg) if cfg.eval.server else "")
         judge = open_judge(cfg.judge, folder, probe=True)
     dist.barrier()
     records = read_records(folder)
-    todo = [questions.without_finished(cfg.eval.num_samples, records) for questions in sets]
+    todo = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
     dist.barrier()  # nobody writes before all have read
     is_finished = not any(questions.prompts for questions in todo)
     if dist.is_main and not is_finished:

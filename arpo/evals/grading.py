@@ -24,7 +24,7 @@ from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.protocol import FORMS
-from arpo.protocol.format_rules import last_box, model_text
+from arpo.protocol.format_rules import last_box
 from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.math_answer import math_accuracy
@@ -54,7 +54,7 @@ def grade_records(
     """
     if metric == "reward":
         return _reward_grades(records, reward or RewardConfig(), custom)
-    answered = [(record, prediction_of(record)) for record in records]
+    answered = [(record, predicted(record.segments, record.protocol)) for record in records]
     if metric == "math":
         return [_math_grade(record, prediction) for record, prediction in answered]
     if judge is None:
@@ -64,25 +64,15 @@ def grade_records(
     return [_judged(_qa_grade(record, text), next(verdicts) if text else None) for record, text in answered]
 
 
-def prediction_of(record: Record) -> str:
-    """Return the answer that the model gave; "" = none. With calls in JSON only the last turn can give one."""
-    return predicted(record.segments, record.protocol)
-
-
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
-    """Return the answer that a response in this protocol.format gives; "" = none."""
-    return extract_prediction([(FORMS[form].rules.graded_text(segments), True)])
+    r"""Return the answer that a response in this protocol.format gives; "" = none.
 
-
-def extract_prediction(segments: list[tuple[str, bool]]) -> str:
-    r"""Return the answer that the model gave; "" = none.
-
-    >>> extract_prediction([(r"<think>\boxed{1}</think><answer>It is \boxed{2}.</answer>", True)])
+    >>> predicted([(r"<think>\boxed{1}</think><answer>It is \boxed{2}.</answer>", True)], "tags")
     '2'
-    >>> extract_prediction([("<think>t</think><answer> Paris </answer>", True)])
+    >>> predicted([("<think>t</think><answer> Paris </answer>", True)], "tags")
     'Paris'
     """
-    text = model_text(segments)
+    text = FORMS[form].rules.graded_text(segments)
     if blocks := _ANSWER.findall(text):
         box = last_box(blocks[-1])
         return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
@@ -123,7 +113,7 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
     grades = []
     for record, t in zip(records, trajectories, strict=True):
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
-        grade = _grade(record, "reward", scores, prediction_of(record))
+        grade = _grade(record, "reward", scores, predicted(record.segments, record.protocol))
         # a custom reward that does not say what is right is its own measure, under its own name
         correct, metric = (t.reward, REWARD_ONLY) if t.accuracy is None else (t.accuracy, "reward")
         grades.append(replace(grade, correct=correct, metric=metric, reason=t.reward_reason))

@@ -47,6 +47,7 @@ def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
                     f"{folder} was begun with {key}={before}, and now it is {now}; choose another run.name, or delete "
                     "the folder"
                 )
+    folder.mkdir(parents=True, exist_ok=True)
     save_config(cfg, folder / CONFIG, contents_of(cfg) | ({SERVED: served} if served else {}))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo.evals import bootstrap_interval, bootstrap_means, interval_of, mean, pass_at_k
+from arpo.evals import bootstrap_means, interval_of, mean, pass_at_k
 from arpo.evals.grades import Grade
 from arpo.evals.grading import well_formed
 from arpo.evals.records import Record
@@ -68,7 +68,7 @@ def accuracy_scores(grades: Sequence[Grade], *, seed: int = 0) -> Scores:
 
 def sample_scores(questions: Sequence[Sequence[float]], *, seed: int) -> Scores:
     """`accuracy_scores` of questions that are given as the `correct` (0..1) of each one's samples."""
-    low, high = bootstrap_interval([mean(samples) for samples in questions], seed=seed)
+    low, high = interval_of(bootstrap_means([mean(samples) for samples in questions], seed=seed))
     num_samples = max(map(len, questions))
     return {
         "questions": len(questions),

@@ -12,7 +12,7 @@ from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.evals.grades import Grade, read_grades, write_grades
-from arpo.evals.grading import exact_match, extract_prediction, grade_records
+from arpo.evals.grading import exact_match, grade_records, predicted
 from arpo.evals.judge import Judge
 from arpo.evals.report import notes_on
 from arpo.evals.scores import benchmark_scores, summarize
@@ -38,7 +38,7 @@ from arpo.rewards import load_custom, score, score_groups
     ],
 )
 def test_the_last_answer_outside_the_thoughts_counts(text, prediction):
-    assert extract_prediction([(text, True)]) == prediction
+    assert predicted([(text, True)], "tags") == prediction
 
 
 def test_a_tool_result_is_no_answer():
@@ -169,5 +169,5 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     path = tmp_path / "b.jsonl"
     write_grades(path, [Grade("q", 0, {}, 1.0, "f1", "")])
     path.write_text(path.read_text() + damage + "\n")
-    with pytest.raises(UserError, match=r"b\.jsonl:2: not a grade \(.*\); regrade the run"):
+    with pytest.raises(UserError, match=r"b\.jsonl:2: cannot read the grades \(.*\); regrade the run"):
         read_grades(path)

@@ -135,7 +135,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path):
     for folders, message in [
         ([good], "at least two run folders"),
         ([good, tmp_path / "nowhere"], "nowhere: no evaluation there (scores.json: No such file"),
-        ([good, broken], "gaia.jsonl: cannot read the grades"),
+        ([good, broken], "gaia.jsonl:1: cannot read the grades"),
         ([good, odd], "odd/scores.json: not the scores of an evaluation"),
         ([good, other], "nothing to compare (gaia is only in good; hle is only in other)"),
     ]:
