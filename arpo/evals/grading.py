@@ -34,6 +34,8 @@ from arpo.trajectory import Prompt, Trajectory, Turn
 Metric = Literal["math", "qa", "reward"]
 REWARD_ONLY = "reward, no accuracy"
 """Grader of a custom reward without an accuracy part."""
+MEASURES = {"math": {"math_equal": math_accuracy}, "qa": {"em": exact_match, "f1": qa_accuracy}}
+"""The scores of a grade by rule; the last one is `correct`."""
 MAX_PREDICTION_CHARS = 2000
 """Longest prediction that is taken from an answer block without a box."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -54,14 +56,13 @@ def grade_records(
     """
     if metric == "reward":
         return _reward_grades(records, reward or RewardConfig(), custom)
-    answered = [(record, predicted(record.segments, record.protocol)) for record in records]
-    if metric == "math":
-        return [_math_grade(record, prediction) for record, prediction in answered]
-    if judge is None:
-        return [_qa_grade(record, prediction) for record, prediction in answered]
-    tasks = [JudgeTask(record.question, tuple(record.answers), text) for record, text in answered if text]
+    grades = [_grade_by_rule(record, metric) for record in records]
+    if metric == "math" or judge is None:
+        return grades
+    answered = [(record, grade) for record, grade in zip(records, grades, strict=True) if grade.prediction]
+    tasks = [JudgeTask(record.question, tuple(record.answers), grade.prediction) for record, grade in answered]
     verdicts = iter(judge.judge(tasks))
-    return [_judged(_qa_grade(record, text), next(verdicts) if text else None) for record, text in answered]
+    return [_judged(grade, next(verdicts) if grade.prediction else None) for grade in grades]
 
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
@@ -79,15 +80,10 @@ def predicted(segments: list[tuple[str, bool]], form: str) -> str:
     return last_box(text.rpartition("</think>")[2]) or ""
 
 
-def _math_grade(record: Record, prediction: str) -> Grade:
-    equal = math_accuracy(prediction, record.answers) if prediction else 0.0
-    return _grade(record, "math_equal", {"math_equal": equal}, prediction)
-
-
-def _qa_grade(record: Record, prediction: str) -> Grade:
-    measures = {"em": exact_match, "f1": qa_accuracy}
+def _grade_by_rule(record: Record, metric: Metric) -> Grade:
+    prediction, measures = predicted(record.segments, record.protocol), MEASURES[metric]
     scores = {name: measure(prediction, record.answers) if prediction else 0.0 for name, measure in measures.items()}
-    return _grade(record, "f1", scores, prediction)
+    return _grade(record, list(measures)[-1], scores, prediction)
 
 
 def _judged(grade: Grade, verdict: Verdict | None) -> Grade:
@@ -107,8 +103,7 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
         prompts[r.question_id] = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
         turns = [Turn(0, tool_calls=[call]) for call in r.tool_calls]
         trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=r.segments))
-    tools = records[0].tools if records else ()  # the same in all records of a run
-    form = records[0].protocol if records else "tags"
+    tools, form = records[0].tools, records[0].protocol  # the same in all records of a run
     score_trajectories(trajectories, prompts, cfg, custom, tools=tools, form=form)
     grades = []
     for record, t in zip(records, trajectories, strict=True):

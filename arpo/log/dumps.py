@@ -103,24 +103,18 @@ def read_dump(path: Path) -> Iterator[tuple[str, Trajectory, dict]]:
 
 
 def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
+    """Invert `dump_line`. Raises UserError for a line that is not well-formed."""
     try:
         row = parse_json(line)
-        own = {f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row}
-        return _trajectory(own), row
+        t = Trajectory(**{f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row})
+        t.turns, t.contexts = [Turn(**turn) for turn in t.turns], [Context(**context) for context in t.contexts]
+        for turn in t.turns:
+            turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
+            turn.decision = BranchDecision(**turn.decision) if turn.decision else None
+        if not isinstance(t.reward, int | float | None):
+            raise TypeError(f"reward {t.reward!r} is not a number")
+        t.check()
+        return t, row
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
-
-
-def _trajectory(row: dict) -> Trajectory:
-    """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
-    trajectory = Trajectory(**row)
-    trajectory.turns = [Turn(**turn) for turn in trajectory.turns]
-    trajectory.contexts = [Context(**context) for context in trajectory.contexts]
-    for turn in trajectory.turns:
-        turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
-        turn.decision = BranchDecision(**turn.decision) if turn.decision else None
-    if not isinstance(trajectory.reward, int | float | None):
-        raise TypeError(f"reward {trajectory.reward!r} is not a number")
-    trajectory.check()
-    return trajectory
