@@ -92,8 +92,8 @@ from arpo.tools.base import MutedTool
 def main(cfg: EvalConfig) -> None:
     if cfg.eval.regrade:
         run = Path(cfg.eval.regrade)
-        judge = open_judge(cfg.judge, run, probe=False)  # it may be gone: its replies are kept
-        grade_and_report(run, cfg.reward, cfg.judge, judge)
+        judge = Judge(cfg.judge, run / "judge.sqlite") if cfg.judge.url else None  # may be gone: its replies are kept
+        grade_and_report(run, cfg.reward, judge)
         return
     dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
     dist.log_devices()
@@ -115,7 +115,9 @@ def main(cfg: EvalConfig) -> None:
     judge = None
     if dist.is_main:
         claim_run(folder, cfg, served_model(cfg) if cfg.eval.server else "")
-        judge = open_judge(cfg.judge, folder, probe=True)
+        if cfg.judge.url:
+            judge = Judge(cfg.judge, folder / "judge.sqlite")
+            judge.probe()
     dist.barrier()
     records = read_records(folder)
     todo = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
@@ -163,7 +165,7 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- grades and report
     if dist.is_main:
-        grade_and_report(folder, cfg.reward, cfg.judge, judge)
+        grade_and_report(folder, cfg.reward, judge)
 
 
 def served_model(cfg: EvalConfig) -> str:
@@ -182,16 +184,6 @@ def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEng
         max_model_len=cfg.max_model_len,
         max_concurrent=cfg.engine.max_num_seqs,
     )
-
-
-def open_judge(cfg: JudgeConfig, folder: Path, *, probe: bool) -> Judge | None:
-    """Return the judge, or None without one. With `probe`, UserError is raised at once if it cannot be reached."""
-    if not cfg.url:
-        return None
-    judge = Judge(cfg, folder / "judge.sqlite")
-    if probe:
-        judge.probe()
-    return judge
 
 
 if __name__ == "__main__":

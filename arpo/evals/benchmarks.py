@@ -97,10 +97,8 @@ def questions(
 ) -> list[Prompt]:
     """Read the first questions of a benchmark (0 = all), with its system prompt; `meta` holds the split alone.
 
-    `form` is the value of protocol.format.
-
-    Raises UserError naming file, line and field at the first row that cannot be used: a score over part of a published
-    set would be compared with scores over all of it.
+    `form` is the value of protocol.format. Raises UserError naming file, line and field at the first row that cannot be
+    used: a score over part of a published set would be compared with scores over all of it.
     """
     prompts = []
     for place, row in read_rows(_path(name, data_dir)):

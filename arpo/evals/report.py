@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
 from arpo.config.run_folder import script_of, settings_of
 from arpo.errors import UserError
@@ -29,7 +28,7 @@ JUDGE_REASONS = {
 }
 
 
-def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, judge: Judge | None) -> None:
+def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> None:
     """Grade all records of a run, write its report, and say where that is. Raises UserError where there are none."""
     if script_of(run) != "evaluate":
         raise UserError(f"{run / 'config.yaml'}: no settings of evaluate.py; is {run} the folder of an evaluation?")
@@ -45,8 +44,8 @@ def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, ju
         for name, records in by_name.items()
     }
     about, overlong = about_run(run)
-    seed = settings_of(run).get("run.seed", 0)
-    write_report(run, by_name, grades, judge=judge_cfg.model, seed=seed, overlong=overlong, about=about)
+    name, seed = judge.cfg.model if judge else "", settings_of(run).get("run.seed", 0)
+    write_report(run, by_name, grades, judge=name, seed=seed, overlong=overlong, about=about)
     if judge is not None:
         judge.close()
     print("\n## ".join((run / "report.md").read_text().split("\n## ")[:2]))  # its head and the first table

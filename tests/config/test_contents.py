@@ -1,9 +1,11 @@
-"""What is on record of the code that a run was started with."""
+"""What is on record of the code and the files that a run was started with."""
 
 import subprocess
 
 from arpo.config import contents
-from arpo.config.contents import code_version
+from arpo.config.contents import code_version, contents_of
+from arpo.config.load import load_config
+from evaluate import EvalConfig
 
 
 def test_the_code_is_the_commit_of_a_checkout_and_says_whether_files_were_changed(tmp_path, monkeypatch):
@@ -24,3 +26,9 @@ def test_the_code_is_the_commit_of_a_checkout_and_says_whether_files_were_change
     assert code_version() == f"commit {commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
     assert not code_version().startswith("commit")
+
+
+def test_a_long_text_is_no_file(tmp_path):
+    (tmp_path / "q.jsonl").write_text("{}")
+    flags = ["--eval.files", str(tmp_path / "q.jsonl"), "--eval.system_prompt", "Answer briefly. " * 400]
+    assert contents_of(load_config(EvalConfig, flags)).keys() == {"eval.files"}
