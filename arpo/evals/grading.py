@@ -103,7 +103,8 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
         prompts[r.question_id] = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
         turns = [Turn(0, tool_calls=[call]) for call in r.tool_calls]
         trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=r.segments))
-    tools, form = records[0].tools, records[0].protocol  # the same in all records of a run
+    tools = records[0].tools if records else ()  # the same in all records of a run
+    form = records[0].protocol if records else "tags"
     score_trajectories(trajectories, prompts, cfg, custom, tools=tools, form=form)
     grades = []
     for record, t in zip(records, trajectories, strict=True):
