@@ -17,7 +17,6 @@ from arpo.config.checks import check_context, check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.rewards import RewardConfig
-from arpo.config.run_folder import save_config
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import refuse, require
@@ -71,12 +70,11 @@ from arpo import ranks
 from arpo.engine import Engine
 from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
-from arpo.evals.about import record_session
 from arpo.evals.judge import Judge
 from arpo.evals.question_sets import load_sets
 from arpo.evals.records import SetDump, read_records
 from arpo.evals.report import grade_and_report
-from arpo.evals.resume import claim_run, what_decides
+from arpo.evals.resume import claim_run, record_session, unfinished
 from arpo.log import Console
 from arpo.protocol import Codec
 from arpo.rewards import load_custom
@@ -90,8 +88,8 @@ from arpo.tools.base import MutedTool
 def main(cfg: EvalConfig) -> None:
     if cfg.eval.regrade:
         run = Path(cfg.eval.regrade)
-        judge = open_judge(cfg.judge, run, probe=False)  # it may be gone: its replies are kept
-        grade_and_report(run, cfg.reward, cfg.judge, judge)
+        judge = Judge(cfg.judge, run / "judge.sqlite") if cfg.judge.url else None  # may be gone: its replies are kept
+        grade_and_report(run, cfg.reward, judge)
         return
     dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
     dist.log_devices()
@@ -109,21 +107,20 @@ def main(cfg: EvalConfig) -> None:
         load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
 
     # ---- questions: what an earlier run of the same command has finished stays
-    folder = Path(cfg.run.dir) / cfg.run.name
+    folder = cfg.run.folder
     judge = None
     if dist.is_main:
-        served = served_model(cfg) if cfg.eval.server else ""
-        settings = what_decides(cfg.run.seed, cfg.eval, cfg.model, cfg.rollout, cfg.tools, served, env.codec.format)
-        claim_run(folder, settings, resume=cfg.run.resume)
-        save_config(cfg, folder / "config.yaml")
-        judge = open_judge(cfg.judge, folder, probe=True)
+        claim_run(folder, cfg, served_model(cfg) if cfg.eval.server else "")
+        if cfg.judge.url:
+            judge = Judge(cfg.judge, folder / "judge.sqlite")
+            judge.probe()
     dist.barrier()
     records = read_records(folder)
-    todo = [questions.without_finished(cfg.eval.num_samples, records) for questions in sets]
+    todo = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
     dist.barrier()  # nobody writes before all have read
     is_finished = not any(questions.prompts for questions in todo)
     if dist.is_main and not is_finished:
-        record_session(folder, cfg.eval.max_prompt_tokens, {s.name: s.num_overlong for s in sets if not s.is_muted})
+        record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
     for asked, left in zip(sets, todo, strict=True):
@@ -164,7 +161,7 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- grades and report
     if dist.is_main:
-        grade_and_report(folder, cfg.reward, cfg.judge, judge)
+        grade_and_report(folder, cfg.reward, judge)
 
 
 def served_model(cfg: EvalConfig) -> str:
@@ -183,16 +180,6 @@ def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEng
         max_model_len=cfg.max_model_len,
         max_concurrent=cfg.engine.max_num_seqs,
     )
-
-
-def open_judge(cfg: JudgeConfig, folder: Path, *, probe: bool) -> Judge | None:
-    """Return the judge, or None without one. With `probe`, UserError is raised at once if it cannot be reached."""
-    if not cfg.url:
-        return None
-    judge = Judge(cfg, folder / "judge.sqlite")
-    if probe:
-        judge.probe()
-    return judge
 
 
 if __name__ == "__main__":

@@ -310,7 +310,6 @@ def found(tmp_path_factory) -> dict:
         "metrics": values,
         "well_formed": {name: well_formed(record) for name, record in records.items()},
         "prompt": system_prompt_for("default", cfg.tools.names),
-        "decides": cfg.tools.what_decides(),
     }
 
 
@@ -354,8 +353,6 @@ def test_prompt_metrics_prices_and_grades_know_the_tool(found):
     assert metrics["tools/calculator/failed_error"] == 1 and metrics["tools/calculator/cost"] == 2 * 0.5
     ill_formed = {"unclosed", "unclosed_python", "unopened"}
     assert {name for name, good in found["well_formed"].items() if not good} == ill_formed
-    name, [options] = found["decides"]["names"][0], found["decides"]["options"]
-    assert json.loads(options) == {name: {"digits": 3}}
 
 
 # ---- a reward, a tracker

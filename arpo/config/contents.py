@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def paths_in(value: object) -> Iterator[Path]:
         if isinstance(entry, str) and entry:
             file, is_own, _ = entry.partition(".py:")
             path = Path(f"{file}.py" if is_own else entry)
-            if len(entry) < 4096 and path.exists():
+            if os.path.exists(path):  # Path.exists raises for a text that is too long to be a path
                 yield path
 
 

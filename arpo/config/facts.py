@@ -113,17 +113,16 @@ def of_kind(kind: type[F], facts: tuple[object, ...]) -> list[F]:
     return [fact for fact in facts if isinstance(fact, kind)]
 
 
-def sampling_settings(section: object) -> dict[str, Any]:
-    """Return the settings of a section that decide what an evaluation samples."""
-    facts = facts_of(type(section))
-    return {key: value for key, value in vars(section).items() if all(d.sampling for d in of_kind(Decides, facts[key]))}
+def decides_sampling(key: str, cfg: object) -> bool:
+    """Return whether this key of a script's config decides what an evaluation samples."""
+    return all(decides.sampling for decides in of_kind(Decides, facts_of(type(cfg))[key]))
 
 
 def may_change(key: str, cfg: object) -> bool:
     """Return whether a run may go on under another value of this key."""
     values = leaves(cfg)
     decides = of_kind(Decides, facts_of(type(cfg))[key])
-    return any(not d.learning or (d.when is not None and values[d.when[0]] != d.when[1]) for d in decides)
+    return any(not d.learning or (d.when is not None and values.get(d.when[0]) != d.when[1]) for d in decides)
 
 
 def out_of_range(cfg: object) -> str:

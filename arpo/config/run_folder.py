@@ -156,7 +156,8 @@ def record_settings(folder: Path, cfg: Any, step: int) -> None:
 
 
 def save_config(config: object, path: Path, contents: Mapping[str, str] | None = None) -> None:
-    """Write the resolved config as YAML that `load_config` reads back; its first line names the script.
+    """Write the resolved config, whole or not at all, as YAML that `load_config` reads back; its first line names the
+    script.
 
     contents: digests of the files that it names, by key.
     """
@@ -166,7 +167,9 @@ def save_config(config: object, path: Path, contents: Mapping[str, str] | None =
     if contents:
         head["contents"] = dict(contents)
     plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
-    path.write_text(yaml.safe_dump(head | plain, sort_keys=False))
+    writing = path.with_name(path.name + ".tmp")
+    writing.write_text(yaml.safe_dump(head | plain, sort_keys=False))
+    writing.replace(path)
 
 
 def pin_config(cfg: C) -> C:

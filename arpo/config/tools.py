@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from arpo.config.facts import MAY_CHANGE, AtLeast, Between, Needs, sampling_settings
+from arpo.config.facts import MAY_CHANGE, AtLeast, Between, Needs
 from arpo.config.named import check_name, is_own
 from arpo.errors import UserError
 
@@ -159,12 +159,6 @@ class ToolsConfig:
             raise UserError("eval.replay needs a record: set tools.search.cache, or drop search from tools.names")
         options = tuple(json.dumps(_replayed(json.loads(entry))) for entry in self.options)
         return replace(self, options=options, search=replace(self.search, mode="replay_strict"))
-
-    def what_decides(self) -> dict[str, Any]:
-        """Return the settings that must agree for the trajectories of two evaluations to stand in one table."""
-        decides = {name: sampling_settings(section) for name, section in self.sections.items()}
-        options = {"options": self.options} if self.options else {}
-        return {"names": self.names} | options | decides
 
 
 def _replayed(options: Any) -> Any:

@@ -23,11 +23,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))
 
 
-def bootstrap_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean. A single value gives (value, value)."""
-    return interval_of(bootstrap_means(values, seed=seed))
-
-
 def bootstrap_means(values: Sequence[float], *, seed: int | Sequence[int] = 0) -> np.ndarray:
     """(2000,) means of samples drawn from the values with replacement, 100 samples at a time."""
     data, rng = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
@@ -35,6 +30,6 @@ def bootstrap_means(values: Sequence[float], *, seed: int | Sequence[int] = 0) -
 
 
 def interval_of(means: np.ndarray) -> tuple[float, float]:
-    """Bounds of the middle 95 % of resampled means."""
+    """Bounds of the middle 95 % of resampled means: a percentile bootstrap interval."""
     tail = (1.0 - 0.95) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1.0 - tail))

@@ -33,8 +33,6 @@ class Benchmark:
     """Field of the answer. Of a solution in GSM8K's or MATH's style, what follows "####" or the last box is taken."""
     split: str = ""
     """Field whose values are reported one by one. "Level" with the number 1 -> "level 1"; texts stay as they are."""
-    file: str = "{name}/test.jsonl"
-    """Path below the data folder, of a parquet, json or jsonl file."""
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -67,7 +65,7 @@ def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benc
         _check_name(word)
     named = {ALONE.get(word, word) for word in names if word not in FAMILIES}
     wanted = {n: b for n, b in BENCHMARKS.items() if n in named or b.family in names or "all" in names}
-    paths = {name: Path(data_dir) / benchmark.file.format(name=name) for name, benchmark in wanted.items()}
+    paths = {name: _path(name, data_dir) for name in wanted}
     absent = [name for name, path in paths.items() if not path.exists()]
     for name in absent:
         if name in named:
@@ -78,6 +76,10 @@ def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benc
         fix = "set eval.data_dir, or get them (docs/data.md#the-test-sets)"
         raise UserError(f"eval.benchmarks: {data_dir} has none of {', '.join(absent)}; {fix}")
     return chosen, absent
+
+
+def _path(name: str, data_dir: str | Path) -> Path:
+    return Path(data_dir) / name / "test.jsonl"
 
 
 def _check_name(word: str) -> None:
@@ -95,13 +97,11 @@ def questions(
 ) -> list[Prompt]:
     """Read the first questions of a benchmark (0 = all), with its system prompt; `meta` holds the split alone.
 
-    `form` is the value of protocol.format.
-
-    Raises UserError naming file, line and field at the first row that cannot be used: a score over part of a published
-    set would be compared with scores over all of it.
+    `form` is the value of protocol.format. Raises UserError naming file, line and field at the first row that cannot be
+    used: a score over part of a published set would be compared with scores over all of it.
     """
     prompts = []
-    for place, row in read_rows(Path(data_dir) / benchmark.file.format(name=name)):
+    for place, row in read_rows(_path(name, data_dir)):
         if max_questions and len(prompts) == max_questions:
             break
         try:

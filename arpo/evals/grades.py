@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arpo.config.bounded import parse_json, read_file
+from arpo.config.named import brief
 from arpo.errors import UserError
 
 
@@ -46,18 +47,10 @@ def write_grades(path: Path, grades: Sequence[Grade]) -> None:
 
 def read_grades(path: Path) -> list[Grade]:
     """Read what `write_grades` wrote. Raises UserError that names file and line."""
+    grades: list[Grade] = []
     try:
-        lines = read_file(path).decode().split("\n")[:-1]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot read the grades ({error}); regrade the run") from None
-    grades = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line)
-            grades.append(Grade(**{f.name: row[f.name] for f in fields(Grade)}))
-            if not isinstance(row["correct"], int | float) or not isinstance(row["scores"], dict):
-                raise TypeError("'correct' must be a number and 'scores' an object")
-        except (ValueError, TypeError, KeyError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise UserError(f"{path}:{number}: not a grade ({reason}); regrade the run") from None
+        for line in read_file(path).decode().split("\n")[:-1]:
+            grades.append(Grade(**parse_json(line)))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}:{len(grades) + 1}: cannot read the grades ({brief(error)}); regrade the run") from None
     return grades

@@ -24,7 +24,7 @@ from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.protocol import FORMS
-from arpo.protocol.format_rules import last_box, model_text
+from arpo.protocol.format_rules import last_box
 from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.math_answer import math_accuracy
@@ -34,6 +34,8 @@ from arpo.trajectory import Prompt, Trajectory, Turn
 Metric = Literal["math", "qa", "reward"]
 REWARD_ONLY = "reward, no accuracy"
 """Grader of a custom reward without an accuracy part."""
+MEASURES = {"math": {"math_equal": math_accuracy}, "qa": {"em": exact_match, "f1": qa_accuracy}}
+"""The scores of a grade by rule; the last one is `correct`."""
 MAX_PREDICTION_CHARS = 2000
 """Longest prediction that is taken from an answer block without a box."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -54,50 +56,34 @@ def grade_records(
     """
     if metric == "reward":
         return _reward_grades(records, reward or RewardConfig(), custom)
-    answered = [(record, prediction_of(record)) for record in records]
-    if metric == "math":
-        return [_math_grade(record, prediction) for record, prediction in answered]
-    if judge is None:
-        return [_qa_grade(record, prediction) for record, prediction in answered]
-    tasks = [JudgeTask(record.question, tuple(record.answers), text) for record, text in answered if text]
+    grades = [_grade_by_rule(record, metric) for record in records]
+    if metric == "math" or judge is None:
+        return grades
+    answered = [(record, grade) for record, grade in zip(records, grades, strict=True) if grade.prediction]
+    tasks = [JudgeTask(record.question, tuple(record.answers), grade.prediction) for record, grade in answered]
     verdicts = iter(judge.judge(tasks))
-    return [_judged(_qa_grade(record, text), next(verdicts) if text else None) for record, text in answered]
-
-
-def prediction_of(record: Record) -> str:
-    """Return the answer that the model gave; "" = none. With calls in JSON only the last turn can give one."""
-    return predicted(record.segments, record.protocol)
+    return [_judged(grade, next(verdicts) if grade.prediction else None) for grade in grades]
 
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
-    """Return the answer that a response in this protocol.format gives; "" = none."""
-    return extract_prediction([(FORMS[form].rules.graded_text(segments), True)])
+    r"""Return the answer that a response in this protocol.format gives; "" = none.
 
-
-def extract_prediction(segments: list[tuple[str, bool]]) -> str:
-    r"""Return the answer that the model gave; "" = none.
-
-    >>> extract_prediction([(r"<think>\boxed{1}</think><answer>It is \boxed{2}.</answer>", True)])
+    >>> predicted([(r"<think>\boxed{1}</think><answer>It is \boxed{2}.</answer>", True)], "tags")
     '2'
-    >>> extract_prediction([("<think>t</think><answer> Paris </answer>", True)])
+    >>> predicted([("<think>t</think><answer> Paris </answer>", True)], "tags")
     'Paris'
     """
-    text = model_text(segments)
+    text = FORMS[form].rules.graded_text(segments)
     if blocks := _ANSWER.findall(text):
         box = last_box(blocks[-1])
         return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
     return last_box(text.rpartition("</think>")[2]) or ""
 
 
-def _math_grade(record: Record, prediction: str) -> Grade:
-    equal = math_accuracy(prediction, record.answers) if prediction else 0.0
-    return _grade(record, "math_equal", {"math_equal": equal}, prediction)
-
-
-def _qa_grade(record: Record, prediction: str) -> Grade:
-    measures = {"em": exact_match, "f1": qa_accuracy}
+def _grade_by_rule(record: Record, metric: Metric) -> Grade:
+    prediction, measures = predicted(record.segments, record.protocol), MEASURES[metric]
     scores = {name: measure(prediction, record.answers) if prediction else 0.0 for name, measure in measures.items()}
-    return _grade(record, "f1", scores, prediction)
+    return _grade(record, list(measures)[-1], scores, prediction)
 
 
 def _judged(grade: Grade, verdict: Verdict | None) -> Grade:
@@ -123,7 +109,7 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
     grades = []
     for record, t in zip(records, trajectories, strict=True):
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
-        grade = _grade(record, "reward", scores, prediction_of(record))
+        grade = _grade(record, "reward", scores, predicted(record.segments, record.protocol))
         # a custom reward that does not say what is right is its own measure, under its own name
         correct, metric = (t.reward, REWARD_ONLY) if t.accuracy is None else (t.accuracy, "reward")
         grades.append(replace(grade, correct=correct, metric=metric, reason=t.reward_reason))

@@ -1,7 +1,7 @@
 """An LLM judge behind an OpenAI-compatible chat endpoint: does the prediction mean the same as a reference answer?
 
     prompt -> reply (cache, else asked) -> strict parsing -> correct | incorrect | unparsable
-                          | no reply after all tries: failed, not cached, so that the next grading asks again
+                          | no reply after all tries, or the judge is down: failed, not cached; the next grading asks
 
 Only "correct" is correct. Replies are cached as they are, each as soon as it is there, so that nothing is judged twice,
 not even after kill -9, and a reply of the past can be parsed anew.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from arpo.errors import UserError
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.cache.store import CacheFile
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe
-from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Time
+from arpo.tools.http.policy import HttpPolicy, Time
 
 BACKEND = "judge"
 KEY_VARIABLE = "JUDGE_API_KEY"
@@ -149,24 +148,26 @@ class Judge:
 
     async def _ask_all(self, missing: dict[str, JudgeTask]) -> dict[str, Verdict]:
         client = self.client()
-        outage = _Outage(self._policy.deadline_s, 3 * self.cfg.max_concurrent, self._time_source)
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
         slots = asyncio.Semaphore(self.cfg.max_concurrent)
         verdicts: dict[str, Verdict] = {}
+        num_failed = 0  # one after the other: a judge that has died would cost the rest a deadline each
 
         async def ask(prompt: str, task: JudgeTask) -> None:
+            nonlocal num_failed
             async with slots:
+                if num_failed >= 3 * self.cfg.max_concurrent:
+                    verdicts[prompt] = Verdict("failed", "judge: not asked, as it did not answer earlier judgements")
+                    return
                 try:
-                    verdicts[prompt] = await outage.outlast(partial(self.ask, client, task))
+                    verdicts[prompt] = await self.ask(client, task)
+                    num_failed = 0
                 except OSError as error:
+                    num_failed += 1
                     verdicts[prompt] = Verdict("failed", str(error))
 
         try:
-            async with asyncio.TaskGroup() as group:
-                for prompt, task in missing.items():
-                    group.create_task(ask(prompt, task))
-        except ExceptionGroup as failures:  # access refused: every call under way says the same
-            raise failures.exceptions[0] from None
+            await asyncio.gather(*(ask(prompt, task) for prompt, task in missing.items()))
         finally:
             await client.aclose()
         return verdicts
@@ -186,71 +187,28 @@ class Judge:
         )
 
 
-class _Outage:
-    """Waits for a judge that restarts as long as one judgement may take, and does not ask a dead one about the rest."""
-
-    def __init__(self, patience_s: float, max_failures: int, time_source: Time):
-        """A judge is dead after `max_failures` failed judgements in a row."""
-        self._patience_s, self._max_failures, self._time = patience_s, max_failures, time_source
-        self._num_failures, self._is_final = 0, False
-
-    async def outlast(self, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
-        """Return what `ask` returns, or raise its error; raises ConnectionError unasked once the judge is given up."""
-        gives_up_at_s = self._time.now() + self._patience_s
-        while not self._is_final:
-            try:
-                verdict = await ask()
-            except BreakerOpen:
-                self._is_final |= self._time.now() >= gives_up_at_s
-                await self._time.sleep(1.0)
-            except OSError:
-                self._num_failures += 1
-                self._is_final |= self._num_failures >= self._max_failures
-                raise
-            else:
-                self._num_failures = 0
-                return verdict
-        raise ConnectionError("judge: not asked, because it did not answer earlier judgements")
-
-
 # ---- the reply
 
-_STATEMENT = re.compile(r"[.;!?\n]+")
-_NOISE = re.compile(r"[*_`\"#<>\[\](){}]+")
-_NOUNS = "prediction|predicted answer|answer|response|verdict|judgment|judgement|grade|result"
-_CORRECT = re.compile(
-    rf"(?:(?:so|thus|therefore|hence)[, ]+)?(?:(?:the |my |final )*(?:{_NOUNS}) ?(?:is|:|=) ?)?correct"
-)
-_NEGATED = re.compile(r"\b(?:not|no|nothing|never|neither|cannot|hardly|\w+n't)\b")
-_HEDGED = re.compile(r"\b(?:partially|partly|mostly|largely|somewhat|nearly|almost|half|semi)\b")
+_VERDICT = re.compile(r"<judge?ment>(.*?)</judge?ment>", re.DOTALL | re.IGNORECASE)
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """Return True for "correct", False for anything less ("partially correct", "isn't correct"), None if unclear.
+    """Return True for "correct", False for anything less ("incorrect", "partially correct"), None if unclear.
 
-    Thoughts (<think>) do not count. The text in <judgment> tags does, else all of the reply; two verdicts that
-    contradict each other are unclear.
+    The text in <judgment> tags counts; without them the reply must be one of the two words. Thoughts (<think>) do not
+    count, and two verdicts that contradict each other are unclear.
 
-    >>> parse_verdict("The same. <judgment>Correct</judgment>"), parse_verdict("Partially correct."), parse_verdict("?")
+    >>> parse_verdict("The same. <judgment>Correct</judgment>"), parse_verdict("Incorrect."), parse_verdict("It is.")
     (True, False, None)
     """
     _, thoughts_end, said = reply.rpartition("</think>")
     if not thoughts_end and "<think>" in reply:
         return None
-    texts = re.findall(r"<judge?ment>(.*?)</judge?ment>", said, re.DOTALL | re.IGNORECASE) or [said]
-    verdicts = {_statement(part) for text in texts for part in _STATEMENT.split(text)} - {None}
-    return verdicts.pop() if len(verdicts) == 1 else None
-
-
-def _statement(text: str) -> bool | None:
-    """Return the verdict in one statement; None where it holds none that is plain."""
-    words = " ".join(_NOISE.sub(" ", text.replace("\u2019", "'")).lower().split()).strip(" ,:-")
-    is_negated = _NEGATED.search(words) is not None
-    if re.search(r"\b(?:incorrect|wrong)\b", words):
-        return None if is_negated else False
-    if re.search(r"\bcorrect", words) and (is_negated or _HEDGED.search(words)):
-        return False
-    return True if _CORRECT.fullmatch(words) else None
+    tagged = _VERDICT.findall(said)
+    words = {" ".join(re.findall(r"\w+", text.lower())) for text in tagged or [said]} - {""}
+    is_verdict = bool(tagged) or words <= {"correct", "incorrect"}
+    verdicts = {word == "correct" for word in words}
+    return verdicts.pop() if is_verdict and len(verdicts) == 1 else None
 
 
 def _verdict(reply: str) -> Verdict:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from arpo.protocol import FORMS
-from arpo.protocol.prompts import ANSWER_RULE, with_system_prompt
+from arpo.protocol.prompts import with_system_prompt
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
@@ -19,26 +19,9 @@ class AskedAs:
     tools: tuple[str, ...]
 
 
-_EXAMPLE_END = r"<think> done </think><answer> The final answer is \[ \boxed{42} \] </answer>"
+_TOOLS = {"code_search": ("python", "search"), "search": ("search",), "math": ("python",), "base": ()}
 PROMPTS: dict[str, AskedAs] = {
-    "code_search": AskedAs(system_prompt_for("default", ("python", "search")), ("python", "search")),
-    "search": AskedAs(
-        "You are a helpful assistant that solves the given question step by step, with the help of a search tool.\n"
-        "Think inside <think> </think>. To search, write <search> query </search>; after each search what was found "
-        "appears between <result> and </result>; then think again, and search again if you need to. "
-        f"{ANSWER_RULE}\nExample: <think> what is needed </think><search> query </search> <result> found passages "
-        f"</result>{_EXAMPLE_END}",
-        ("search",),
-    ),
-    "math": AskedAs(
-        "You are a helpful assistant that solves the given problem step by step, with the help of a Python "
-        "interpreter.\nThink inside <think> </think>. To run code, write <python> code </python> and print what you "
-        "need; after each call the output appears between <result> and </result>; then think again, and call again if "
-        f"you need to. {ANSWER_RULE}\nExample: <think> what is needed </think><python> print(6 * 7) </python> "
-        f"<result> 42 </result>{_EXAMPLE_END}",
-        ("python",),
-    ),
-    "base": AskedAs(system_prompt_for("default", ()), ()),
+    **{kind: AskedAs(system_prompt_for("default", tools), tools) for kind, tools in _TOOLS.items()},
     "chinese": AskedAs(
         "你是一个乐于助人的助手，借助搜索工具和 Python 解释器，一步一步地解答给定的问题。\n"
         "在 <think> </think> 中思考。需要搜索时，写 <search> 搜索词 </search>；需要运行代码时，"

@@ -12,8 +12,6 @@ from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.evals.grading import Metric
 from arpo.evals.prompts import asked_as
-from arpo.evals.records import Record
-from arpo.evals.resume import unfinished
 from arpo.evals.scores import MUTED
 from arpo.protocol import Codec
 from arpo.protocol.schema import ToolSchema
@@ -32,10 +30,6 @@ class QuestionSet:
     """Number of questions that were left out as too long."""
     is_muted: bool = False
     """True = every tool call is refused."""
-
-    def without_finished(self, num_samples: int, records: list[Record]) -> QuestionSet:
-        """Return the set with those questions only that lack samples in the records of the run."""
-        return replace(self, prompts=unfinished(self.name, self.prompts, num_samples, records))
 
 
 def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema]) -> tuple[list[QuestionSet], list[str]]:

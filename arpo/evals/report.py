@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
-from arpo.evals.about import left_out, read_sessions, settings_rows
+from arpo.config.run_folder import script_of, settings_of
+from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
 from arpo.evals.grading import REWARD_ONLY, grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.records import Record, read_records
-from arpo.evals.resume import read_settings
-from arpo.evals.scores import ALL, MEANS, MUTED, Scores, averages, benchmark_scores
+from arpo.evals.resume import about_run
+from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 from arpo.rewards import load_custom
 
@@ -29,45 +28,27 @@ JUDGE_REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class RunMeta:
-    """Facts about the run that a report states besides its numbers."""
-
-    title: str
-    """Name of the run."""
-    judge: str = ""
-    """Name of the judge's model; "" = there was none."""
-    seed: int = 0
-    """Seed of the bootstrap."""
-    overlong: dict[str, int] = field(default_factory=dict)
-    """Set -> number of its questions that were left out because their prompts are too long."""
-    settings: Sequence[Sequence[str]] = ()
-    """(name, value) of what the run was made with, the most important first."""
-
-
-def grade_and_report(run: Path, reward: RewardConfig, judge_cfg: JudgeConfig, judge: Judge | None) -> None:
-    """Grade all records of a run, write its report, and say where that is."""
-    settings, sessions = read_settings(run), read_sessions(run)
+def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> None:
+    """Grade all records of a run, write its report, and say where that is. Raises UserError where there are none."""
+    if script_of(run) != "evaluate":
+        raise UserError(f"{run / 'config.yaml'}: no settings of evaluate.py; is {run} the folder of an evaluation?")
     found: dict[str, list[Record]] = {}
     for record in read_records(run):
         found.setdefault(record.benchmark, []).append(record)
+    if not found:
+        raise UserError(f"{run}: there is no finished trajectory; evaluate first")
     by_name = {name: found[name] for name in [*BENCHMARKS, *found] if name in found}  # benchmarks in their own order
     custom = load_custom("reward.file", reward.function) if reward.file else None
     grades = {
         name: grade_records(records, metric=records[0].metric, judge=judge, reward=reward, custom=custom)
         for name, records in by_name.items()
     }
-    meta = RunMeta(
-        title=run.resolve().name,
-        judge=judge_cfg.model,
-        seed=settings["seed"],
-        overlong=left_out(sessions),
-        settings=settings_rows(settings, sessions, judge_cfg.model),
-    )
-    write_report(run, by_name, grades, meta)
+    about, overlong = about_run(run)
+    name, seed = judge.cfg.model if judge else "", settings_of(run).get("run.seed", 0)
+    write_report(run, by_name, grades, judge=name, seed=seed, overlong=overlong, about=about)
     if judge is not None:
         judge.close()
-    print(summary(run))
+    print("\n## ".join((run / "report.md").read_text().split("\n## ")[:2]))  # its head and the first table
     print(f"all tables: {run / 'report.md'}\nevery trajectory: arpo-view {run}")
 
 
@@ -75,72 +56,39 @@ def write_report(
     folder: Path,
     records_by_benchmark: Mapping[str, Sequence[Record]],
     grades_by_benchmark: Mapping[str, Sequence[Grade]],
-    meta: RunMeta,
+    *,
+    judge: str = "",
+    seed: int = 0,
+    overlong: Mapping[str, int] | None = None,
+    about: str = "",
 ) -> dict[str, Scores]:
     """Write all files of the report; returns the scores by benchmark, as in scores.json.
 
-    A benchmark's grades stand in the order of its records. A benchmark without any record is left out, and named.
+    A benchmark's grades stand in the order of its records. `judge`: name of its model; `seed`: of the bootstrap;
+    `overlong`: set -> number of its questions that were left out; `about`: a line about the run.
     """
-    names = [name for name, records in records_by_benchmark.items() if records]
-    grades = {name: grades_by_benchmark[name] for name in names}
-    scores = {name: benchmark_scores(records_by_benchmark[name], grades[name], seed=meta.seed) for name in names}
-    for name, s in scores.items():
+    scores: dict[str, Scores] = {}
+    for name, records in records_by_benchmark.items():
+        scores[name] = s = benchmark_scores(records, grades_by_benchmark[name], seed=seed)
         if s["metric"] == "judge":
-            s["judge"] = meta.judge
-        if meta.overlong.get(name):
-            s["overlong"] = meta.overlong[name]
-    empty = [f"{name}: no finished trajectory." for name in records_by_benchmark if name not in scores]
+            s["judge"] = judge
+        if num_overlong := (overlong or {}).get(name):
+            s["overlong"] = num_overlong
     families = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
-    means = averages(grades, families, seed=meta.seed)
-    tables, title = report_tables(scores, means), headline(meta.title, {**scores, **means})
-    notes = [*muted_note(scores), *overlong_note(scores), *grader_notes(scores, meta.judge), *empty]
-    tables += [Table("Settings", ["setting", "value"], list(map(list, meta.settings)))] if meta.settings else []
+    tables = report_tables(scores, averages(grades_by_benchmark, families, seed=seed))
+    notes = [*([about] if about else []), *notes_on(scores, judge)]
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        write_grades(grades_path(folder, name), grades[name])
-    replace_file(folder / "report.md", [markdown_report(title, notes, tables)])
+    for name, grades in grades_by_benchmark.items():
+        write_grades(grades_path(folder, name), grades)
+    replace_file(folder / "report.md", [markdown_report(folder.resolve().name, notes, tables)])
     replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])  # last: what is there is whole
     return scores
 
 
-def headline(name: str, scores: Mapping[str, Scores]) -> str:
-    """Return a report's title: the run's name, and its accuracy over all sets that are no control, each counting the
-    same. {"test": ...} -> "demo_eval: accuracy 0.943 on 400 questions"
-    """
-    asked = [s for set_name, s in scores.items() if "questions" in s and not set_name.endswith(MUTED)]
-    if not asked:
-        return name
-    word = "reward" if any(REWARD_ONLY in s["metric"] for s in asked) else "accuracy"
-    number = f"{word} {scores.get(ALL, asked[0])['accuracy']:.3f}"
-    questions = f"{sum(s['questions'] for s in asked):,} questions"
-    return f"{name}: " + (
-        f"mean {number} of {len(asked)} sets, {questions}" if len(asked) > 1 else f"{number} on {questions}"
-    )
-
-
-def summary(folder: Path) -> str:
-    """Return what the console shows of a written report: its head and the first table, accuracy by benchmark."""
-    return "\n## ".join((folder / "report.md").read_text().split("\n## ")[:2])
-
-
-def muted_note(scores: Mapping[str, Scores]) -> list[str]:
-    """Return a line about the sets that are a control."""
-    return [f"SET{MUTED}: all tool calls were refused."] if any(name.endswith(MUTED) for name in scores) else []
-
-
-def overlong_note(scores: Mapping[str, Scores]) -> list[str]:
-    """Return a line about questions that were left out, as the numbers are then not of the whole set."""
-    parts = [
-        f"{name}: {s['overlong']} of {s['questions'] + s['overlong']}" for name, s in scores.items() if "overlong" in s
-    ]
-    words = "Left out, and in no number: questions with longer prompts than eval.max_prompt_tokens"
-    return [f"{words} ({', '.join(parts)})."] if parts else []
-
-
-def grader_notes(scores: Mapping[str, Scores], judge: str) -> list[str]:
-    """Return lines that say who graded, and how often that went wrong."""
-    notes = []
+def notes_on(scores: Mapping[str, Scores], judge: str) -> list[str]:
+    """Return lines that say which sets are a control, who graded, and how often that went wrong."""
+    notes = [f"SET{MUTED}: all tool calls were refused."] if any(name.endswith(MUTED) for name in scores) else []
     if judged := [name for name, s in scores.items() if "judge" in s["metric"]]:
         notes.append(f"Judge: {judge or 'unnamed'} graded {', '.join(judged)}.")
     if ruled := [name for name, s in scores.items() if s["metric"] == "f1"]:
@@ -192,7 +140,7 @@ def _main_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Ta
     ]  # fmt: skip
     rows += [[name, "", "", _accuracy(s), *[""] * 7] for name, s in means.items()]
     note = "accuracy: mean over questions and n samples, intervals over questions; calls, tokens, seconds: means over "
-    note += "trajectories; truncated: share that ran out of tokens."
+    note += "trajectories; truncated: share that ran out of tokens. Left out: prompts over eval.max_prompt_tokens."
     return Table("Accuracy", [*head, "seconds", "truncated"], rows, note)
 
 
@@ -229,12 +177,11 @@ def _tools_table(scores: Mapping[str, Scores]) -> Table:
 
 
 def _failures_table(scores: Mapping[str, Scores]) -> Table:
-    kinds = {"failures": "not right", "stop_reasons": "stop", "grade_reasons": "grade", "tool_errors": "tool error"}
+    kinds = {"stop_reasons": "stop", "grade_reasons": "grade", "tool_errors": "tool error"}
     rows = [
         [name, words, reason, str(count), f"{count / s['trajectories']:.3f}"]
         for name, s in scores.items()
         for kind, words in kinds.items()
         for reason, count in s[kind].items()
     ]
-    note = "not right: the first thing that kept a trajectory from being right. The others are of all trajectories."
-    return Table("Stops and failures", ["benchmark", "what", "reason", "count", "per trajectory"], rows, note)
+    return Table("Stops and failures", ["benchmark", "what", "reason", "count", "per trajectory"], rows)

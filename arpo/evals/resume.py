@@ -1,103 +1,54 @@
-"""Continuing a run folder, which needs the settings with which it was begun.
+"""Continuing a run folder, which needs the settings with which it was begun; and what is on record of its starts.
 
-RUN/trajectories/settings.json     model, seed, samples, rollout, tools; written before the first trajectory
+RUN/config.yaml        the settings, with digests of the files that they name (config/run_folder.py)
+RUN/sessions.jsonl     each start that had something to sample: date, code, command, and what was left out
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from arpo.config.bounded import read_json
-from arpo.config.contents import weights_digest
-from arpo.config.evals import EvalSection
-from arpo.config.facts import leaves, sampling_settings
-from arpo.config.sections import ModelConfig
-from arpo.config.tools import ToolsConfig
+from arpo.config.bounded import parse_json, read_file
+from arpo.config.contents import NOT_RECORDED, contents_of, start_of
+from arpo.config.facts import decides_sampling
+from arpo.config.run_folder import CONFIG, CONTENTS, SESSIONS, changes, save_config, settings_of
 from arpo.errors import UserError
 from arpo.evals.records import FOLDER, Record
-from arpo.options import RolloutConfig
 from arpo.trajectory import Prompt
 
-SETTINGS_FILE = "settings.json"
+DECIDES = (
+    "run.seed", "model.path", "model.enable_thinking", "eval.num_samples", "eval.system_prompt", "rollout.",
+    "protocol.", "tools.",
+)  # fmt: skip
+"""Settings and sections that must not change within a run. (More questions or benchmarks may be added to it.)"""
+SERVED = "eval.server"
+"""The key that the name of a server's model stands under, among the digests."""
 
 
-def model_identity(path: str) -> str:
-    """Return the path of a model folder with the digest of its weights; a hub name is returned as it is."""
-    digest = weights_digest(Path(path))
-    return f"{path} {digest}" if digest else path
+def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
+    """Write the settings of a run, after a check that those of a begun run are the same; `served`: the server's model.
 
-
-def what_decides(
-    seed: int,
-    cfg: EvalSection,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    tools: ToolsConfig,
-    served: str = "",
-    form: str = "tags",
-) -> dict:
-    """Return the settings that must not change within a run. (More questions or benchmarks may be added to it.)
-
-    served: the model that cfg.server says it has. form: protocol.format; runs of a time without it have tags.
+    Raises UserError that names the first setting that differs, and for a begun run if `run.resume` is False.
     """
-    settings = {
-        "model": f"server {served}" if cfg.server else model_identity(model.path),
-        "enable_thinking": model.enable_thinking,
-        "seed": seed,
-        "num_samples": cfg.num_samples,
-        "system_prompt": cfg.system_prompt,
-        "rollout": sampling_settings(rollout),
-        "tools": tools.what_decides(),
-    }
-    return settings if form == "tags" else settings | {"protocol": form}
-
-
-def claim_run(folder: Path, settings: dict, *, resume: bool) -> None:
-    """Write the settings of a new run beside its trajectories, or check that those of a begun run are the same.
-
-    Raises UserError that names the first setting that differs, and for a begun run if `resume` is False.
-    """
-    path = settings_path(folder)
-    settings = json.loads(json.dumps(settings))  # as it will be read back
-    if not list(path.parent.glob("*.jsonl*")):  # begun, perhaps, but without a result
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=1) + "\n")
-        return
-    if not resume:
-        raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
-    before, now = leaves(read_settings(folder)), leaves(settings)
-    for name in [*before, *now]:
-        if _contents(before.get(name)) != _contents(now.get(name)):
-            raise UserError(
-                f"{folder} was begun with {name}={before.get(name)}, and now it is {now.get(name)}; "
-                "choose another run.name, or delete the folder"
-            )
-
-
-def _contents(value: object) -> object:
-    """Return a model folder's digest, which says more than its path; anything else as it is."""
-    return value.rpartition(" sha256:")[2] if isinstance(value, str) else value
-
-
-def settings_path(folder: Path) -> Path:
-    """Return where the settings of a run are. Raises UserError for a run of an earlier version of the code."""
-    if (folder / "records").is_dir():
-        raise UserError(
-            f"{folder}/records is of an earlier version, and can only be graded by that; choose another run.name"
-        )
-    return folder / FOLDER / SETTINGS_FILE
-
-
-def read_settings(folder: Path) -> dict:
-    """Read the settings that `claim_run` wrote. Raises UserError if the folder holds no evaluation."""
-    path = settings_path(folder)
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); is {folder} the folder of an evaluation?") from None
+    if any((folder / FOLDER).glob("*.jsonl*")):
+        if not cfg.run.resume:
+            raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
+        differing = changes(folder, cfg)
+        if (before := settings_of(folder).get(CONTENTS + SERVED, "")) != served:
+            differing = {"model.path": (before, served)} | differing
+        for key, (before, now) in differing.items():
+            option = key.removeprefix(CONTENTS)
+            if option.startswith(DECIDES) and decides_sampling(option, cfg):
+                raise UserError(
+                    f"{folder} was begun with {key}={before}, and now it is {now}; choose another run.name, or delete "
+                    "the folder"
+                )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(cfg, folder / CONFIG, contents_of(cfg) | ({SERVED: served} if served else {}))
 
 
 def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: Sequence[Record]) -> list[Prompt]:
@@ -115,3 +66,33 @@ def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: 
             reason = f"{prompt.prompt_id} is another question than when the run was begun"
             raise UserError(f"{name} has changed: {reason}; choose another run.name")
     return [prompt for prompt in prompts if num_recorded[prompt.prompt_id] < num_samples]
+
+
+# ---- the starts
+
+
+def record_session(folder: Path, overlong: Mapping[str, int]) -> None:
+    """Append a start that begins now; `overlong`: set -> number of its questions whose prompts are too long."""
+    with (folder / SESSIONS).open("a") as file:
+        file.write(json.dumps(start_of() | {"overlong": dict(overlong)}) + "\n")
+
+
+def about_run(folder: Path) -> tuple[str, dict[str, int]]:
+    """Return a line that says what a run was made with, and the questions left out of each set by its last start.
+
+    Raises UserError for a damaged file, or a folder that holds no evaluation.
+    """
+    path = folder / SESSIONS
+    overlong: dict[str, int] = {}
+    codes, date = [], NOT_RECORDED
+    try:
+        for line in reversed(read_file(path).splitlines() if path.exists() else []):
+            session = parse_json(line)
+            overlong = session["overlong"] | overlong
+            codes, date = [session["code"], *codes], session["date"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); delete the file") from None
+    settings, code = settings_of(folder), ", then ".join(dict.fromkeys(codes)) or NOT_RECORDED
+    digest = settings.get(f"{CONTENTS}model.path")
+    model = settings.get(CONTENTS + SERVED) or " ".join(filter(None, [settings.get("model.path"), digest]))
+    return f"Model: {model}. Begun: {date}. Code: {code}. All settings: {CONFIG}.", overlong

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo.evals import bootstrap_interval, bootstrap_means, interval_of, mean, pass_at_k
+from arpo.evals import bootstrap_means, interval_of, mean, pass_at_k
 from arpo.evals.grades import Grade
 from arpo.evals.grading import well_formed
 from arpo.evals.records import Record
@@ -16,7 +16,7 @@ from arpo.metrics import source_names
 from arpo.trajectory import Group, StopReason, ToolCall
 
 Scores = dict[str, Any]
-"""Name -> number, or a table of numbers (splits, tools, failures, stop_reasons, grade_reasons, tool_errors)."""
+"""Name -> number, or a table of numbers (splits, tools, stop_reasons, grade_reasons, tool_errors)."""
 MEANS = ("em", "f1", "math_equal", "reward")
 """Scores of the grades whose mean over trajectories is reported besides `accuracy`."""
 ALL = "all"
@@ -51,7 +51,6 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
         "seconds": mean(r.wall_s for r in records),
         "truncated": mean(r.stop_reason == StopReason.LENGTH for r in records),
         "tools": tool_scores(calls, len(records)),
-        "failures": counts(failure(r, g) for r, g in pairs if g.correct < 1.0),
         "stop_reasons": counts(r.stop_reason for r in records),
         "grade_reasons": counts(g.reason for g in grades if g.reason),
         "tool_errors": counts(f"{c.tag}: {c.error_kind or 'failed'}" for c in calls if not c.ok),
@@ -62,13 +61,6 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
     return scores
 
 
-def failure(record: Record, grade: Grade) -> str:
-    """Name the first thing that kept a trajectory from being right; each such trajectory has one."""
-    if record.stop_reason != StopReason.EOS:
-        return f"stop_{record.stop_reason}"
-    return grade.reason or ("partly_right" if grade.correct > 0 else "wrong_answer")
-
-
 def accuracy_scores(grades: Sequence[Grade], *, seed: int = 0) -> Scores:
     """Return questions, samples, accuracy with its interval, and pass@k."""
     return sample_scores(list(correct_by_question(grades).values()), seed=seed)
@@ -76,7 +68,7 @@ def accuracy_scores(grades: Sequence[Grade], *, seed: int = 0) -> Scores:
 
 def sample_scores(questions: Sequence[Sequence[float]], *, seed: int) -> Scores:
     """`accuracy_scores` of questions that are given as the `correct` (0..1) of each one's samples."""
-    low, high = bootstrap_interval([mean(samples) for samples in questions], seed=seed)
+    low, high = interval_of(bootstrap_means([mean(samples) for samples in questions], seed=seed))
     num_samples = max(map(len, questions))
     return {
         "questions": len(questions),

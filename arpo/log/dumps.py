@@ -9,7 +9,6 @@ sampled it. An evaluation adds what grading needs.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import zlib
@@ -62,24 +61,20 @@ class DumpWriter:
             self._thread.shutdown()
 
     def _write(self, path: Path, groups: list[Group], kind: str) -> None:
+        self.folder.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")  # a killed run leaves no half dump under the name of a whole one
         try:
-            self._write_to(temporary, groups)
+            with gzip.open(temporary, "wb", compresslevel=COMPRESSION) as file:
+                for group in groups:
+                    for trajectory in group.trajectories:
+                        file.write(dump_line(group, trajectory, {}))
         except OSError:
-            with contextlib.suppress(OSError):  # there is none
-                temporary.unlink()
+            temporary.unlink(missing_ok=True)
             raise
         temporary.replace(path)
         dumps = sorted(self.folder.glob(f"{kind}_*{SUFFIX}"))
         for old in dumps[: -self.keep] if self.keep else ():
             old.unlink()
-
-    def _write_to(self, temporary: Path, groups: list[Group]) -> None:
-        self.folder.mkdir(exist_ok=True)
-        with gzip.open(temporary, "wb", compresslevel=COMPRESSION) as file:
-            for group in groups:
-                for trajectory in group.trajectories:
-                    file.write(dump_line(group, trajectory, {}))
 
 
 def dump_line(group: Group, trajectory: Trajectory, more: dict) -> bytes:
@@ -94,8 +89,7 @@ def read_dump(path: Path) -> Iterator[tuple[str, Trajectory, dict]]:
     """Yield for each trajectory of a dump, compressed or not, its place (FILE:LINE), itself, and the other fields.
 
     A last line without its newline, which a killed or working process left, is passed over. Raises UserError where the
-    file cannot be read, and with the place where a line is not a whole, consistent trajectory. Dumps of older versions
-    lack some fields, and have some that are now among the others.
+    file cannot be read, and with the place where a line is not a whole, consistent trajectory.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -109,32 +103,18 @@ def read_dump(path: Path) -> Iterator[tuple[str, Trajectory, dict]]:
 
 
 def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
+    """Invert `dump_line`. Raises UserError for a line that is not well-formed."""
     try:
         row = parse_json(line)
-        own = {f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row}
-        return _trajectory(own), row
+        t = Trajectory(**{f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row})
+        t.turns, t.contexts = [Turn(**turn) for turn in t.turns], [Context(**context) for context in t.contexts]
+        for turn in t.turns:
+            turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
+            turn.decision = BranchDecision(**turn.decision) if turn.decision else None
+        if not isinstance(t.reward, int | float | None):
+            raise TypeError(f"reward {t.reward!r} is not a number")
+        t.check()
+        return t, row
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
-
-
-def _trajectory(row: dict) -> Trajectory:
-    """Invert Trajectory.to_dict. Raises ValueError, TypeError or AssertionError for a row that is not well-formed."""
-    trajectory = Trajectory(**row)
-    trajectory.turns = [Turn(**_of_now(turn)) for turn in trajectory.turns]
-    trajectory.contexts = [Context(**context) for context in trajectory.contexts]
-    for turn in trajectory.turns:
-        turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
-        turn.decision = BranchDecision(**turn.decision) if turn.decision else None
-    if not isinstance(trajectory.reward, int | float | None):
-        raise TypeError(f"reward {trajectory.reward!r} is not a number")
-    trajectory.check()
-    return trajectory
-
-
-def _of_now(turn: dict) -> dict:
-    """Return a dumped turn with today's fields: once a turn had one call, or None."""
-    if "tool_call" not in turn:
-        return turn
-    call = turn["tool_call"]
-    return {name: value for name, value in turn.items() if name != "tool_call"} | {"tool_calls": [call] if call else []}

@@ -25,24 +25,19 @@ class NonFinite(FloatingPointError):
 def reported_if_not_finite(
     name: str, micros: Sequence[MicroBatch], run_dir: Path, ranks: Ranks, also: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Turn a FloatingPointError of the update of these micro-batches into the UserError of `report`; see there. `also`
-    is called before, to dump more."""
+    """Turn a FloatingPointError of the update of these micro-batches into the UserError that ends the run, the same on
+    all ranks, after writing the micro-batches to RUN/nonfinite; `also` is called before, to dump more.
+
+    `name` is "step 3, mini-batch 2". Ranks whose loss is not finite write theirs; where all losses are finite, or not
+    known, all ranks do. torch.load reads a file: for each micro-batch a dict of tensors.
+    """
     try:
         yield
-    except FloatingPointError as error:
-        if also:
-            also()
-        raise report(error, name, micros, run_dir, ranks) from error
-
-
-def report(
-    error: FloatingPointError, name: str, micros: Sequence[MicroBatch], run_dir: Path, ranks: Ranks
-) -> UserError:
-    """Write the micro-batches to RUN/nonfinite, and return the line that ends the run, the same on all ranks.
-
-    Collective. `name` is "step 3, mini-batch 2". Ranks whose loss is not finite write theirs; where all losses are
-    finite, or not known, all ranks do. torch.load reads a file: for each micro-batch a dict of tensors.
-    """
+        return
+    except FloatingPointError as caught:
+        error = caught
+    if also:
+        also()
     losses = torch.tensor(getattr(error, "losses", []))
     is_bad = bool(len(losses)) and not bool(losses.isfinite().all())
     guilty = [rank for rank, bad in enumerate(ranks.all_gather_objects(is_bad)) if bad]
@@ -60,10 +55,10 @@ def report(
     whose = "every loss is finite" if isinstance(error, NonFinite) else "in the update of the critic"
     if guilty:
         whose = f"the loss of rank {', '.join(map(str, guilty))} is not finite"
-    return UserError(
+    raise UserError(
         f"{name}: {error}, {whose}; the mini-batch is in {', '.join(kept[rank] for rank in writers)}. The newest "
         "checkpoint is from before it: continue there with a lower optim.lr (and run.resume_changed True)"
-    )
+    ) from error
 
 
 def tensors_of(micro: MicroBatch) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ An evaluation has only a `Console`. Only rank 0 writes; on other ranks every met
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import sys
 import time
@@ -24,8 +23,6 @@ from arpo.log.metrics_file import MetricsFile
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 
-NUM_TRANSCRIPTS = 2
-"""Number of prompts whose first trajectory the trackers show."""
 LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
@@ -92,18 +89,9 @@ class RunLog(Console):
         self.trackers.scalars(step, values, histograms or {})
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py).
-
-        The first trajectories of the first prompts also go to the trackers that show text.
-        """
-        if not self.is_main:
-            return
-        self.dumps.write(step, groups, kind)
-        for i, group in enumerate(groups[:NUM_TRANSCRIPTS]):
-            t = group.trajectories[0]
-            head = f"reward {t.reward} {t.reward_parts} stop {t.stop_reason} answers {group.prompt.answers}"
-            text = f"{group.prompt.messages[-1]['content']}\n\n{t.text}"
-            self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
+        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py)."""
+        if self.is_main:
+            self.dumps.write(step, groups, kind)
 
     def finish(self) -> None:
         """Close all files, and say where the run can be looked at."""
@@ -121,17 +109,13 @@ class RunLog(Console):
                 self.line(f"warning: {self.metrics.path}: lacks the rows of steps {steps} ({reason})")
 
 
-class Progress(contextlib.AbstractContextManager):
+class Progress(tqdm):
     """A progress bar on a terminal; in a log file lines: the first, the last, one every 25th part of the way, and one a
     minute where that is slow."""
 
     def __init__(self, total: int, what: str, *, done: int, is_part: bool, is_main: bool):
         shows_bar = is_main and sys.stderr.isatty()
-        self.is_main = is_main
-        self.prints_lines = not is_part and not (shows_bar and sys.stdout.isatty())
-        self.total, self.what, self.start, self.line_at = total, what, done, done
-        self.started = self.line_time = time.monotonic()
-        self.bar = tqdm(
+        super().__init__(
             desc=what,
             total=total,
             initial=done,
@@ -141,11 +125,15 @@ class Progress(contextlib.AbstractContextManager):
             disable=not shows_bar,
             dynamic_ncols=True,
         )
+        self.is_main = is_main
+        self.prints_lines = not is_part and not (shows_bar and sys.stdout.isatty())
+        self.what, self.start, self.line_at = what, done, done
+        self.started = self.line_time = time.monotonic()
 
     def at(self, done: int, text: str = "", *, keep: bool = False) -> None:
         """Show that `done` parts are done, and `text` about the newest. `keep`: print a line on any output."""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(done - self.bar.n)
+        self.set_postfix_str(text, refresh=False)
+        self.update(done - self.n)
         now = time.monotonic()
         is_due = done > self.line_at and (
             self.line_at == self.start
@@ -158,12 +146,6 @@ class Progress(contextlib.AbstractContextManager):
             parts = [f"{self.what} {done}/{self.total}", text, f"{tqdm.format_interval(left_s)} left"]
             print_line("  ".join(part for part in parts if part))
             self.line_at, self.line_time = done, now
-
-    def close(self) -> None:
-        self.bar.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def print_line(text: str) -> None:

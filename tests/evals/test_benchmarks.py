@@ -139,10 +139,10 @@ def test_a_solution_without_a_box_is_named(tmp_path):
 
 
 def test_a_benchmark_is_added_by_one_entry(tmp_path):
-    entry = Benchmark(
-        "qa", grader="qa", prompt="search", question="q", answer="gold", split="year", file="{name}.jsonl"
-    )
-    (tmp_path / "mine.jsonl").write_text('{"q": "Who?", "gold": ["Ann", "A."], "year": 2024, "question": "other"}\n')
+    entry = Benchmark("qa", grader="qa", prompt="search", question="q", answer="gold", split="year")
+    (tmp_path / "mine").mkdir()
+    row = {"q": "Who?", "gold": ["Ann", "A."], "year": 2024, "question": "other"}
+    (tmp_path / "mine" / "test.jsonl").write_text(json.dumps(row))
     [prompt] = questions("mine", entry, tmp_path)
     assert prompt.messages[-1]["content"] == "Who?" and prompt.answers == ["Ann", "A."]
     assert prompt.meta == {"split": "year 2024"} and prompt.tools == ("search",)

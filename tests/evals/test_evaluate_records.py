@@ -1,6 +1,8 @@
 """Records and the claim on a run folder: what survives kill -9, what counts as damage, what may be continued."""
 
+import json
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -11,14 +13,15 @@ from helpers.eval_records import saved
 from helpers.forked import fork
 from helpers.scripted_rollout import ANSWER, CALL, call_then_answer, play, prompt
 
-from arpo.config.evals import EvalSection
-from arpo.config.sections import ModelConfig
-from arpo.config.tools import SearchConfig, ToolsConfig
+from arpo.config import contents
+from arpo.config.contents import NOT_RECORDED
+from arpo.config.load import load_config
+from arpo.config.run_folder import settings_of
 from arpo.errors import UserError
 from arpo.evals.records import Record, SetDump, read_records
-from arpo.evals.resume import claim_run, model_identity, read_settings, unfinished, what_decides
-from arpo.options import RolloutConfig
+from arpo.evals.resume import about_run, claim_run, record_session, unfinished
 from arpo.trajectory import Group, ToolCall
+from evaluate import EvalConfig
 
 [GROUP] = play(call_then_answer)
 SETS = {"tools": ("search", "python"), "protocol": "tags"}
@@ -126,78 +129,127 @@ def test_a_writer_killed_at_any_moment_leaves_whole_trajectories(tmp_path):
 # ---- the claim on a folder
 
 
-def settings(folder, **changes) -> dict:
-    cfg = replace(EvalSection(files=("x.jsonl",)), **changes.pop("eval", {}))
-    rollout = replace(RolloutConfig(), **changes.pop("rollout", {}))
-    tools = ToolsConfig(search=SearchConfig(**changes.pop("search", {})))
-    return what_decides(changes.pop("seed", 0), cfg, ModelConfig(path=str(folder)), rollout, tools)
+def config(folder: Path, *flags: str) -> EvalConfig:
+    return load_config(EvalConfig, ["--model.path", str(folder), "--eval.files", "x.jsonl", *flags])
 
 
-def test_a_run_is_continued_under_the_same_settings_with_more_questions(tmp_path):
-    claim_run(tmp_path, settings(tmp_path), resume=True)
-    save(tmp_path, 0)
-    claim_run(tmp_path, settings(tmp_path, eval={"max_questions": 9, "benchmarks": ("gaia",)}), resume=True)
-    assert read_settings(tmp_path)["num_samples"] == 1
+def begin(folder: Path, served: str = "") -> None:
+    claim_run(folder, config(folder), served)
+    save(folder, 0)
+
+
+def test_a_run_is_continued_under_the_same_settings_with_more_questions_and_another_judge(tmp_path):
+    begin(tmp_path)
+    more = "--eval.max_questions", "9", "--eval.benchmarks", "gaia", "--judge.url", "http://host", "--judge.model", "m"
+    claim_run(tmp_path, config(tmp_path, *more, "--rollout.dispatch", "pull", "--engine.max_num_seqs", "2"))
+    settings = settings_of(tmp_path)
+    assert settings["eval.num_samples"] == 1 and settings["judge.model"] == "m"  # for eval.regrade
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "flags, words",
     [
-        ({"rollout": {"temperature": 0.5}}, r"rollout\.temperature=1\.0, and now it is 0\.5"),
-        ({"eval": {"num_samples": 3}}, "num_samples=1, and now it is 3"),
-        ({"seed": 5}, "seed=0, and now it is 5"),
-        ({"search": {"location": "cn"}}, r"tools\.search\.location=, and now it is cn"),
-        ({"search": {"summarizer_model": "small"}}, r"tools\.search\.summarizer_model=, and now it is small"),
+        (["--rollout.temperature", "0.5"], r"rollout\.temperature=0\.6, and now it is 0\.5"),
+        (["--eval.num_samples", "3"], r"eval\.num_samples=1, and now it is 3"),
+        (["--run.seed", "5"], r"run\.seed=0, and now it is 5"),
+        (["--protocol.format", "hermes"], r"protocol\.format=tags, and now it is hermes"),
+        (["--tools.names", "python"], r"tools\.names=\['python', 'search'\], and now it is \['python'\]"),
+        (["--model.enable_thinking", "True"], r"model\.enable_thinking=False, and now it is True"),
     ],
 )
-def test_other_settings_are_refused_with_their_name(tmp_path, changes, words):
-    claim_run(tmp_path, settings(tmp_path), resume=True)
-    claim_run(tmp_path, settings(tmp_path), resume=True)
-    save(tmp_path, 0)
+def test_other_settings_are_refused_with_their_name(tmp_path, flags, words):
+    claim_run(tmp_path, config(tmp_path))
+    begin(tmp_path)
+    before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(UserError, match=f"was begun with {words}; choose another run.name"):
-        claim_run(tmp_path, settings(tmp_path, **changes), resume=True)
+        claim_run(tmp_path, config(tmp_path, *flags))
+    assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+def test_another_model_of_the_server_is_refused(tmp_path):
+    begin(tmp_path, "policy (step_000100)")
+    claim_run(tmp_path, config(tmp_path), "policy (step_000100)")
+    with pytest.raises(UserError, match=r"model\.path=policy \(step_000100\), and now it is policy \(step_000200\)"):
+        claim_run(tmp_path, config(tmp_path), "policy (step_000200)")
 
 
 def test_a_folder_without_a_record_may_be_begun_anew(tmp_path):
-    claim_run(tmp_path, settings(tmp_path), resume=True)
-    claim_run(tmp_path, settings(tmp_path, seed=5), resume=False)
-    assert read_settings(tmp_path)["seed"] == 5
+    claim_run(tmp_path, config(tmp_path))
+    claim_run(tmp_path, config(tmp_path, "--run.seed", "5", "--run.resume", "False"))
+    assert settings_of(tmp_path)["run.seed"] == 5
 
 
-def test_a_folder_of_an_earlier_version_and_one_of_a_training_are_refused_in_one_line(tmp_path):
-    (tmp_path / "old" / "records").mkdir(parents=True)
-    for use in (
-        lambda: claim_run(tmp_path / "old", settings(tmp_path), resume=True),
-        lambda: read_settings(tmp_path / "old"),
-    ):
-        with pytest.raises(UserError, match=r"old/records is of an earlier version, .*; choose another run\.name$"):
-            use()
-    (tmp_path / "rl" / "trajectories").mkdir(parents=True)
-    (tmp_path / "rl" / "trajectories" / "step_000100.jsonl.gz").touch()
-    with pytest.raises(UserError, match=r"is .*/rl the folder of an evaluation\?"):
-        claim_run(tmp_path / "rl", settings(tmp_path), resume=True)
+def test_a_folder_with_trajectories_but_without_settings_is_refused_in_one_line(tmp_path):
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_000100.jsonl.gz").touch()
+    with pytest.raises(UserError, match=r"its settings cannot be read .*; choose another run\.name"):
+        claim_run(tmp_path, config(tmp_path))
 
 
 def test_resume_false_refuses_a_folder_with_records(tmp_path):
-    claim_run(tmp_path, settings(tmp_path), resume=True)
-    save(tmp_path, 0)
+    begin(tmp_path)
     with pytest.raises(UserError, match="holds an evaluation; choose another"):
-        claim_run(tmp_path, settings(tmp_path), resume=False)
+        claim_run(tmp_path, config(tmp_path, "--run.resume", "False"))
 
 
 def test_other_weights_in_the_same_folder_are_another_model_and_a_copy_is_not(tmp_path):
-    weights = bytearray(os.urandom(20_000_000))
+    weights, run = bytearray(os.urandom(20_000_000)), tmp_path / "run"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(weights)
-    digest = model_identity(str(tmp_path / "a")).split()[1]
-    assert model_identity(str(tmp_path / "b")).split()[1] == digest
+    run.mkdir()
+    claim_run(run, config(tmp_path / "a"))
+    save(run, 0)
+    claim_run(run, config(tmp_path / "b"))
     for place in (10, len(weights) // 2, len(weights) - 1):  # training changes weights all over the file
+        changed = bytearray(weights)
         for i in range(max(0, place - 400_000), min(len(weights), place + 400_000), 1000):
-            weights[i] ^= 1
-        (tmp_path / "b" / "model.safetensors").write_bytes(weights)
-        assert model_identity(str(tmp_path / "b")).split()[1] != digest
-    assert model_identity("Qwen/Qwen2.5-7B-Instruct") == "Qwen/Qwen2.5-7B-Instruct"
+            changed[i] ^= 1
+        (tmp_path / "b" / "model.safetensors").write_bytes(changed)
+        with pytest.raises(UserError, match=r"contents\.model\.path=sha256:.*, and now it is sha256:"):
+            claim_run(run, config(tmp_path / "b"))
+
+
+# ---- what is on record of its starts
+
+
+def test_a_run_says_what_it_was_made_with(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    claim_run(tmp_path, config(tmp_path))
+    for code in ("commit 1", "commit 1", "commit 2"):
+        monkeypatch.setattr(contents, "code_version", lambda code=code: code)
+        record_session(tmp_path, {})
+    about, _ = about_run(tmp_path)
+    minute = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
+    assert re.fullmatch(rf"Model: {tmp_path} sha256:\w+\. Begun: {minute}\. Code: commit 1, then commit 2\. .*", about)
+    lines = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
+    assert lines[0].keys() == {"date", "code", "versions", "command", "overlong"} and len(lines) == 3
+
+
+def test_what_is_not_known_is_not_made_up(tmp_path):
+    """A folder whose sessions.jsonl is gone; the model is the server's."""
+    claim_run(tmp_path, config(tmp_path), "policy (step_000100)")
+    about, overlong = about_run(tmp_path)
+    assert not overlong
+    assert about.startswith(f"Model: policy (step_000100). Begun: {NOT_RECORDED}. Code: {NOT_RECORDED}.")
+
+
+def test_the_last_start_that_asked_a_set_says_how_many_of_its_questions_were_left_out(tmp_path):
+    claim_run(tmp_path, config(tmp_path))
+    record_session(tmp_path, {"gaia": 3, "hle": 1})
+    record_session(tmp_path, {"gaia": 0})
+    assert about_run(tmp_path)[1] == {"gaia": 0, "hle": 1}
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"date": "x"}', '{"date": "", "code": "", "overlong": 1}'])
+def test_a_damaged_file_of_starts_is_named(tmp_path, line):
+    (tmp_path / "sessions.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"sessions\.jsonl: cannot be read .*; delete the file"):
+        about_run(tmp_path)
+
+
+# ---- what is left to ask
 
 
 def test_only_questions_without_all_their_samples_are_asked_again(tmp_path):

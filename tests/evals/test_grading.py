@@ -12,9 +12,9 @@ from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.evals.grades import Grade, read_grades, write_grades
-from arpo.evals.grading import exact_match, extract_prediction, grade_records
+from arpo.evals.grading import exact_match, grade_records, predicted
 from arpo.evals.judge import Judge
-from arpo.evals.report import grader_notes
+from arpo.evals.report import notes_on
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.rewards import load_custom, score, score_groups
 
@@ -38,7 +38,7 @@ from arpo.rewards import load_custom, score, score_groups
     ],
 )
 def test_the_last_answer_outside_the_thoughts_counts(text, prediction):
-    assert extract_prediction([(text, True)]) == prediction
+    assert predicted([(text, True)], "tags") == prediction
 
 
 def test_a_tool_result_is_no_answer():
@@ -74,7 +74,7 @@ def test_exact_match_ignores_case_punctuation_and_articles(prediction, answer, e
 
 
 def test_with_a_judge_its_verdict_counts_and_what_it_could_not_say_is_told(tmp_path):
-    plan = ["Correct", "Correct", "Partially correct", "who knows"]  # the first is the probe's
+    plan = ["Correct", "Correct", "Incorrect", "who knows"]  # the first is the probe's
     with WebService([*(says(reply(text)) for text in plan), says("broken", 500)]) as service:
         cfg = JudgeConfig(url=service.url, model="m", max_concurrent=1)
         judge = Judge(cfg, tmp_path / "judge.sqlite", max_tries=1)
@@ -141,7 +141,7 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     other.write_text("def compute_score(*_): return 0.2")
     [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{other}:compute_score"))
     assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
-    [note] = grader_notes({"own": benchmark_scores([made], [grade])}, judge="")
+    [note] = notes_on({"own": benchmark_scores([made], [grade])}, judge="")
     assert note.startswith("No accuracy of own: ")
 
 
@@ -169,5 +169,5 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     path = tmp_path / "b.jsonl"
     write_grades(path, [Grade("q", 0, {}, 1.0, "f1", "")])
     path.write_text(path.read_text() + damage + "\n")
-    with pytest.raises(UserError, match=r"b\.jsonl:2: not a grade \(.*\); regrade the run"):
+    with pytest.raises(UserError, match=r"b\.jsonl:2: cannot read the grades \(.*\); regrade the run"):
         read_grades(path)

@@ -1,4 +1,4 @@
-"""Evaluation with calls in JSON: the answer is the last turn's, older records have tags, no prompt speaks of tags."""
+"""Evaluation with calls in JSON: the answer is the last turn's, no prompt speaks of tags."""
 
 from dataclasses import replace
 from typing import get_args, get_type_hints
@@ -9,13 +9,9 @@ from helpers.eval_sets import write_sets
 from helpers.families import SCHEMAS, hermes_codec
 from helpers.sample_groups import group
 
-from arpo.config.evals import EvalSection
-from arpo.config.sections import ModelConfig, ProtocolConfig
-from arpo.config.tools import ToolsConfig
+from arpo.config.sections import ProtocolConfig
 from arpo.evals.benchmarks import BENCHMARKS, questions
 from arpo.evals.grading import grade_records, well_formed
-from arpo.evals.resume import what_decides
-from arpo.options import RolloutConfig
 from arpo.protocol import FORMS
 from arpo.tools import make_codec, system_prompt_for
 
@@ -64,12 +60,6 @@ def test_a_call_in_llamas_form_is_no_answer(segments, prediction, is_well_formed
 
 def test_records_keep_their_protocol(tmp_path):
     assert {r.protocol for r in saved(tmp_path, [group()], "a", "qa", protocol="hermes")} == {"hermes"}
-
-
-def test_a_run_cannot_go_on_under_another_protocol_and_older_runs_had_tags():
-    given = (0, EvalSection(), ModelConfig(path="hub/name"), RolloutConfig(), ToolsConfig())
-    tags, hermes = (what_decides(*given, form=form) for form in ("tags", "hermes"))
-    assert "protocol" not in tags and hermes == {**tags, "protocol": "hermes"}
 
 
 def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):

@@ -57,15 +57,10 @@ def impatient(judge: Judge, deadline_s: float) -> Judge:
         "Correct",
         "correct.",
         "**Correct**",
-        "Verdict: Correct",
-        "The prediction is correct.",
-        "So the answer is correct",
-        "Correct. It is not wrong.",
         "Both name the same city.\n<judgment>Correct</judgment>",
         "<JUDGEMENT> correct </JUDGEMENT>",
         "<think>Incorrect? No.</think><judgment>Correct</judgment>",
         "The old record was wrong. <judgment>Correct</judgment>",
-        '{"judgment": "Correct"}',
     ],
 )
 def test_a_plain_correct_is_correct(text):
@@ -77,18 +72,10 @@ def test_a_plain_correct_is_correct(text):
     [
         "Incorrect",
         "<judgment>Incorrect</judgment>",
-        "Partially correct",
         "<judgment>Partially correct</judgment>",
-        "partly correct.",
-        "Mostly correct, but the year is missing",
-        "isn't correct",
-        "It isn\u2019t correct.",
-        "Not correct.",
-        "The prediction is not entirely correct",
-        "It cannot be considered correct.",
-        "This doesn't look correct to me",
-        "Wrong",
-        "The prediction is wrong.",
+        "<judgment>Correct, but the year is missing</judgment>",
+        "<judgment>isn\u2019t correct</judgment>",
+        "So it is correct? <judgment>wrong</judgment>",
         "<think>Correct</think>Incorrect",
     ],
 )
@@ -107,6 +94,9 @@ def test_anything_less_than_correct_is_not(text):
         "<think>It says Paris, so Correct",  # cut before the thoughts ended
         "<judgment>Correct</judgment><judgment>Incorrect</judgment>",
         "Correct. Or rather: incorrect.",
+        "The prediction is correct.",
+        "Partially correct",
+        '{"judgment": "Correct"}',
         "<judgment></judgment>",
         "The prediction is not incorrect.",
         "正确",
@@ -155,11 +145,11 @@ def test_another_model_is_another_judge(make_judge, service):
 
 
 def test_unclear_replies_are_not_correct_and_not_asked_again(make_judge, service):
-    service.then(says(reply(RIGHT)), says(reply("Hard to say.")), says(reply(None)), says(reply("Partially correct")))
+    service.then(says(reply(RIGHT)), says(reply("Hard to say.")), says(reply(None)), says(reply("Incorrect")))
     asked = [JudgeTask(str(i), ("a",), "a") for i in range(3)]
     assert [v.status for v in make_judge(max_concurrent=1).judge(asked)] == ["unparsable", "unparsable", "incorrect"]
     count = len(service.requests)
-    assert [v.reply for v in make_judge().judge(asked)] == ["Hard to say.", "", "Partially correct"]
+    assert [v.reply for v in make_judge().judge(asked)] == ["Hard to say.", "", "Incorrect"]
     assert len(service.requests) == count
 
 
@@ -205,17 +195,6 @@ def test_a_slow_judge_is_waited_for_though_the_queue_is_longer_than_the_deadline
     service.then(says(reply(RIGHT)), says(reply(RIGHT), wait_s=0.5))
     verdicts = make_judge(deadline_s=12.0, max_concurrent=1).judge(tasks(30))
     assert {v.status for v in verdicts} == {"correct"}  # 15 s in all: the wait for a turn does not count
-
-
-def test_an_outage_is_waited_for(make_judge, service, caplog):
-    async def down_until_it_is_left_alone(request: web.Request) -> web.StreamResponse:
-        is_left_alone = any("no calls for" in message for message in caplog.messages)
-        return await (says(reply(RIGHT)) if is_left_alone else says("starting", 503))(request)
-
-    service.then(says(reply(RIGHT)), down_until_it_is_left_alone)
-    verdicts = make_judge(time_source=fast_time(20), deadline_s=6000.0).judge(tasks(60))
-    failed = [v.reply for v in verdicts if v.status == "failed"]
-    assert all("tried 5 x" in text for text in failed) and len(failed) < 60  # only those from before it was left alone
 
 
 def test_a_dead_judge_is_not_asked_about_the_rest(make_judge, service):

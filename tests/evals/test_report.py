@@ -13,7 +13,7 @@ from helpers.sample_groups import HOSTILE
 from arpo.evals.grades import Grade, read_grades
 from arpo.evals.grading import grade_records
 from arpo.evals.records import Record
-from arpo.evals.report import RunMeta, summary, write_report
+from arpo.evals.report import write_report
 from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
 
 
@@ -37,6 +37,9 @@ def run_of(benchmark: str, num_questions: int, n: int, *, seed: int = 0, **other
     return records
 
 
+META = {"overlong": {"bamboogle": 3}, "about": f"made by {HOSTILE}"}
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """(folder, scores, records, grades) of two benchmarks; one has levels."""
@@ -46,18 +49,17 @@ def report(tmp_path_factory):
         "bamboogle": run_of("bamboogle", 30, 5, seed=1, question=lambda q: f"question {q} {HOSTILE}"),
     }
     grades = {name: grade_records(of, metric="qa") for name, of in records.items()}
-    meta = RunMeta(f"eval {HOSTILE}", overlong={"bamboogle": 3})
-    return folder, write_report(folder, records, grades, meta), records, grades
+    return folder, write_report(folder, records, grades, **META), records, grades
 
 
-def test_the_console_shows_the_notes_and_the_accuracies_and_leaves_the_other_tables_to_the_files(report):
+def test_the_accuracies_come_first(report):
     folder, scores, *_ = report
-    text, whole = summary(folder), (folder / "report.md").read_text()
+    text = (folder / "report.md").read_text()
     mean = f"{(scores['gaia']['accuracy'] + scores['bamboogle']['accuracy']) / 2:.3f}"
-    assert text.startswith("# eval ") and f": mean accuracy {mean} of 2 sets, 42 questions\n" in text
-    assert whole.startswith(text) and "- Left out, and in no number" in text and "## Accuracy" in text
-    assert "| gaia | 12 |" in text and "| bamboogle | 30 (3 left out) |" in text
-    assert "\n## Tools" in whole and text.count("\n## ") == 1
+    assert text.startswith("# eval\n\n- made by &lt;/script>") and "\n## Tools" in text
+    first = text.split("\n## ")[1]
+    assert first.startswith("Accuracy\n") and f"| mean of 2 (all) |  |  | {mean} [" in first
+    assert "| gaia | 12 |" in first and "| bamboogle | 30 (3 left out) |" in first
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -90,9 +92,6 @@ def test_the_scores_are_those_of_a_naive_computation(report):
         assert s["tool_errors"] == {"search: timeout": len(failed)}
         assert s["stop_reasons"]["length"] == round(s["truncated"] * len(flat))
         assert s["grade_reasons"] == {"no_answer": sum(r.text == "hm" for r in records[name])}
-        cut = sum(r.stop_reason == "length" and g.correct < 1 for r, g in zip(records[name], grades[name], strict=True))
-        assert s["failures"]["stop_length"] == cut and {"no_answer", "wrong_answer"} <= set(s["failures"])
-        assert sum(s["failures"].values()) == sum(correct < 1 for correct in flat)
         assert s["response_tokens"] == pytest.approx(np.mean([r.num_tokens for r in records[name]]))
         assert s["seconds"] == pytest.approx(np.mean([r.wall_s for r in records[name]]))
 
@@ -152,8 +151,8 @@ def test_scores_and_grades_are_on_disk(report):
 
 def test_the_same_records_make_the_same_files(report, tmp_path):
     folder, _, records, grades = report
-    meta = RunMeta(f"eval {HOSTILE}", overlong={"bamboogle": 3})
-    write_report(tmp_path, records, grades, meta)
+    tmp_path = tmp_path / folder.name
+    write_report(tmp_path, records, grades, **META)
     for name in ("scores.json", "report.md", "grades/gaia.jsonl"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
@@ -162,17 +161,17 @@ def test_the_report_says_that_there_was_no_judge(report):
     text = (report[0] / "report.md").read_text()
     assert "- No judge: gaia, bamboogle graded by rule (token F1; solved = an F1 of 1)." in text
     assert "| gaia | search |" in text and "| gaia | tool error | search: timeout |" in text
-    assert "| gaia | not right | stop_length |" in text
+    assert "| gaia | stop | length |" in text
     assert "| mean of 2 (all) |" in text
     assert "<img" not in text and "<script" not in text
 
 
 def test_questions_that_were_left_out_are_counted_beside_those_that_were_asked(report, tmp_path):
     _, _, records, grades = report
-    scores = write_report(tmp_path, records, grades, RunMeta("m", overlong={"gaia": 3, "bamboogle": 0, "hle": 9}))
+    scores = write_report(tmp_path, records, grades, overlong={"gaia": 3, "bamboogle": 0, "hle": 9})
     text = (tmp_path / "report.md").read_text()
-    words = "Left out, and in no number: questions with longer prompts than eval.max_prompt_tokens (gaia: 3 of 15)."
-    assert f"- {words}" in text and "| gaia | 12 (3 left out) |" in text and "| bamboogle | 30 |" in text
+    assert "| gaia | 12 (3 left out) |" in text and "| bamboogle | 30 |" in text
+    assert "Left out: prompts over eval.max_prompt_tokens." in text
     assert scores["gaia"]["overlong"] == 3 and "overlong" not in scores["bamboogle"]
 
 
@@ -181,11 +180,9 @@ def test_judges_failures_are_told(tmp_path):
         Grade(f"q{i}", 0, {"em": 0.0, "f1": 0.5}, 0.0, "judge", reason)
         for i, reason in enumerate(["judge_unparsable", "judge_unparsable", "judge_failed", ""])
     ]
-    scores = write_report(
-        tmp_path, {"hle": [boxed("1")] * 4, "none": []}, {"hle": grades, "none": []}, RunMeta("m", judge="J")
-    )
+    scores = write_report(tmp_path, {"hle": [boxed("1")] * 4}, {"hle": grades}, judge="J")
     text = (tmp_path / "report.md").read_text()
-    assert "- Judge: J graded hle." in text and "- none: no finished trajectory." in text
+    assert "- Judge: J graded hle." in text
     assert "2 trajectories with a judgement that is not clearly a verdict; they count as not correct" in text
     assert "1 trajectories that the judge could not be asked about" in text
     assert scores["hle"]["judge"] == "J" and scores["hle"]["f1"] == 0.5 and list(scores) == ["hle"]

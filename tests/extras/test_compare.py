@@ -11,7 +11,7 @@ from helpers.eval_records import boxed
 
 from arpo.errors import UserError
 from arpo.evals.grades import Grade
-from arpo.evals.report import RunMeta, write_report
+from arpo.evals.report import write_report
 from extras.compare import compare_runs
 
 
@@ -23,7 +23,7 @@ def grades_of(chances: dict[str, float], n: int, *, seed: int, metric: str = "f1
 
 def write_run(folder: Path, judge: str = "", **grades: list[Grade]) -> Path:
     records = {b: [boxed("1", question_id=g.question_id, sample=g.sample) for g in of] for b, of in grades.items()}
-    write_report(folder, records, grades, RunMeta(folder.name, judge=judge))
+    write_report(folder, records, grades, judge=judge)
     return folder
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path):
     for folders, message in [
         ([good], "at least two run folders"),
         ([good, tmp_path / "nowhere"], "nowhere: no evaluation there (scores.json: No such file"),
-        ([good, broken], "gaia.jsonl: cannot read the grades"),
+        ([good, broken], "gaia.jsonl:1: cannot read the grades"),
         ([good, odd], "odd/scores.json: not the scores of an evaluation"),
         ([good, other], "nothing to compare (gaia is only in good; hle is only in other)"),
     ]:

@@ -9,7 +9,7 @@ from helpers.eval_records import boxed
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade
-from arpo.evals.report import RunMeta, write_report
+from arpo.evals.report import write_report
 from extras.papers import NUM_QUESTIONS, OTHERS, PUBLISHED, TEN, report
 
 
@@ -22,7 +22,7 @@ def beside(folder: Path, grades: dict[str, list[Grade]], judge: str = "", metas:
             boxed("1", question_id=grade.question_id, sample=grade.sample, meta=meta)
             for grade, meta in zip(of, found, strict=True)
         ]
-    write_report(folder, records, grades, RunMeta("m", judge=judge))
+    write_report(folder, records, grades, judge=judge)
     return report(folder)
 
 

@@ -12,7 +12,8 @@ from helpers.toy_run import build_toy_world
 from helpers.updates import CASES, filled
 
 from arpo.config.sections import ModelConfig
-from arpo.log.nonfinite import report
+from arpo.errors import UserError
+from arpo.log.nonfinite import reported_if_not_finite
 from arpo.model import load_policy
 from arpo.update import update_policy
 
@@ -26,11 +27,12 @@ def poisoned_update(ranks, model: str, run: str) -> str:
     if ranks.rank == 1:
         minibatch.micros[0].advantages[0, 0] = math.nan
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    try:
+    with (
+        pytest.raises(UserError) as raised,
+        reported_if_not_finite("step 3, mini-batch 2", minibatch.micros, Path(run), ranks),
+    ):
         update_policy(policy, optimizer, minibatch.micros, CASES[case][1], 0.9, 1.0, ranks, is_first=False)
-    except FloatingPointError as error:
-        return str(report(error, "step 3, mini-batch 2", minibatch.micros, Path(run), ranks))
-    return ""
+    return str(raised.value)
 
 
 def test_all_ranks_end_with_the_same_line_and_the_guilty_one_keeps_what_it_computed(tiny_model_dir, tmp_path):

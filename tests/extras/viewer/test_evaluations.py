@@ -68,7 +68,7 @@ def test_damaged_grades_are_named(run, capsys):
     grades_path(run, "gaia").write_text("{}\n")
     with pytest.raises(SystemExit):
         write_page(run)
-    assert "grades/gaia.jsonl:1: not a grade" in capsys.readouterr().err
+    assert "grades/gaia.jsonl:1: cannot read the grades" in capsys.readouterr().err
 
 
 def test_no_name_of_a_set_ends_the_script_that_it_stands_in(run, groups):

@@ -1,0 +1,34 @@
+"""What is on record of the code and the files that a run was started with."""
+
+import subprocess
+
+from arpo.config import contents
+from arpo.config.contents import code_version, contents_of
+from arpo.config.load import load_config
+from evaluate import EvalConfig
+
+
+def test_the_code_is_the_commit_of_a_checkout_and_says_whether_files_were_changed(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(contents, "ROOT", tmp_path)
+    assert not code_version().startswith("commit")  # an installed package: no checkout, so its version
+    (tmp_path / "file").write_text("1")
+    git("init", "-q")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert code_version() == f"commit {commit}"
+    (tmp_path / "file").write_text("2")
+    assert code_version() == f"commit {commit}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
+    assert not code_version().startswith("commit")
+
+
+def test_a_long_text_is_no_file(tmp_path):
+    (tmp_path / "q.jsonl").write_text("{}")
+    flags = ["--eval.files", str(tmp_path / "q.jsonl"), "--eval.system_prompt", "Answer briefly. " * 400]
+    assert contents_of(load_config(EvalConfig, flags)).keys() == {"eval.files"}
