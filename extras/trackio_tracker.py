@@ -1,7 +1,7 @@
 """Trackio as a tracker: `--run.trackers tensorboard extras/trackio_tracker.py:Trackio` (`pip install -e '.[trackio]'`).
 
 It is local, in its own folder (TRACKIO_DIR), or on the Space or server that its environment names. The project is
-TRACKIO_PROJECT, else arpo-torch.
+TRACKIO_PROJECT, else arpo-torch. Texts are left to TensorBoard and the viewer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import trackio
 
 from arpo.config.facts import leaves
 from arpo.log.trackers import TrackedRun
-from extras.tracker_ids import id_of
 
 
 class Trackio:
@@ -24,7 +23,7 @@ class Trackio:
         self.where = f"trackio show --project {project}"
         self._run = trackio.init(
             project=project,
-            name=f"{run.folder.name}-{id_of(run, 'trackio')}",
+            name=f"{run.folder.name}-{run.id_of('trackio')}",
             resume="allow",
             embed=False,
             config={key: str(value) for key, value in leaves(run.config).items()},
@@ -35,6 +34,9 @@ class Trackio:
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         drawn = {name: trackio.Histogram(numbers) for name, numbers in histograms.items()}
         self._run.log({**values, **drawn}, step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        pass
 
     def close(self) -> None:
         self._run.finish()

@@ -6,15 +6,15 @@ business: it is in none of our files.
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wandb import Histogram, Settings, init  # a mere folder, like the one that wandb makes, has none of them
+from wandb import Histogram, Html, Settings, init  # a mere folder, like the one that wandb makes, has none of them
 
 from arpo.config.facts import leaves
 from arpo.log.trackers import TrackedRun
-from extras.tracker_ids import id_of
 
 LOGIN_TIMEOUT_S = 30.0
 
@@ -26,7 +26,7 @@ class Wandb:
         # its console capture would tear progress bars; and no prompt for a key may hold a run up
         settings = Settings(console="off", login_timeout=LOGIN_TIMEOUT_S)
         self._run = init(
-            project=os.environ.get("WANDB_PROJECT") or "arpo-torch", name=run.folder.name, id=id_of(run, "wandb"),
+            project=os.environ.get("WANDB_PROJECT") or "arpo-torch", name=run.folder.name, id=run.id_of("wandb"),
             resume="allow", dir=str(run.folder), config=leaves(run.config), settings=settings,
         )  # fmt: skip
         # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
@@ -37,6 +37,10 @@ class Wandb:
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         drawn = {name: Histogram(numbers) for name, numbers in histograms.items()}
         self._run.log({**values, **drawn, "step": step})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        pre = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'  # what a model wrote is shown, not obeyed
+        self._run.log({name: Html(pre, inject=False), "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -23,6 +23,8 @@ from arpo.log.metrics_file import MetricsFile
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 
+NUM_TRANSCRIPTS = 2
+"""Number of prompts whose first trajectory the trackers show."""
 LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
 
 
@@ -89,9 +91,18 @@ class RunLog(Console):
         self.trackers.scalars(step, values, histograms or {})
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py)."""
-        if self.is_main:
-            self.dumps.write(step, groups, kind)
+        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py).
+
+        The first trajectories of the first prompts also go to the trackers that show text.
+        """
+        if not self.is_main:
+            return
+        self.dumps.write(step, groups, kind)
+        for i, group in enumerate(groups[:NUM_TRANSCRIPTS]):
+            t = group.trajectories[0]
+            head = f"reward {t.reward} {t.reward_parts} stop {t.stop_reason} answers {group.prompt.answers}"
+            text = f"{group.prompt.messages[-1]['content']}\n\n{t.text}"
+            self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
 
     def finish(self) -> None:
         """Close all files, and say where the run can be looked at."""

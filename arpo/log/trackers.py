@@ -2,14 +2,16 @@
 
 A tracker is one function, in a file of yours (run.trackers FILE.py:NAME) or with one line in TRACKERS. One that cannot
 be imported is an error before a model is loaded; whatever goes wrong later is one warning, and the tracker is off: a
-run never ends for its sake.
+run never ends for its sake. A continued run goes on in the same run of the tracker, whose name RUN/trackers.json keeps.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from arpo.config.facts import leaves
 from arpo.config.named import find
 from arpo.log.charts import Charts
 
+IDS = "trackers.json"
+
 
 class Tracker(Protocol):
     """A receiver of the numbers of rank 0. It may raise anything."""
@@ -27,6 +31,8 @@ class Tracker(Protocol):
     """Line that says where the run can be looked at."""
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -40,6 +46,15 @@ class TrackedRun:
     charts: Charts
     resume_step: int
     """Number of steps that are done; 0 = a new run."""
+
+    def id_of(self, tracker: str) -> str:
+        """Return the id of the run there, which the run's folder keeps; a new run gets a new one."""
+        path = self.folder / IDS
+        ids = json.loads(path.read_text()) if path.exists() else {}
+        if not self.resume_step or tracker not in ids:
+            ids[tracker] = uuid.uuid4().hex[:12]
+            path.write_text(json.dumps(ids))
+        return ids[tracker]
 
 
 # ---- the trackers
@@ -69,6 +84,9 @@ class TensorBoard:
         for name, numbers in histograms.items():
             self._board.add_histogram(name, np.array(numbers), step)
         self._board.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._board.add_text(name, text, step)
 
     def close(self) -> None:
         self._board.close()
@@ -124,6 +142,10 @@ class Trackers:
         finite = {name: [number for number in numbers if math.isfinite(number)] for name, numbers in histograms.items()}
         drawn = {name: numbers for name, numbers in finite.items() if numbers}
         self._each(lambda tracker: tracker.scalars(step, values, drawn))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Hand on a Markdown text."""
+        self._each(lambda tracker: tracker.text(step, name, text))
 
     def places(self) -> list[str]:
         """Return a line for each tracker that still works, which says where the run can be looked at."""

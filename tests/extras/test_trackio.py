@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from arpo.errors import UserError
-from arpo.log.trackers import check_installed
-from extras.tracker_ids import IDS
+from arpo.log.trackers import IDS, check_installed
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'trackio_tracker.py'}:Trackio"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,12 @@ from types import ModuleType
 import pytest
 from helpers.ranks import script_on_ranks, wait_for_all
 from helpers.toy_run import build_toy_world
-from helpers.tracked import Config, logged_twice
+from helpers.tracked import log_of, logged_twice
 from helpers.wandb_files import history
 
 from arpo.errors import UserError
 from arpo.log import read_metrics
-from arpo.log.trackers import TrackedRun, check_installed
-from extras.tracker_ids import IDS, id_of
+from arpo.log.trackers import IDS, check_installed
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'wandb_tracker.py'}:Wandb"
 
@@ -46,14 +46,20 @@ def test_wandb_offline_has_the_numbers_and_one_run_goes_on(tmp_path, monkeypatch
     assert "warning" not in out and f"wandb sync {one.parent}" in out
 
 
-def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):
-    def run(step):
-        return TrackedRun(tmp_path, Config(), {}, resume_step=step)
-
-    first = id_of(run(0), "wandb")
-    assert id_of(run(3), "wandb") == first and id_of(run(3), "trackio") != first
-    assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio"}
-    assert id_of(run(0), "wandb") != first
+@pytest.mark.slow
+def test_wandb_shows_texts_as_they_are_written_and_not_as_a_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = log_of(tmp_path, TRACKER)
+    log.scalars(1, {"reward/mean": 0.25})
+    log.trackers.text(1, "step/0", "<script>1 < 2</script>")
+    log.finish()
+    rows = history(tmp_path, 2)
+    assert rows[1]["step"] == 1 and rows[1]["step/0/_type"] == "html-file"
+    [file] = tmp_path.glob("wandb/offline-run-*/files/media/html/step/*.html")
+    assert "&lt;script&gt;1 &lt; 2&lt;/script&gt;" in file.read_text() and "<script" not in file.read_text()
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -99,7 +105,10 @@ def test_a_training_and_its_continuation_have_the_same_numbers_in_each_tracker(t
             assert wait_for_all(ranks, 30) == 0, output.read_text()[-4000:]
             assert "wandb sync " in output.read_text() and "tensorboard --logdir" in output.read_text()
     run = world / "runs" / "rl"
-    rows, sent = read_metrics(run), history(run, 3)
+    rows, logged = read_metrics(run), history(run, 13)
+    texts = [row for row in logged if any(re.match(r"(step|valid)/\d", name) for name in row)]
+    sent = [row for row in logged if row not in texts]
+    assert len(texts) == 10  # two of each step, and of each validation
     assert [row["step"] for row in sent] == [row["step"] for row in rows] == [0, 1, 2]
     assert [row["reward/mean"] for row in sent[1:]] == pytest.approx([row["reward/mean"] for row in rows[1:]])
     assert len({file.name for file in run.glob("wandb/offline-run-*/*.wandb")}) == 1 and (run / "tb").is_dir()

@@ -1,13 +1,15 @@
 """Trackers: the real packages, without a network; and that none of them ever ends a run."""
 
+import json
+
 import pytest
-from helpers.tracked import log_of
+from helpers.tracked import Config, log_of
 
 from arpo.config.load import load_config
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.log import read_metrics
-from arpo.log.trackers import TRACKERS
+from arpo.log.trackers import IDS, TRACKERS, TrackedRun
 from train_rl import RLConfig
 
 
@@ -26,6 +28,9 @@ class Recording:
 
     def scalars(self, step, values, histograms):
         self._note("scalars", step, dict(values))
+
+    def text(self, step, name, text):
+        self._note("text", step, name)
 
     def close(self):
         self._note("close")
@@ -53,7 +58,7 @@ def test_wandb_by_its_bare_name_is_answered_with_where_it_is_now():
 # ---- failures
 
 
-@pytest.mark.parametrize("fails_at", ["scalars", "close"])
+@pytest.mark.parametrize("fails_at", ["scalars", "text", "close"])
 def test_a_tracker_that_fails_is_one_warning_and_then_it_is_off(tmp_path, monkeypatch, capsys, fails_at):
     bad, good = Recording(fails_at), Recording()
     monkeypatch.setitem(TRACKERS, "bad", lambda run: bad)
@@ -61,8 +66,9 @@ def test_a_tracker_that_fails_is_one_warning_and_then_it_is_off(tmp_path, monkey
     log = log_of(tmp_path, "bad", "good")
     for step in (1, 2):
         log.scalars(step, {"reward/mean": 0.5})
+        log.trackers.text(step, "step/0", "text")
     log.finish()
-    assert [what for what, *_ in good.told] == ["scalars", "scalars", "close"]
+    assert [what for what, *_ in good.told] == ["scalars", "text", "scalars", "text", "close"]
     printed = capsys.readouterr().out.splitlines()
     warnings = [line for line in printed if "warning" in line]
     assert warnings == [
@@ -80,3 +86,16 @@ def test_a_tracker_that_cannot_begin_is_a_warning(tmp_path, monkeypatch, capsys)
     log.scalars(1, {"reward/mean": 0.5})
     log.close()
     assert "bad failed (PermissionError: who are you?)" in capsys.readouterr().out
+
+
+# ---- one run of the tracker for one of ours
+
+
+def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):
+    def run(step):
+        return TrackedRun(tmp_path, Config(), {}, resume_step=step)
+
+    first = run(0).id_of("wandb")
+    assert run(3).id_of("wandb") == first and run(3).id_of("trackio") != first
+    assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio"}
+    assert run(0).id_of("wandb") != first
