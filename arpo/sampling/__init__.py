@@ -15,7 +15,7 @@ beside a rollout is one more source, whose groups go to the scores instead of th
 The invariant: each prompt that was drawn is trained on exactly once, or is drawn again. What a rank samples depends on
 seed, step, prompt and path only, so who sampled it changes nothing but time.
 
-`BranchingSignal`, `ExpectedLengths`, `ToolHealth` and the judge's counter hear of each whole step.
+`BranchingSignal`, `ExpectedLengths` and `ToolHealth` hear of each whole step.
 """
 
 from arpo.sampling.rollouts import Batch, Rollouts

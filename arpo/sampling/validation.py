@@ -40,7 +40,7 @@ class Validation:
         """Validate before step 1; or begin that of the step from which the run goes on again, if it had not ended."""
         is_open = done_steps == 0 or (self.run.overlap_validation and done_steps < self.num_steps)
         if is_open and (values := self.after(done_steps)):
-            self._log(done_steps, values | self.sampler.score.end_step())
+            self._log(done_steps, values)
 
     def after(self, step: int) -> dict[str, float]:
         """Return the scores after a step if they are due now; see run.overlap_validation. Also dumps the trajectories.
