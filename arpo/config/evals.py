@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Needs
+from arpo.config.facts import MAY_CHANGE, NOTHING, AtLeast, Needs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class JudgeConfig:
     url: Annotated[str, NOTHING] = ""
     """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: an evaluation then
     grades answers by rule, and its report says so."""
-    model: Annotated[str, DECIDES] = ""
+    model: str = ""
     """Name of the model at judge.url. A key, if it needs one, is read from JUDGE_API_KEY."""
     max_concurrent: Annotated[int, AtLeast(1)] = 16
     """Number of requests under way at the same time."""

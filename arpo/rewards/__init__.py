@@ -74,8 +74,7 @@ def score_by_rule(
     released score and looks at nothing but text and answers. `form` is the value of protocol.format.
     """
     if cfg.compat == "upstream":
-        total, f1, bonus, reason = upstream_score(t.text, prompt.answers)
-        return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
+        return upstream_score(t.text, prompt.answers)
     rules = FORMS[form].rules
     segments = t.segments or rules.derive_segments(t.text, tools)
     answer, _ = rules.extract_answer(segments)

@@ -52,7 +52,7 @@ class ToolHealth:
         self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
         unrewarded_share = _share(t.is_left_out and t.stop_reason != StopReason.ERROR for t in trajectories)
         failed = f"tools failed in {self.failed_share:.0%} of the trajectories"
-        unrewarded = f"reward.terms gave no reward to {unrewarded_share:.0%} of the trajectories"
+        unrewarded = f"{unrewarded_share:.0%} of the trajectories have no reward"
         missed = f"{self.missed_share:.1%} of the searches are {NOT_RECORDED}"
         causes = (
             (failed, self.failed_share, MAX_FAILED_SHARE),

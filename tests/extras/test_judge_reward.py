@@ -280,8 +280,8 @@ def test_answers_without_a_verdict_are_not_trained_on_and_many_of_them_end_the_r
     for number in range(MAX_BAD_BATCHES):
         many = [group(f"{number} {i}", "4", "5", "") for i in range(3)]
         scoring(many)
-        assert not health.may_train(many, number) and "gave no reward to 67% of the traj" in health.warning
-    assert health.must_stop and "gave no reward to 67% of the trajectories, in 3 batches" in str(health)
+        assert not health.may_train(many, number) and "67% of the trajectories have no rew" in health.warning
+    assert health.must_stop and "67% of the trajectories have no reward, in 3 batches" in str(health)
 
 
 def test_a_validation_leaves_out_what_has_no_verdict(make_scoring, service):

@@ -100,7 +100,7 @@ def test_a_run_with_a_judge_trains_on_the_sum_and_goes_on_without_what_has_no_ve
 @pytest.mark.parametrize(
     "term, words",
     [
-        ("{own}:judge=1", "mine.py: judge failed on prompt "),
+        ("{own}:judge=1", "mine.py: judge failed on "),
         ("{world}/nothing.py:f=1", "nothing.py:f: there is no such file; check the path"),
     ],
 )
