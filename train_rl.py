@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arpo.config import checks
-from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.named import find
 from arpo.config.rewards import TrainingRewardConfig
@@ -46,7 +45,6 @@ class RLConfig:
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: TrainingRewardConfig = field(default_factory=TrainingRewardConfig)
-    judge: TrainingJudgeConfig = field(default_factory=TrainingJudgeConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -86,9 +84,8 @@ class RLConfig:
             *checks.check_result_room(self.tools.search, self.rollout),
             *checks.check_parallel(self.model, self.advantage, self.loss),
             *checks.check_loss(self.loss),
-            *checks.check_terms(self.reward, self.judge, self.rollout),
+            *checks.check_terms(self.reward, self.rollout),
             *checks.check_rewards_in_time(self.advantage, self.loss),
-            *checks.check_queue(self.advantage, self.reward),
             *checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage),
         )
 
@@ -147,7 +144,7 @@ def main(cfg: RLConfig) -> None:
     order = find("data.order", cfg.data.order, ORDERS)(prompts, cfg.data.num_prompts_per_step, run.seed)
     num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
     num_updates = num_steps * cfg.num_updates_per_step
-    score = Scoring(cfg.reward, cfg.judge, team, env.codec, cfg.rollout.max_response_tokens, folder=run.folder)
+    score = Scoring(cfg.reward, team, env.codec, cfg.rollout.max_response_tokens)
     score.try_on(prompts[0])
     update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
 
@@ -222,7 +219,7 @@ def main(cfg: RLConfig) -> None:
 
     progress.close()
     log.finish()
-    for part in (env.tools, score, engine, dist):
+    for part in (env.tools, engine, dist):
         part.close()
 
 

@@ -68,6 +68,8 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
         for part, value in t.reward_parts.items():
             m.mean(f"reward/{part}", value)
         m.sum(f"reward_reason/{t.reward_reason or 'ok'}", 1)
+    elif t.is_left_out and t.stop_reason != StopReason.ERROR:
+        m.sum(f"reward_reason/{t.reward_reason}", 1)
     m.mean("response/tokens", len(t.token_ids))
     m.sum("response/new_contexts", len(t.contexts), float(bool(t.contexts)))
     m.mean("response/sampled_tokens", t.num_sampled_tokens)

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
-NOT_DUMPED = ("verdict", "verdict_reason")
-
 
 class StopReason(StrEnum):
     """The reason why a trajectory ended. Only EOS means that the policy itself decided to stop."""
@@ -157,10 +155,6 @@ class Trajectory:
     token_chars: list[int] = field(default_factory=list)
     """Characters of `text` that each token adds; empty where they cannot be told apart. Those at the start that none
     adds are the prompt's (Codec.token_chars)."""
-    verdict: float | None = None
-    """The judge's: 1 = right, 0 = wrong, or no answer was given; None = there is none, or not yet."""
-    verdict_reason: str = ""
-    """Why there is none: judge_late, judge_failed or judge_unparsable. Dumps have both in the reward's fields."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
@@ -185,13 +179,13 @@ class Trajectory:
 
     @property
     def is_left_out(self) -> bool:
-        """True where it must not be trained on: an error of ours cut it off, or its reward lacks a judge's verdict."""
+        """True where it must not be trained on: an error of ours cut it off, or a term of the reward has no value."""
         return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
 
     @property
     def accuracy(self) -> float | None:
-        """The answer's accuracy by the reward, 0..1: its part `accuracy`, or the judge's; None where it has neither."""
-        return self.reward_parts.get("accuracy", self.reward_parts.get("judge"))
+        """The answer's accuracy by the reward, 0..1; None where the reward does not say."""
+        return self.reward_parts.get("accuracy")
 
     @property
     def is_solved(self) -> bool | None:
@@ -243,8 +237,7 @@ class Trajectory:
 
     def to_dict(self) -> dict:
         """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""
-        kept = {name: value for name, value in vars(self).items() if name not in NOT_DUMPED}
-        mine = {name: value.tolist() if isinstance(value, array) else value for name, value in kept.items()}
+        mine = {name: value.tolist() if isinstance(value, array) else value for name, value in vars(self).items()}
         return mine | {name: [asdict(one) for one in mine[name]] for name in ("turns", "contexts")}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from arpo.config.evals import TrainingJudgeConfig
 from arpo.config.named import is_own, names_of
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import DataConfig, EngineConfig, ModelConfig, UpdateConfig
@@ -143,25 +142,14 @@ def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> Itera
         )
 
 
-def check_terms(reward: TrainingRewardConfig, judge: TrainingJudgeConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield which terms of the reward cannot have a value, or have it too late."""
+def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Yield which terms of the reward cannot have a value."""
     if "overlong" in reward.weights and rollout.context != "append":
         yield f"reward term overlong counts the tokens of one context; drop it, or rollout.context={rollout.context}"
     if "overlong" in reward.weights and reward.overlong_buffer_tokens >= rollout.max_response_tokens:
         yield (
             f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} must be below "
             f"rollout.max_response_tokens={rollout.max_response_tokens}"
-        )
-    if "judge" in reward.weights and judge.deadline_s <= 0:
-        yield f"judge.deadline_s={judge.deadline_s} must be above 0"
-
-
-def check_queue(advantage: AdvantageConfig, reward: TrainingRewardConfig) -> Iterator[str]:
-    """Yield where a rollout would wait for a judge."""
-    if advantage.dead_groups == "resample" and "judge" in reward.weights:
-        yield (
-            "advantage.dead_groups=resample needs rewards during the rollout, and would wait for the judge each time; "
-            "set it to drop or keep, or drop judge from reward.terms"
         )
 
 

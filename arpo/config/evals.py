@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from arpo.config.facts import DECIDES, MAY_CHANGE, AtLeast, Needs
+from arpo.config.facts import MAY_CHANGE, NOTHING, AtLeast, Needs
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,13 @@ class JudgeConfig:
 
     FACTS = (Needs("judge.url", use="URL"), MAY_CHANGE)
 
-    url: Annotated[str, Needs("reward.terms", has=("judge",), use="judge=1")] = ""
+    url: Annotated[str, NOTHING] = ""
     """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: an evaluation then
     grades answers by rule, and its report says so."""
-    model: Annotated[str, DECIDES] = ""
+    model: str = ""
     """Name of the model at judge.url. A key, if it needs one, is read from JUDGE_API_KEY."""
     max_concurrent: Annotated[int, AtLeast(1)] = 16
-    """Number of requests under way at the same time (in training: of each rank)."""
+    """Number of requests under way at the same time."""
     cache: str = ""
     """SQLite file of the judge's replies, which runs may share; empty = judge.sqlite in the run's folder. A recorded
     question is not asked again."""
-
-
-@dataclass(frozen=True)
-class TrainingJudgeConfig(JudgeConfig):
-    """A language model whose verdicts are a reward (judge=WEIGHT in reward.terms). It is asked during the rollout, as
-    soon as all trajectories of a prompt have ended."""
-
-    deadline_s: float = 60.0
-    """Longest time of one judgement, and longest time that a step waits for verdicts once its rollout has ended.
-    Judgements that are still under way then are broken off."""
-    fallback: Annotated[Literal["rule", "drop"], DECIDES] = "rule"
-    """An answer without a verdict (too late, failed, unclear): rule = its accuracy by rule takes the
-    verdict's place; drop = its trajectory is not trained on."""

@@ -37,7 +37,7 @@ class Needs:
 
     Needs("loss.kind", "gspo", "mine")                        one of these values
     Needs("loss.kind", not_in=("ppo",), use="gspo")           another one: a new loss gives the knob an effect too
-    Needs("tools.names", has=("python",))                     a list with one of these names (judge=0.5 is called judge)
+    Needs("tools.names", has=("python",))                     a list with one of these names (overlong=1 is overlong)
     Needs("branching.selector", met=judges, use="arpo")       one of which this function says so
     Needs("loss.kl_coefficient", use="0.001")                 any value but 0, False and the empty one
     """

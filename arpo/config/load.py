@@ -41,6 +41,8 @@ RENAMED = {
     "branching.rule": "branching.threshold, a number or None",
     "branching.timing": "branching.compat",
     "engine.enforce_eager": "engine.cuda_graphs; True is never, False is always",
+    "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
+    "judge.url": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
     "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
     "model.compile_head": "model.compile=head",

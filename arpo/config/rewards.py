@@ -48,11 +48,10 @@ class TrainingRewardConfig(RewardConfig):
     """The score of a finished trajectory, or the weighted sum of several."""
 
     terms: tuple[str, ...] = ()
-    """Named rewards with weights, whose weighted sum is the reward, like answer=1 judge=0.5 my_reward.py:style=0.2 (a
-    function of your own). Weight 0 = only logged. Names: answer = the built-in reward, whose parts are format, accuracy
-    and tool_bonus; judge = 1 where a language model finds the answer right (section judge), else 0; overlong = from 0
-    to -1 towards the length limit; or your own (TERMS in arpo/rewards/terms.py). Empty = the built-in reward alone, or
-    that of reward.file."""
+    """Named rewards with weights, whose weighted sum is the reward, like answer=1 my_reward.py:style=0.2 (a function of
+    your own). Weight 0 = only logged. Names: answer = the built-in reward, whose parts are format, accuracy and
+    tool_bonus; overlong = from 0 to -1 towards the length limit; or your own (TERMS in arpo/rewards/terms.py). Empty =
+    the built-in reward alone, or that of reward.file."""
     overlong_buffer_tokens: Annotated[int, AtLeast(0), Needs("reward.terms", has=("overlong",), use="overlong=1")] = 0
     """overlong: last tokens of rollout.max_response_tokens, over which its value falls from 0 to -1 (DAPO: 4096 of
     20480)."""

@@ -20,16 +20,17 @@ from dataclasses import replace
 from typing import Literal
 
 from arpo.config.rewards import RewardConfig
+from arpo.errors import UserError
 from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import last_box
-from arpo.rewards import score_trajectories
+from arpo.rewards import score_groups
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import exact_match, qa_accuracy
-from arpo.trajectory import Prompt, Trajectory, Turn
+from arpo.trajectory import Group, Prompt, Trajectory, Turn
 
 Metric = Literal["math", "qa", "reward"]
 REWARD_ONLY = "reward, no accuracy"
@@ -97,17 +98,22 @@ def _judged(grade: Grade, verdict: Verdict | None) -> Grade:
 
 
 def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomReward | None) -> list[Grade]:
-    prompts, trajectories = {}, []
+    groups = []
     for r in records:
         messages = [{"role": "user", "content": r.question}]
-        prompts[r.question_id] = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
+        prompt = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
         turns = [Turn(0, tool_calls=[call]) for call in r.tool_calls]
-        trajectories.append(Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=r.segments))
+        sample = Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=r.segments)
+        groups.append(Group(prompt, [sample]))
     tools = records[0].tools if records else ()  # the same in all records of a run
     form = records[0].protocol if records else "tags"
-    score_trajectories(trajectories, prompts, cfg, custom, tools=tools, form=form)
+    score_groups(groups, cfg, custom, tools=tools, form=form)
     grades = []
-    for record, t in zip(records, trajectories, strict=True):
+    for record, group in zip(records, groups, strict=True):
+        [t] = group.trajectories
+        if t.reward is None:
+            why = f"no reward for question {record.question_id} ({t.reward_reason}), and an evaluation needs one"
+            raise UserError(f"reward.file={cfg.file}: {why}")
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
         grade = _grade(record, "reward", scores, predicted(record.segments, record.protocol))
         # a custom reward that does not say what is right is its own measure, under its own name

@@ -18,14 +18,14 @@ from arpo.config.rewards import RewardConfig
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import Segments
 from arpo.protocol.tags import PAPER_TOOLS
-from arpo.rewards.custom import CustomReward, load_custom, score_with_custom
+from arpo.rewards.custom import CustomReward, RewardResult, custom_results, load_custom
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
 from arpo.rewards.qa import exact_match, qa_accuracy
-from arpo.rewards.terms import RewardResult, Terms, score_terms
+from arpo.rewards.terms import Terms, sums_of_terms
 from arpo.rewards.upstream import upstream_score
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
-__all__ = ["RewardResult", "load_custom", "score", "score_by_rule", "score_groups", "score_trajectories"]
+__all__ = ["RewardResult", "load_custom", "score", "score_by_rule", "score_groups"]
 
 TOOL_BONUS = 0.1
 
@@ -74,8 +74,7 @@ def score_by_rule(
     released score and looks at nothing but text and answers. `form` is the value of protocol.format.
     """
     if cfg.compat == "upstream":
-        total, f1, bonus, reason = upstream_score(t.text, prompt.answers)
-        return RewardResult(total, {"format": float(not reason), "accuracy": f1, "tool_bonus": bonus}, reason)
+        return upstream_score(t.text, prompt.answers)
     rules = FORMS[form].rules
     segments = t.segments or rules.derive_segments(t.text, tools)
     answer, _ = rules.extract_answer(segments)
@@ -95,36 +94,6 @@ def accuracy_function(answers: list[str], data_source: str, ability: str | None)
     return ABILITIES.get(ability) or REWARDS.get(data_source) or (math_accuracy if looks_like_math else qa_accuracy)
 
 
-def score_trajectories(
-    trajectories: list[Trajectory],
-    prompts_by_id: dict[str, Prompt],
-    cfg: RewardConfig,
-    custom: CustomReward | None = None,
-    *,
-    tools: Sequence[str],
-    terms: Terms | None = None,
-    form: str = "tags",
-) -> None:
-    """Fill `reward`, `reward_parts` and `reward_reason` of each trajectory; `tools` are the tags of the loaded tools.
-
-    By `terms` where there are any, else by `custom`, else by rule. `form` is the value of protocol.format, in which the
-    trajectories are written. Raises UserError where a custom reward fails; it names the file and the sample.
-    """
-
-    def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
-        return score_by_rule(t, prompt, cfg, tools=tools, form=form)
-
-    if terms is not None:
-        score_terms(terms, trajectories, prompts_by_id, by_rule)
-        return
-    if custom is not None:
-        score_with_custom(custom, trajectories, prompts_by_id)
-        return
-    for t in trajectories:
-        result = by_rule(t, prompts_by_id[t.prompt_id])
-        t.reward, t.reward_parts, t.reward_reason = result.total, dict(result.parts), result.reason
-
-
 def score_groups(
     groups: list[Group],
     cfg: RewardConfig,
@@ -135,7 +104,23 @@ def score_groups(
     form: str = "tags",
     only_new: bool = False,
 ) -> None:
-    """Apply `score_trajectories` to all trajectories of all groups at once; `only_new`: those without a reward."""
-    prompts_by_id = {group.prompt.prompt_id: group.prompt for group in groups}
-    trajectories = [t for group in groups for t in group.trajectories if not (only_new and t.reward is not None)]
-    score_trajectories(trajectories, prompts_by_id, cfg, custom, tools=tools, terms=terms, form=form)
+    """Fill `reward`, `reward_parts` and `reward_reason` of the trajectories; `only_new`: of those without a reward.
+
+    By `terms` where there are any, else by `custom`, else by rule. `tools` are the tags of the loaded tools, `form` is
+    the value of protocol.format. Raises UserError where a custom reward fails; it names the file and the sample.
+    """
+    pairs = [
+        (t, group.prompt) for group in groups for t in group.trajectories if not (only_new and t.reward is not None)
+    ]
+
+    def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
+        return score_by_rule(t, prompt, cfg, tools=tools, form=form)
+
+    if terms is not None:
+        results = sums_of_terms(terms, pairs, by_rule)
+    elif custom is not None:
+        results = custom_results(custom, pairs)
+    else:
+        results = [by_rule(t, prompt) for t, prompt in pairs]
+    for (t, _), result in zip(pairs, results, strict=True):
+        t.reward, t.reward_parts, t.reward_reason = result.total, dict(result.parts), result.reason

@@ -66,19 +66,15 @@ def token_f1(prediction: str, answer: str) -> float:
 
 def qa_accuracy(prediction: str, answers: list[str]) -> float:
     """Return the best F1 over the accepted answers; an answer that is an option's letter needs that very option."""
-
-    def one(answer: str) -> float:
-        letter = wanted_option(answer)
-        return float(option_letter(prediction) == letter) if letter else token_f1(prediction, answer)
-
-    return max(map(one, answers))
+    return max(_of_option(prediction, answer, token_f1(prediction, answer)) for answer in answers)
 
 
 def exact_match(prediction: str, answers: list[str]) -> float:
     """Return 1.0 if prediction and an answer are the same tokens (without case, punctuation, articles), else 0.0."""
+    return max(_of_option(prediction, a, float(tokens(prediction) == tokens(a))) for a in answers)
 
-    def same(answer: str) -> bool:
-        letter = wanted_option(answer)
-        return option_letter(prediction) == letter if letter else tokens(prediction) == tokens(answer)
 
-    return float(any(map(same, answers)))
+def _of_option(prediction: str, answer: str, otherwise: float) -> float:
+    """Return whether a prediction is the option that an answer asks for; `otherwise` where it asks for none."""
+    letter = wanted_option(answer)
+    return float(option_letter(prediction) == letter) if letter else otherwise

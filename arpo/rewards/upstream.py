@@ -10,21 +10,22 @@ import re
 import string
 from collections import Counter
 
+from arpo.rewards.custom import RewardResult
+
 TOOL_BONUS = 0.1
 
 
-def upstream_score(response_text: str, answers: list[str]) -> tuple[float, float, float, str]:
-    """Return (total, F1, bonus, reason); the reason is "" unless the total is -1."""
+def upstream_score(response_text: str, answers: list[str]) -> RewardResult:
+    """Return the score with the F1 as accuracy."""
     reason = _format_error(response_text)
-    if reason:
-        return -1.0, 0.0, 0.0, reason
     block = re.search(r"<answer>(.*?)</answer>", response_text, re.DOTALL)
-    answer = _last_box(block[1]) if block else None
+    answer = _last_box(block[1]) if block and not reason else None
     if answer is None:
-        return -1.0, 0.0, 0.0, "unbalanced_box"
+        parts = {"format": 0.0, "accuracy": 0.0, "tool_bonus": 0.0}
+        return RewardResult(-1.0, parts, reason or "unbalanced_box")
     f1 = max(word_f1(answer, truth) for truth in answers)
     bonus = TOOL_BONUS if f1 > 0 and "</search>" in response_text and "</python>" in response_text else 0.0
-    return f1 + bonus, f1, bonus, ""
+    return RewardResult(f1 + bonus, {"format": 1.0, "accuracy": f1, "tool_bonus": bonus})
 
 
 def _format_error(text: str) -> str:

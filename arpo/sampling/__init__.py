@@ -15,7 +15,7 @@ one too, whose groups go to the scores instead of the update.
 The invariant: each prompt that was drawn is trained on exactly once, or is drawn again. What a rank samples depends on
 seed, step, prompt and path only, so who sampled it changes nothing but time.
 
-`BranchingSignal`, `ToolHealth` and the judge's counter hear of each whole step.
+`BranchingSignal` and `ToolHealth` hear of each whole step.
 """
 
 from arpo.sampling.rollouts import Batch, Rollouts

@@ -1,4 +1,4 @@
-"""The decision whether tools and judge worked well enough for a step to be trained on."""
+"""The decision whether tools and rewards worked well enough for a step to be trained on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MAX_FAILED_SHARE = 0.05
 """A batch with a larger share of failed trajectories is not trained on."""
 MAX_MISSED_SHARE = 0.2
 """A batch with a larger share of searches that found no recorded result is not trained on."""
-MAX_UNJUDGED_SHARE = 0.5
-"""A batch with a larger share of answers that a judge was asked about in vain is not trained on."""
+MAX_UNREWARDED_SHARE = 0.5
+"""A batch with a larger share of trajectories to which a function of the user's gave no reward is not trained on."""
 MAX_BAD_BATCHES = 3
 """Number of such batches in a row that ends the run."""
 NOT_RECORDED = "not in the recorded results"
@@ -24,7 +24,7 @@ class ToolHealth:
     would be left with the questions that need no tool, and the policy would learn to do without tools. It would learn
     the same from a search that answers from recorded results only and finds none: that is an error which the model
     reads, and its trajectory stays in the loss.
-    A batch with many answers on which a judge gave no verdict would teach another reward than that which is wanted.
+    A batch in which many trajectories have no reward would teach those answers only that are easy to assess.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class ToolHealth:
         self.missed_share = 0.0
         """Share of the last batch's searches for which nothing is recorded. Inherited ones do not count twice."""
         self.warning = ""
-        """What the console should say of the last batch; empty for nothing. Few misses are said once in a run, and so
-        are few answers without a verdict."""
+        """What the console should say of the last batch; empty for nothing. Few misses are said once in a run."""
         self._reason = ""  # what makes the last batch a bad one
-        self._told: set[str] = set()
+        self._told_of_misses = False
         self._first_bad = 0
 
     def may_train(self, groups: list[Group], first: int = 0) -> bool:
-        """Return False where too many trajectories failed through us, or too many searches found nothing recorded.
+        """Return False where too many trajectories failed through us or have no reward, or too many searches found
+        nothing recorded.
 
         first: number of prompts that the run had drawn before these (see `go_on_from`).
         """
@@ -50,14 +50,13 @@ class ToolHealth:
         searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
         self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
         self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
-        # a judge was asked in vain: without a reward, it is left out for that reason
-        unjudged_share = _share(t.reward_parts.get("judge_failed", 0.0) > 0 for t in trajectories)
+        unrewarded_share = _share(t.is_left_out and t.stop_reason != StopReason.ERROR for t in trajectories)
         failed = f"tools failed in {self.failed_share:.0%} of the trajectories"
-        unjudged = f"the judge gave no verdict on {unjudged_share:.0%} of the trajectories"
+        unrewarded = f"{unrewarded_share:.0%} of the trajectories have no reward"
         missed = f"{self.missed_share:.1%} of the searches are {NOT_RECORDED}"
         causes = (
             (failed, self.failed_share, MAX_FAILED_SHARE),
-            (unjudged, unjudged_share, MAX_UNJUDGED_SHARE),
+            (unrewarded, unrewarded_share, MAX_UNREWARDED_SHARE),
             (missed, self.missed_share, MAX_MISSED_SHARE),
         )
         self._reason = next((what for what, share, most in causes if share > most), "")
@@ -65,13 +64,9 @@ class ToolHealth:
         if self.num_bad_batches <= 1:
             self._first_bad = first
         self.warning = f"warning: this batch is not trained on: {self._reason}" if self._reason else ""
-        for kind, share, words in (
-            ("misses", self.missed_share, f"{missed}; the model reads an error in their place, and is trained on it"),
-            ("judge", unjudged_share, f"{unjudged}; judge.fallback says what becomes of them (judge/failed, late)"),
-        ):
-            if share and kind not in self._told and not self._reason:
-                self.warning = f"warning: {words}"
-            self._told |= {kind} if share else set()
+        if self.missed_share and not self._told_of_misses and not self._reason:
+            self.warning = f"warning: {missed}; the model reads an error in their place, and is trained on it"
+        self._told_of_misses |= self.missed_share > 0
         return not self._reason
 
     @property

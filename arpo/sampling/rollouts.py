@@ -151,12 +151,11 @@ class Rollouts:
             self.sampler.log.line(f"step {step}: {found}")
 
     def after_update(self, step: int, timers: Timers) -> dict[str, float]:
-        """Return the scores of the validation that is due now, and the judge's numbers of the step. Collective."""
-        scores = {}
-        if self.validation:
-            with timers("validate"):
-                scores = self.validation.after(step)
-        return scores | self.sampler.score.end_step()
+        """Return the scores of the validation that is due now. Collective."""
+        if not self.validation:
+            return {}
+        with timers("validate"):
+            return self.validation.after(step)
 
     @property
     def must_stop(self) -> bool:

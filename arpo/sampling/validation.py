@@ -26,7 +26,7 @@ class Validation:
     def before_training(self) -> None:
         """Validate before step 1, and log the scores as those of step 0. Collective."""
         values = self.after(0)
-        self.log.scalars(0, values | self.sampler.score.end_step())
+        self.log.scalars(0, values)
         name = "accuracy" if "valid/accuracy" in values else "reward"
         self.log.line(f"step 0  valid {name} {values[f'valid/{name}']:.3f}")
 

@@ -49,8 +49,6 @@ def check_rl(cfg: Any) -> None:
     """Raise UserError for the first file of train_rl.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     tools = tuple(tool_schemas(cfg.tools))
-    if "judge" in cfg.reward.weights and not (cfg.judge.url and cfg.judge.model):
-        raise UserError("reward.terms has judge, but judge.url or judge.model is empty; set both, or drop the term")
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         _check_questions(path, tools)
     for option in OWN:

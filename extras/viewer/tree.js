@@ -40,7 +40,7 @@ function answerOf(t) {  // what it answered, as far as that can be told; "" = no
   const boxes = [...(block ?? text).matchAll(/\\boxed\{([^]*?)\}(?![^{]*\})/g)];
   return (t.grade?.prediction ?? boxes.at(-1)?.[1] ?? block ?? "").replace(/\s+/g, " ").trim();
 }
-const rightness = t => t.reward_parts.accuracy ?? t.reward_parts.judge ?? null;  // null: the reward does not say
+const rightness = t => t.reward_parts.accuracy ?? null;  // null: the reward does not say
 const verdict = t => rightness(t) === null ? "" : rightness(t) > 0 ? "✓" : "✗";
 
 function cut(words, width, isSmall) {  // as much of it as fits

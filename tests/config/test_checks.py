@@ -24,8 +24,6 @@ MINIMUM = {
 }
 GAE = ["--advantage.kind", "gae"]
 KL = ["--loss.kl_coefficient", "0.1", "--loss.kl_in", "reward"]
-JUDGE = ["--reward.terms", "answer=1", "judge=0.5", "--judge.url", "http://h", "--judge.model", "m"]
-PULL = ["--rollout.dispatch", "pull"]
 OWN = f"{__file__}:defaults"
 CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
 NOTES = ["--rollout.context", "summary"]
@@ -54,6 +52,7 @@ ALWAYS = {
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
     "replay regrade",
+    "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
     "target_reward",
     "": "report_only",
@@ -91,7 +90,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "run.num_steps": 0, "model.lora_rank": 16, "model.cpu_offload": False, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "reward.file": OWN,
-    "reward.terms": ("judge=1",), "reward.compat": "paper",
+    "reward.terms": ("answer=1",), "reward.compat": "paper",
     "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
     "advantage.dead_groups": "resample", "loss.kind": "ppo",
     "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
@@ -137,7 +136,7 @@ SPECIAL_OFF = {
     ("reward.compat", "reward.file"): OWN,
     ("reward.bonus_tools", "reward.file"): OWN,
     ("reward.file", "reward.terms"): ("answer=1",),
-    ("reward.compat", "reward.terms"): ("judge=1",),
+    ("reward.compat", "reward.terms"): (f"{OWN}=1",),
     ("reward.bonus_tools", "reward.terms"): ("format=1",),
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
     ("advantage.max_resample", "advantage.kind"): "gae",
@@ -302,10 +301,8 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--reward.overlong_buffer_tokens", "9"], ["is ignored unless reward.terms=overlong=1 (it is empty)"]),
         (["--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "4096"], ["4096 must be below rollout."]),
         (["--reward.terms", "answer=1", "--reward.file", OWN], ["defaults is ignored unless", "FILE.py:FUNCTION="]),
-        (["--judge.url", "http://h"], ["judge.url=http://h is ignored unless reward.terms=judge=1 (it is empty)"]),
-        ([*JUDGE, "--judge.deadline_s", "0"], ["judge.deadline_s=0.0 must be above 0"]),
-        ([*JUDGE, "--judge.max_calls", "9"], ["unknown key 'judge.max_calls'"]),
-        ([*JUDGE, *PULL, "--advantage.dead_groups", "resample"], ["wait for the judge", "drop judge from reward"]),
+        (["--judge.url", "http://h"], ["'judge.url' is now an object of your own, FILE.py:NAME in reward.terms"]),
+        (["--reward.terms", "judge=1"], ["reward.terms='judge' is unknown; ", "or FILE.py:NAME"]),
         # groups that go on under a newer policy
         ([*CARRY, "-1"], ["rollout.carry_over=-1 must be at least 0"]),
         ([*CARRY, "1"], ["rollout.carry_over=1 cannot go with loss.rollout_correction=none; set it to tis or mis"]),
@@ -367,7 +364,6 @@ def test_one_message_names_all_numbers_that_are_out_of_range():
         ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
         ["--branching.selector", "at2po", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
-        [*JUDGE, "--judge.fallback", "drop", "--reward.compat", "upstream"],
         [
             "--reward.terms",
             "answer=1",

@@ -143,6 +143,12 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
     [note] = notes_on({"own": benchmark_scores([made], [grade])}, judge="")
     assert note.startswith("No accuracy of own: ")
+    (tmp_path / "third.py").write_text("def silent(*_): return {'score': None, 'reason': 'busy'}")
+    custom = load_custom("reward.file", f"{tmp_path}/third.py:silent")
+    with pytest.raises(
+        UserError, match=r"^reward\.file=.*: no reward for question .* \(busy\), and an evaluation needs"
+    ):
+        grade_records([made], metric="reward", custom=custom)
 
 
 def test_the_scores_of_own_files_are_those_of_training_to_the_digit(tmp_path):

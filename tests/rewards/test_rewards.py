@@ -16,7 +16,7 @@ from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import last_box
-from arpo.rewards import load_custom, math_answer, score, score_by_rule, score_groups, score_trajectories
+from arpo.rewards import load_custom, math_answer, score, score_by_rule, score_groups
 from arpo.rewards.math_answer import exact_accuracy, math_equal
 from arpo.rewards.qa import qa_accuracy, token_f1
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
@@ -349,11 +349,12 @@ def test_custom_reward_of_one_response(tmp_path):
 def test_custom_reward_of_a_batch(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "def batch(samples):\n    return [float(s['answer'] in s['output']) + len(samples) for s in samples]\n"
+        "def batch(trajectories, prompts):\n"
+        "    return [float(p.answers[0] in t.text) + len(prompts) for t, p in zip(trajectories, prompts)]\n"
     )
     group = make_group()
     custom = load_custom("reward.file", f"{file}:batch")
-    score_trajectories(group.trajectories, {"q-0": group.prompt}, RewardConfig(), custom, tools=LOADED)
+    score_groups([group], RewardConfig(), custom, tools=LOADED)
     assert [t.reward for t in group.trajectories] == [3.0, 2.0]
 
 
@@ -373,8 +374,8 @@ def test_only_new_trajectories_are_scored_where_that_is_asked_for(tmp_path):
         ("def f(d, s, g, e): raise SystemExit(3)", r"mine\.py: f failed on prompt q-0, trajectory 0 \(SystemExit: 3"),
         ("async def f(d, s, g, e): exit(3)", r"mine\.py: f failed on prompt q-0, trajectory . \(SystemExit: 3"),
         ("exit(3)", r"cannot be imported \(SystemExit: 3"),
-        ("def f(samples): raise KeyError('x')", r"mine\.py: f failed on 2 samples from prompt q-0"),
-        ("def f(samples): return [1.0]", r"returned 1 scores for 2 samples"),
+        ("def f(trajectories, prompts): raise KeyError('x')", r"mine\.py: f failed on 2 samples from prompt q-0"),
+        ("def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
         ("def f(d, s, g, e): return None", r"prompt q-0, trajectory 0: returned None"),
         ("def f(d, s, g, e): return float('nan')", "must be finite"),
         ("def f(d, s, g, e): return {'reward': 1}", "has no 'score'"),
@@ -418,7 +419,7 @@ def test_a_reward_that_does_not_return_is_named_and_ends_the_run(tmp_path, sourc
         ("async def f(a, b): return 1.0", r"takes \(a, b\); .* or \(trajectory, prompt\) or \(trajectories, prompts\)"),
         ("def f(solution, truth): return 1.0", r"takes \(solution, truth\); it must take \(data_source, "),
         ("def f(): return 1.0", r"takes \(nothing\); it must take"),
-        ("def f(completions, **options): return [1.0]", r"takes \(completions, options\); .* or one list of samples"),
+        ("def f(completions, **options): return [1.0]", r"takes \(completions, options\); it must take"),
         ("def f(a, b, c, d, e): return 1.0", r"takes \(a, b, c, d, e\); it must take"),
     ],
 )
@@ -433,7 +434,7 @@ def test_a_custom_reward_of_another_form_is_refused_when_it_is_loaded(tmp_path, 
     [
         ("def f(a, b, c, d): return d['level']", r"failed on prompt q, trajectory invented.*KeyError: 'level'"),
         ("def f(a, b, c, d): return float('nan')", "returned nan; a reward must be finite"),
-        ("def f(samples): return []", "returned 0 scores for 1 samples"),
+        ("def f(trajectories, prompts): return []", "returned 0 scores for 1 samples"),
     ],
 )
 def test_a_custom_reward_is_tried_before_anything_is_sampled(tmp_path, source, words):

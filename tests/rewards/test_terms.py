@@ -34,9 +34,8 @@ def make_group(answers=("Paris", "London"), num_tokens=(5, 5)) -> Group:
     return Group(prompt, trajectories)
 
 
-def terms_of(*entries: str, buffer_tokens: int = 0, judge_fallback: str = "rule") -> Terms:
-    cfg = TrainingRewardConfig(terms=entries, overlong_buffer_tokens=buffer_tokens)
-    return load_terms(cfg, 100, judge_fallback)
+def terms_of(*entries: str, buffer_tokens: int = 0) -> Terms:
+    return load_terms(TrainingRewardConfig(terms=entries, overlong_buffer_tokens=buffer_tokens), 100)
 
 
 def scored(group: Group, terms: Terms | None, cfg: RewardConfig | None = None) -> Group:
@@ -91,7 +90,7 @@ def test_what_a_function_returns_beside_its_score_is_logged_under_its_name(tmp_p
     assert t.reward_parts["style"] == 0.5 and t.reward_parts["style/words"] == 3.0
 
 
-@pytest.mark.parametrize("name", ["mean", "answer", "judge_failed"])
+@pytest.mark.parametrize("name", ["mean", "answer", "kl_penalty"])
 def test_a_function_must_not_have_the_name_of_another_number(tmp_path, name):
     (tmp_path / "r.py").write_text(f"def {name}(trajectory, prompt): return 1.0")
     with pytest.raises(UserError, match=rf"r\.py:{name} would be logged as reward/{name}, which .* rename"):
@@ -121,61 +120,41 @@ def test_the_overlong_penalty_is_that_of_dapo(num_tokens, value):
 
     t = Trajectory("p", "0", [0] * num_tokens)
     cfg = TrainingRewardConfig(terms=("overlong=1",), overlong_buffer_tokens=20)
-    found = overlong(TermEvidence(t, Prompt("p", [], []), None, 100, "rule"), cfg)
+    found = overlong(TermEvidence(t, Prompt("p", [], []), None, 100), cfg)
     assert found == pytest.approx(value) and found == pytest.approx(equation_13(num_tokens, 100, 20))
 
 
-# ---- the judge's verdicts
+# ---- no value, and groups before the scoring
+
+SOME = """
+def sure(trajectories, prompts):
+    return [{"score": None, "reason": "unsure", "asked": 2} if "London" in t.text else 1.0 for t in trajectories]
+
+def silent(trajectory, prompt):
+    return {"score": None}
+"""
 
 
-def judged(*verdicts: float | str, terms: Terms | None = None) -> Group:
-    """Two scored trajectories with these verdicts, or the reasons why there is none."""
-    group = make_group()
-    for t, verdict in zip(group.trajectories, verdicts, strict=True):
-        if isinstance(verdict, str):
-            t.verdict_reason = verdict
-        else:
-            t.verdict = verdict
-    return scored(group, terms or terms_of("answer=1", "judge=0.5"))
+def test_without_a_value_of_a_function_there_is_no_reward_and_the_trajectory_is_not_trained_on(tmp_path):
+    (tmp_path / "r.py").write_text(SOME)
+    group = scored(make_group(), terms_of("answer=1", f"{tmp_path}/r.py:sure=0.5"))
+    there, gone = group.trajectories
+    assert there.reward == 1.5 and there.reward_reason == ""
+    assert gone.reward is None and gone.reward_reason == "unsure" and gone.is_left_out
+    assert gone.reward_parts["answer"] == 0.0 and gone.reward_parts["sure/asked"] == 2.0
+    assert "sure" not in gone.reward_parts and teaching(group) == [there] and is_dead(group)
 
 
-def test_a_verdict_is_a_part_of_the_reward():
-    right, wrong = judged(1.0, 0.0).trajectories
-    assert (right.reward, wrong.reward) == (1.5, 0.0) and right.reward_parts["judge"] == 1.0
-    assert right.reward_parts["judge_failed"] == 0.0
-    assert not {"verdict", "verdict_reason"} & right.to_dict().keys()  # a dump has it among the parts
-
-
-def test_without_a_verdict_the_rule_stands_in_and_it_is_counted():
-    late, wrong = judged("judge_late", "judge_failed", terms=terms_of("judge=1")).trajectories
-    assert (late.reward, late.reward_reason, late.reward_parts) == (
-        1.0,
-        "judge_late",
-        {"judge": 1.0, "judge_failed": 1.0},
-    )
-    assert wrong.reward == 0.0 and wrong.reward_parts["judge_failed"] == 1.0
-
-
-def test_without_a_verdict_the_trajectory_is_not_trained_on_where_that_is_asked_for():
-    group = judged("judge_failed", 0.0, terms=terms_of("answer=1", "judge=0.5", judge_fallback="drop"))
-    gone, there = group.trajectories
-    assert gone.reward is None and gone.reward_reason == "judge_failed" and gone.reward_parts["accuracy"] == 1.0
-    assert teaching(group) == [there] and is_dead(group)
-
-
-def test_what_an_error_of_ours_ended_is_not_judged_and_has_no_reward():
-    group = make_group()
-    group.trajectories[0].stop_reason = StopReason.ERROR
-    group.trajectories[1].verdict = 1.0
-    scored(group, terms_of("answer=1", "judge=0.5"))
-    gone, there = group.trajectories
-    assert gone.reward is None and there.reward == 0.5 and teaching(group) == [there]
-    with pytest.raises(AssertionError):  # of all others there is a verdict
-        scored(make_group(), terms_of("judge=1"))
+def test_a_function_that_gives_no_value_need_not_say_why(tmp_path):
+    (tmp_path / "r.py").write_text(SOME)
+    as_term, alone = scored(make_group(), terms_of(f"{tmp_path}/r.py:silent=1")), make_group()
+    score_groups([alone], RewardConfig(), load_custom("reward.file", f"{tmp_path}/r.py:silent"), tools=LOADED)
+    for t in as_term.trajectories + alone.trajectories:
+        assert (t.reward, t.reward_reason, t.is_left_out) == (None, "no_reward", True)
 
 
 def test_each_built_in_term_has_one_line():
-    assert list(TERMS) == ["answer", "format", "accuracy", "tool_bonus", "overlong", "judge"]
+    assert list(TERMS) == ["answer", "format", "accuracy", "tool_bonus", "overlong"]
 
 
 # ---- functions of one's own: async, batched, of whole trajectories
@@ -199,9 +178,6 @@ async def batched_async(trajectories, prompts):
 async def old_form(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
 
-async def old_batch(samples):
-    return [len(samples)] * len(samples)
-
 class Judge:
     async def __call__(self, trajectory, prompt):
         return await single(trajectory, prompt)
@@ -217,7 +193,6 @@ an_object = Judge()
         ("batched", [0.0, 1.0], {"tokens": 5.0}),
         ("batched_async", [0.0, 1.0], {"tokens": 5.0}),
         ("old_form", [1.0, 0.0], {}),
-        ("old_batch", [2.0, 2.0], {}),
         ("an_object", [5.0, 6.0], {}),
     ],
 )
@@ -246,9 +221,8 @@ def test_async_functions_run_at_the_same_time_and_always_on_one_loop(tmp_path):
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("parameters", ["samples", "trajectories, prompts"])
-def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp_path, parameters):
-    (tmp_path / "r.py").write_text(f"def f({parameters}): raise ValueError('mean of an empty list')")
+def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp_path):
+    (tmp_path / "r.py").write_text("def f(trajectories, prompts): raise ValueError('mean of an empty list')")
     custom = load_custom("reward.file", f"{tmp_path}/r.py:f")
     score_groups([], RewardConfig(), custom, tools=LOADED)
     score_groups([], TrainingRewardConfig(), tools=LOADED, terms=terms_of(f"{tmp_path}/r.py:f=1"))
@@ -256,6 +230,39 @@ def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp
     for t in scored_already.trajectories:
         t.reward = 1.0
     score_groups([scored_already], RewardConfig(), custom, tools=LOADED, only_new=True)
+
+
+EARLY = """
+class Early:
+    def __init__(self):
+        self.begun = []
+
+    def begin(self, group):
+        self.begun.append(group.prompt.prompt_id)
+
+    def __call__(self, trajectory, prompt):
+        return float(prompt.prompt_id in self.begun)
+
+class Broken(Early):
+    def begin(self, group):
+        raise KeyError("x")
+
+early, broken = Early(), Broken()
+
+def late(trajectory, prompt):
+    return 0.0
+"""
+
+
+def test_an_object_hears_of_a_group_before_it_scores_it(tmp_path):
+    (tmp_path / "r.py").write_text(EARLY)
+    group, early = make_group(), load_custom("reward.terms", f"{tmp_path}/r.py:early")
+    assert early.begins and not load_custom("reward.terms", f"{tmp_path}/r.py:late").begins
+    early.begin(group)
+    score_groups([group], RewardConfig(), early, tools=LOADED)
+    assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+    with pytest.raises(UserError, match=r"r\.py: broken failed on prompt q-0 \(KeyError: 'x'\)"):
+        load_custom("reward.terms", f"{tmp_path}/r.py:broken").begin(group)
 
 
 def test_at_most_so_many_calls_are_under_way(tmp_path):
@@ -292,16 +299,13 @@ def test_an_async_function_that_fails_is_one_line(tmp_path, source, words):
 @pytest.mark.parametrize(
     "source, words",
     [
-        ("def f(trajectory): return 1.0", None),  # one parameter: a list of samples, by whatever name
+        ("def f(samples): return 1.0", r"takes \(samples\); it must take \(data_source, "),
         ("def f(trajectory, prompts): return 1.0", r"takes \(trajectory, prompts\); .* or \(trajectory, prompt\) or"),
         ("async def f(trajectory, prompt, level): return 1.0", r"takes \(trajectory, prompt, level\)"),
     ],
 )
 def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, words):
     (tmp_path / "r.py").write_text(source)
-    if words is None:
-        assert load_custom("reward.file", f"{tmp_path}/r.py:f").batched
-        return
     with pytest.raises(UserError, match=words):
         load_custom("reward.file", f"{tmp_path}/r.py:f")
 

@@ -46,9 +46,6 @@ class Score:
         for t in (t for group in groups for t in group.trajectories if t.reward is None):
             t.reward = float(len(t.token_ids) % 2)
 
-    def end_step(self) -> dict[str, float]:
-        return {}
-
 
 @pytest.fixture(scope="module")
 def alone():

@@ -49,9 +49,6 @@ class Score:
             t.reward = float(len(t.token_ids) % 2)
             t.reward_parts = {"accuracy": t.reward}
 
-    def end_step(self) -> dict:
-        return {}
-
 
 @pytest.fixture(scope="module")
 def alone():
