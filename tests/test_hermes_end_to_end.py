@@ -44,14 +44,17 @@ evaluate:
 """.replace("@PYTHON@", PYTHON)
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama"])
+LLAMA = f"{ROOT}/extras/llama.py:LLAMA"
+
+
+@pytest.fixture(scope="module", params=["hermes", LLAMA])
 def protocol(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, protocol):
-    folder, family = tmp_path_factory.mktemp("world"), {"hermes": "qwen3", "llama": "llama3_1"}[protocol]
+    folder, family = tmp_path_factory.mktemp("world"), {"hermes": "qwen3", LLAMA: "llama3_1"}[protocol]
     build_calling_model(folder / "model", family=family)
     write_jsonl(folder / "sft.jsonl", [{"messages": conversation(question, family)} for question in DIALOGUES])
     write_jsonl(folder / "questions.jsonl", [{"question": question, "answer": "42"} for question in DIALOGUES])
@@ -73,7 +76,7 @@ def test_rl_trains_on_calls_of_real_python(world, protocol):
     assert abs(row["mismatch/kl"]) < 1e-5 and row["reward/solved_share"] > 0 and row["tools/python/calls"] >= 6
     dumped = list(read_jsonl(world / "runs" / "rl" / "trajectories" / "step_000001.jsonl.gz"))
     most = max(len(turn["tool_calls"]) for row in dumped for turn in row["turns"])
-    assert most == {"hermes": 2, "llama": 1}[protocol]
+    assert most == {"hermes": 2, LLAMA: 1}[protocol]
     done = try_script("train_rl.py", str(world / "config.yaml"), "--protocol.format", "tags", ranks=1)
     assert done.code == 2 and f"was begun with protocol.format={protocol}, and now it is tags" in done.output
 

@@ -4,9 +4,9 @@
     # "openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee:main/train-00000-of-00001.parquet"
     local_file(name)    # the file, in the Hub's cache
 
-A config is pinned before torch is imported, so that a mistake shows at once. A run's config.yaml has the commit: it goes
-on with the rows that it was begun with, whatever happens to the data set. Cache (HF_HOME), mirror (HF_ENDPOINT), token
-(HF_TOKEN) and HF_HUB_OFFLINE=1 are huggingface_hub's.
+A config is pinned before torch is imported, so that a mistake shows at once. A run's config.yaml has the commit: the
+run goes on with the rows that it was begun with, whatever happens to the data set. Cache (HF_HOME), mirror
+(HF_ENDPOINT), token (HF_TOKEN) and HF_HUB_OFFLINE=1 are huggingface_hub's.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from arpo.config.rewards import RewardConfig
 from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
-from arpo.protocol import FORMS
+from arpo.protocol import form_of
 from arpo.protocol.format_rules import last_box, model_text
 from arpo.rewards import score_trajectories
 from arpo.rewards.custom import CustomReward
@@ -71,7 +71,7 @@ def prediction_of(record: Record) -> str:
 
 def predicted(segments: list[tuple[str, bool]], form: str) -> str:
     """Return the answer that a response in this protocol.format gives; "" = none."""
-    return extract_prediction([(FORMS[form].rules.graded_text(segments), True)])
+    return extract_prediction([(form_of(form).rules.graded_text(segments), True)])
 
 
 def extract_prediction(segments: list[tuple[str, bool]]) -> str:
@@ -143,4 +143,4 @@ def question_digest(question: str, answers: list[str]) -> str:
 
 def well_formed(record: Record) -> bool:
     """Return whether the response is in the format of training."""
-    return not FORMS[record.protocol].rules.format_error(record.segments, record.tools)
+    return not form_of(record.protocol).rules.format_error(record.segments, record.tools)

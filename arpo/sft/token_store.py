@@ -30,7 +30,7 @@ from tqdm import tqdm
 from arpo.batch import Row
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
-from arpo.protocol import FORMS, Codec
+from arpo.protocol import Codec, form_of
 from arpo.protocol.codec import Rendered
 from arpo.protocol.format_rules import turns_of
 from arpo.protocol.messages import Conversation
@@ -156,7 +156,7 @@ def _part(folder: Path, number: int) -> Path:
 def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
     """Write this rank's tokens. Raises UserError for a bad conversation."""
     part = _Part()
-    parse = FORMS[codec.format].parse_row
+    parse = form_of(codec.format).parse_row
     conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size, parse=parse)
     silent = not (dist.is_main and sys.stderr.isatty())
     try:
@@ -201,7 +201,7 @@ def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]
 
     A missing answer or thought is no defect here: a conversation need not be a trajectory.
     """
-    rules = FORMS[codec.format].rules
+    rules = form_of(codec.format).rules
     messages = conversation.messages if isinstance(conversation, Conversation) else conversation
     found: list[str] = []
     for text in [message["content"] for message in messages if message["role"] == "assistant"]:

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from arpo.protocol.hermes.text import A_CALL, call_bodies, parse_calls
+from arpo.protocol.hermes import A_CALL, HermesCodec, call_bodies
 from arpo.protocol.schema import ToolSchema, arguments_of
+
+parse_calls = HermesCodec.parse_calls
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}

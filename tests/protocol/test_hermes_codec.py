@@ -200,7 +200,7 @@ def test_calls_in_a_thought_that_the_generation_prompt_opened_are_none():
     ("family", "changes", "message"),
     [
         ("smollm2", {}, "ignores tools, .*protocol.format=tags"),
-        ("llama3_1", {}, "does not write calls as <tool_call> .*: set protocol.format=llama$"),
+        ("llama3_1", {}, "does not write calls as <tool_call> .*: set protocol.format=extras/llama.py:LLAMA$"),
         ("qwen2_5", {"<tool_call>": "<function>"}, "does not write calls as <tool_call>"),
         ("qwen3_5", {}, "does not write calls as <tool_call> JSON .*it writes .*XML.*: set protocol.format=xml$"),
         ("nemotron_3", {}, "does not write calls as <tool_call> JSON.*: set protocol.format=xml$"),

@@ -5,7 +5,7 @@ from arpo.errors import UserError
 from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.prompts import About, default_system_prompt, with_system_prompt
-from arpo.protocol.tags.text import escape_result, merge_tool_messages, parse_call, render_result
+from arpo.protocol.tags import escape_result, merge_tool_messages, parse_call, render_result
 from arpo.tools import system_prompt_for
 
 
