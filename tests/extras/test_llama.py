@@ -58,7 +58,7 @@ def test_any_other_turn_is_an_answer(text):
         (f"{PYTHON}; {SUM}", "unknown", "bad_json", "not valid JSON (Extra data). Write " + A_CALL),
         (f"{PYTHON} Now wait.", "unknown", "bad_json", "and nothing else"),
         (PYTHON[:-1], "unknown", "bad_json", "not valid JSON"),
-        ('{"a": ' * 200 + "1" + "}" * 200, "unknown", "bad_json", "it is too deep"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "unknown", "bad_json", "nested too deep"),
         ('{"answer": 4}', "unknown", "bad_json", "no JSON object with a name and parameters"),
         (call(3, {}), "unknown", "bad_json", "no JSON object with a name and parameters"),
         (call("Python", {}), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
