@@ -63,7 +63,7 @@ def read_call(body: str, offered: Mapping[str, ToolSchema], keys: Sequence[str],
 def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, ToolSchema]) -> Call:
     """Return the call of a tool, or what is wrong with it; `body` is what the model wrote."""
     if name not in offered:
-        shown = json.dumps(name[:MAX_NAME_CHARS])  # in ASCII: it may hold what no text can
+        shown = json.dumps(name[:MAX_NAME_CHARS])
         error = UNKNOWN_TOOL.format(name=shown, tools=", ".join(offered) or "none")
         return Call(body.strip(), "unknown_tool", error, UNKNOWN)
     schema = offered[name]

@@ -260,5 +260,5 @@ def _as_json(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     """Return a value as one line of JSON, cut where it is long."""
-    text = json.dumps(value)  # in ASCII: a wrong value may hold what no text can
+    text = json.dumps(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
