@@ -10,14 +10,13 @@ and the chat template writes what follows: see arpo/protocol/template_codec.py.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from arpo.protocol import hermes
-from arpo.protocol.calls import Call, is_well_formed, read_call
+from arpo.protocol.calls import Call, name_of_call, read_call
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, has_unpaired_think, last_turn
 from arpo.protocol.messages import Conversation
@@ -25,8 +24,6 @@ from arpo.protocol.schema import ToolSchema
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 from arpo.protocol.xml import with_fields
 
-KEYS = ("arguments", "parameters")
-"""Keys of a call under which its arguments may stand, in the order in which vLLM's parser looks for them."""
 A_CALL = '{"name": the name of a tool, "parameters": {...}} and nothing else'
 THOUGHTS = re.compile(r"(?<!\s)\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
 """With the space before them, looked at once: from each of its characters on it would take the square of its length."""
@@ -59,7 +56,7 @@ class LlamaCodec(TemplateCodec):
     @staticmethod
     def parse_calls(text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
         body = call_body(text)
-        return [] if body is None else [read_call(body, offered, KEYS, A_CALL)]
+        return [] if body is None else [read_call(body, offered, "parameters", A_CALL)]
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
@@ -87,15 +84,16 @@ class LlamaRules(FormatRules):
 
     def turn_error(self, text: str, has_result: bool, tools: Sequence[str]) -> str:
         if (body := call_body(text)) is not None:  # whose arguments may contain thoughts
-            return "" if is_well_formed(body, KEYS) else "malformed_call"
+            return "malformed_call" if name_of_call(body, "parameters") is None else ""
         return "unpaired_think" if has_unpaired_think(THOUGHTS.sub("", text), THOUGHTS.findall(text)) else ""
 
     def answered_calls(self, segments: Segments, tools: Sequence[str] = ()) -> set[str]:
         answered = set()
         for (text, by_model), (results, _) in pairwise(segments):
             body, result = call_body(text) or "", results.partition("ipython\n\n")[2].lstrip(' "')
-            if by_model and is_well_formed(body, KEYS) and not result.startswith("Error"):
-                answered.add(json.loads(body)["name"])
+            name = name_of_call(body, "parameters")
+            if by_model and name and not result.startswith("Error"):
+                answered.add(name)
         return answered
 
 

@@ -17,15 +17,13 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from arpo.protocol.calls import UNKNOWN, Call, is_well_formed, read_call
+from arpo.protocol.calls import UNKNOWN, Call, name_of_call, read_call
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, has_unpaired_think, last_turn
 from arpo.protocol.messages import BadRow, Conversation, parse_message, parse_turns, whole_call
 from arpo.protocol.schema import ToolSchema, read_json
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 
-KEYS = ("arguments",)
-"""Keys of a call under which its arguments may stand."""
 A_CALL = '{"name": the name of a tool, "arguments": {...}}'
 UNCLOSED_CALL = f"Error: the call is cut off. Write {A_CALL} and close the tool_call tag."
 
@@ -65,7 +63,7 @@ class HermesCodec(TemplateCodec):
                 read_json(body)
             except ValueError:
                 return Call(body.strip(), "unclosed_call", UNCLOSED_CALL, UNKNOWN)
-        return read_call(body, offered, KEYS, A_CALL)
+        return read_call(body, offered, "arguments", A_CALL)
 
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
         asked = self._template([QUESTION], generation=False)
@@ -118,7 +116,7 @@ class HermesRules(FormatRules):
     @staticmethod
     def name_of(body: str) -> str | None:
         """Return the name of the tool that a well-formed block calls; None for any other."""
-        return json.loads(body)["name"] if is_well_formed(body, KEYS) else None
+        return name_of_call(body, "arguments")
 
 
 def parse_row(row: dict) -> Conversation:

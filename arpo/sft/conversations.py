@@ -17,8 +17,7 @@ def read_conversations(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (place, [{role: system | user | assistant | tool, content}]) of each row; parts are as in `read_rows`.
 
-    `parse` is the `parse_row` of the form of calls. TRL's prompt and completion, and Alpaca's instruction, input and
-    output are messages too.
+    `parse` is the `parse_row` of the form of calls.
     Raises UserError naming file and line at the first conversation that cannot be used.
 
     >>> next(read_conversations("sft.jsonl"))  # {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt"...
@@ -26,21 +25,8 @@ def read_conversations(
     """
     for place, row in read_rows(path, part=part, num_parts=num_parts):
         try:
-            conversation = parse(_with_messages(row))
+            conversation = parse(row)
             check_plain([*conversation])  # calls may be JSON within a text
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: {error}; repair or remove it") from None
         yield place, conversation
-
-
-def _with_messages(row: dict) -> dict:
-    """Return a row of TRL or Alpaca with `messages`, any other as it is."""
-    asked, said = row.get("prompt"), row.get("completion")
-    if isinstance(row.get("instruction"), str):
-        more = row.get("input")
-        asked, said = row["instruction"] + (f"\n\n{more}" if isinstance(more, str) and more else ""), row.get("output")
-    if asked is None or said is None or {"messages", "conversations"} & row.keys():
-        return row
-    asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-    said = said if isinstance(said, list) else [{"role": "assistant", "content": said}]
-    return row | {"messages": [*asked, *said]}

@@ -33,15 +33,14 @@ def test_arguments_may_contain_thoughts():
     assert calls_of(f"<think>a</think> <think>b</think>{call('python', {'code': code})}") == [("python", code, None)]
 
 
+def test_a_call_may_say_that_it_is_one():
+    assert calls_of('{"type": "function", "name": "python", "parameters": {"code": "1"}}') == [("python", "1", None)]
+
+
 def test_many_thoughts_are_read_in_no_time():
     """A pattern that repeats per thought would try 2 ** 400 ways to part them."""
     assert LlamaCodec.parse_calls("<think>a</think> " * 400 + "so", TOOLS) == []
     assert calls_of("<think>a</think> " * 400 + PYTHON) == calls_of(PYTHON)
-
-
-def test_arguments_may_stand_under_the_key_that_others_use():
-    assert calls_of(call("python", {"code": "1"}, "arguments")) == [("python", "1", None)]
-    assert calls_of('{"type": "function", "name": "python", "parameters": {"code": "1"}}') == [("python", "1", None)]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +75,9 @@ def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
 # ---- vLLM's own parser as an oracle
 
 OBJECTS = [
-    PYTHON, SUM, call("f", {"c": [None, True, "</think>", {"d": "}{"}]}), call("é", {}), call("f", {}, "arguments"),
+    PYTHON, SUM, call("f", {"c": [None, True, "</think>", {"d": "}{"}]}), call("é", {}),
     '{"parameters": {"a": 1}, "name": "f"}', '{"name": "f", "parameters": {"n": 12345678901234567890}}',
-    '{"name": "f", "parameters": {"x": 1}, "arguments": {"x": 2}}', '{"name": "a", "name": "b", "parameters": {}}',
+    '{"name": "a", "name": "b", "parameters": {}}',
     "{}", '{"name": "f"}', '{"name": "f", "parameters": }', "{'name': 'f', 'parameters': {}}", '{"parameters": {}}',
     '{"name": "f", "parameters": {"code": "a\nb"}}', "[1]", "{1, 2}",
 ]  # fmt: skip

@@ -49,21 +49,6 @@ def test_sharegpt_and_openai_conversations_become_the_same_messages(tmp_path):
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}\n</tool_call>'
 
 
-def test_rows_of_trl_and_alpaca_are_conversations(tmp_path):
-    asked, said = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
-    rows = [
-        {"prompt": "q", "completion": "a"},
-        {"prompt": asked, "completion": said},
-        {"instruction": "q", "input": "", "output": "a"},
-        {"instruction": "q", "input": "of this", "output": "a"},
-    ]
-    expected = [[*asked, *said]] * 3 + [[{"role": "user", "content": "q\n\nof this"}, *said]]
-    assert messages_of(write_jsonl(tmp_path / "a.jsonl", rows)) == expected
-    assert messages_of(write_parquet(tmp_path / "b.parquet", rows[2:])) == expected[2:]
-    with pytest.raises(UserError, match=r"c\.jsonl:1: content of the assistant message must be text, not int"):
-        messages_of(write_jsonl(tmp_path / "c.jsonl", [{"prompt": "q", "completion": 3}]))
-
-
 def test_a_json_call_in_the_text_becomes_a_tag():
     row = conversation(("human", f"q {HERMES}"), ("gpt", f"Hm.\n{HERMES}\n"), ("observation", "r"), ("gpt", "ok"))
     assert [m["content"] for m in parse_row(row)] == [
