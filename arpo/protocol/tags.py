@@ -153,11 +153,9 @@ class TagsCodec(Codec):
         text, position = self._said(run[0]), 0
         for span in _RESULT.finditer(text):
             self._add(row, self.encode(text[position : span.start()]), True)
-            row.turn_ends.append(len(row.token_ids))
             self._add(row, self.encode(span.group()), not mask_results)
             position = span.end()
         self._add(row, [*self.encode(text[position:]), self.tokenizer.eos_token_id], True)
-        row.turn_ends.append(len(row.token_ids))
         return self._marked(text) + self.tokenizer.eos_token
 
 

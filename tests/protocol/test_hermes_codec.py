@@ -245,7 +245,6 @@ def test_an_sft_row_is_the_whole_template_with_loss_on_what_the_assistant_says(f
         (ANSWERS[family] + "<|im_end|>", 1),
         ("\n", 0),
     ]
-    assert [row.loss_mask[end - 1 : end + 1] for end in row.turn_ends] == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("family", HERMES_FAMILIES)
