@@ -29,5 +29,6 @@ FORMS: dict[str, Form] = {
 
 
 def form_of(name: str) -> Form:
-    """Return the form of calls that protocol.format names."""
-    return find("protocol.format", name, FORMS)
+    """Return the form of calls that protocol.format names. One of a user's file stands in FORMS from then on, so that
+    records may name it: what a stranger's record says is looked up there, and never imported."""
+    return FORMS.setdefault(name, find("protocol.format", name, FORMS))

@@ -1,6 +1,6 @@
 """Text to tokens and back, for one tokenizer and its chat template; the same in SFT, RL and evaluation.
 
-What depends on the form of calls is in the folders of the forms, and in template_codec.py.
+What depends on the form of calls is in the files of the forms, and in template_codec.py.
 """
 
 from __future__ import annotations

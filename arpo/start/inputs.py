@@ -62,6 +62,7 @@ def check_rl(cfg: Any) -> None:
 
 def check_evaluation(cfg: Any) -> None:
     """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
+    form_of(cfg.protocol.format)  # which records that are there may be in
     if cfg.eval.regrade:
         if Path(cfg.eval.regrade).is_dir():
             claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)

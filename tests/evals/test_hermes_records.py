@@ -10,13 +10,15 @@ from helpers.families import SCHEMAS, hermes_codec, llama_codec
 from helpers.sample_groups import group
 
 from arpo.config.evals import EvalSection
+from arpo.config.named import names_of
 from arpo.config.sections import ModelConfig, ProtocolConfig
 from arpo.config.tools import ToolsConfig
+from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS, questions
 from arpo.evals.grading import grade_records, well_formed
 from arpo.evals.resume import what_decides
 from arpo.options import RolloutConfig
-from arpo.protocol import FORMS, form_of
+from arpo.protocol import form_of
 from arpo.tools import make_codec, system_prompt_for
 from extras.llama import LlamaCodec
 
@@ -67,6 +69,13 @@ def test_records_keep_their_protocol(tmp_path):
     assert {r.protocol for r in saved(tmp_path, [group()], "a", "qa", protocol="hermes")} == {"hermes"}
 
 
+def test_a_record_names_no_code(tmp_path):
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nFORM = None\n")
+    with pytest.raises(UserError, match=r"its calls are in the form .*theirs\.py:FORM'; pass it as --protocol\.format"):
+        saved(tmp_path, [group()], "a", "qa", protocol=f"{tmp_path}/theirs.py:FORM")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_run_cannot_go_on_under_another_protocol_and_older_runs_had_tags():
     given = (0, EvalSection(), ModelConfig(path="hub/name"), RolloutConfig(), ToolsConfig())
     tags, hermes = (what_decides(*given, form=form) for form in ("tags", "hermes"))
@@ -86,8 +95,9 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
 
 
 def test_each_form_of_calls_is_a_value_of_the_option_and_its_codec_knows_its_name():
-    assert tuple(FORMS) == ("tags", "hermes", "xml")
-    assert all(form.codec.format == ProtocolConfig(name).format == name for name, form in FORMS.items())
+    names = names_of("protocol/__init__", "FORMS")
+    assert names == ("tags", "hermes", "xml")
+    assert all(form_of(name).codec.format == ProtocolConfig(name).format == name for name in names)
     with pytest.raises(ValueError, match=r"protocol\.format='herms' is unknown; did you mean 'hermes'"):
         ProtocolConfig("herms")
 
