@@ -14,6 +14,7 @@ from helpers.vllm_serve import serving
 
 from arpo.evals.records import read_records
 from arpo.log import read_metrics
+from arpo.protocol import form_of
 
 pytestmark = pytest.mark.slow
 PYTHON = f"{Path(__file__).resolve().parent.parent}/extras/tools/python.py:RecordedPython"
@@ -87,8 +88,9 @@ def records(world, name: str) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def own(world) -> list[tuple]:
+def own(world, protocol) -> list[tuple]:
     """The records of an evaluation on an engine of its own."""
+    form_of(protocol)  # as evaluate.py does by its option: records may name no other
     engine = ["--engine.dtype", "float32", "--engine.kv_cache_gib", "0.1"]
     run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "own", *engine, ranks=1)
     return records(world, "own")
