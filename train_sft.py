@@ -106,7 +106,6 @@ def main(cfg: SFTConfig) -> None:
             "data/conversations": len(train_rows),
             "data/tokens": train_rows.num_tokens,
             "data/dropped": train_rows.num_dropped,
-            "data/truncated": train_rows.num_truncated,
         }
         if validates:
             start["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, dist)

@@ -14,6 +14,7 @@ from helpers.vllm_serve import serving
 
 from arpo.evals.records import read_records
 from arpo.log import read_metrics
+from arpo.protocol import form_of
 
 pytestmark = pytest.mark.slow
 PYTHON = f"{Path(__file__).resolve().parent.parent}/extras/tools/python.py:RecordedPython"
@@ -44,14 +45,17 @@ evaluate:
 """.replace("@PYTHON@", PYTHON)
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama"])
+LLAMA = f"{ROOT}/extras/llama.py:LLAMA"
+
+
+@pytest.fixture(scope="module", params=["hermes", LLAMA])
 def protocol(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, protocol):
-    folder, family = tmp_path_factory.mktemp("world"), {"hermes": "qwen3", "llama": "llama3_1"}[protocol]
+    folder, family = tmp_path_factory.mktemp("world"), {"hermes": "qwen3", LLAMA: "llama3_1"}[protocol]
     build_calling_model(folder / "model", family=family)
     write_jsonl(folder / "sft.jsonl", [{"messages": conversation(question, family)} for question in DIALOGUES])
     write_jsonl(folder / "questions.jsonl", [{"question": question, "answer": "42"} for question in DIALOGUES])
@@ -73,7 +77,7 @@ def test_rl_trains_on_calls_of_real_python(world, protocol):
     assert abs(row["mismatch/kl"]) < 1e-5 and row["reward/solved_share"] > 0 and row["tools/python/calls"] >= 6
     dumped = list(read_jsonl(world / "runs" / "rl" / "trajectories" / "step_000001.jsonl.gz"))
     most = max(len(turn["tool_calls"]) for row in dumped for turn in row["turns"])
-    assert most == {"hermes": 2, "llama": 1}[protocol]
+    assert most == {"hermes": 2, LLAMA: 1}[protocol]
     done = try_script("train_rl.py", str(world / "config.yaml"), "--protocol.format", "tags", ranks=1)
     assert done.code == 2 and f"was begun with protocol.format={protocol}, and now it is tags" in done.output
 
@@ -84,8 +88,9 @@ def records(world, name: str) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def own(world) -> list[tuple]:
+def own(world, protocol) -> list[tuple]:
     """The records of an evaluation on an engine of its own."""
+    form_of(protocol)  # as evaluate.py does by its option: records may name no other
     engine = ["--engine.dtype", "float32", "--engine.kv_cache_gib", "0.1"]
     run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "own", *engine, ranks=1)
     return records(world, "own")

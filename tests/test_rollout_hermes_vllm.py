@@ -70,7 +70,7 @@ def test_greedy_trajectories_are_the_rows_of_sft(parts, family):
     for group in parts[3]:
         row = codec.render_conversation(conversation(group.prompt.prompt_id, family))
         [t] = group.trajectories
-        end = row.turn_ends[-1]
+        end = len(row.loss_mask) - row.loss_mask[::-1].index(1)
         assert [*group.prompt.token_ids, *t.token_ids] == row.token_ids[:end]
         assert [0] * len(group.prompt.token_ids) + t.loss_mask == row.loss_mask[:end]
 

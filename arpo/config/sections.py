@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Between, Needs
-from arpo.config.named import check_name, names_of
+from arpo.config.named import check_name
 from arpo.errors import require
-
-FORMS = names_of("protocol/__init__", "FORMS")
 
 LORA = Needs("model.lora_rank", use="16")
 
@@ -128,12 +126,15 @@ class ModelConfig:
 class ProtocolConfig:
     """The form in which the model calls tools: the same in SFT, RL and evaluation."""
 
-    format: Literal[*FORMS] = "tags"
+    format: str = "tags"
     """tags = <python> code </python>, all within one assistant turn, as the papers' models; hermes = JSON in
     <tool_call> blocks, with the chat template's own list of tools and its turns for results, as Qwen2.5, Qwen3 and
     Hermes models were trained to; xml = the same with <function=...> in the blocks, as of Qwen3-Coder, Qwen3.5 and
-    Nemotron 3; llama = likewise, but a call is JSON that is a whole turn, as of Llama 3.1 and later. (But for tags set
-    system_prompt=default too: prompts of files speak of tags.)"""
+    Nemotron 3; or FILE.py:NAME, a form of yours. (But for tags set system_prompt=default too: prompts of files speak of
+    tags.)"""
+
+    def __post_init__(self) -> None:
+        check_name("protocol.format", self.format, "protocol/__init__", "FORMS")
 
 
 @dataclass(frozen=True)

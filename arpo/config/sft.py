@@ -21,10 +21,8 @@ class SFTDataConfig:
     num_conversations_per_step: Annotated[int, AtLeast(1)] = 16
     """Number of conversations per optimizer step, over all ranks."""
     max_tokens: Annotated[int, AtLeast(1)] = 15000
-    """Longest conversation, in tokens; `overlong` says what becomes of longer ones."""
-    overlong: Literal["drop", "truncate"] = "drop"
-    """drop = leave longer conversations out; truncate = keep what fits, up to the end of a turn (a tool call or an
-    EOS). Either way they are counted, and listed in DIR/NAME/tokens/*/overlong.jsonl."""
+    """Longest conversation, in tokens. Longer ones are left out, counted, and listed in
+    DIR/NAME/tokens/*/overlong.jsonl."""
     max_tokens_per_microbatch: Annotated[int, AtLeast(1), MAY_CHANGE] = 16384
     """Token budget of one forward/backward pass on one rank; must hold the longest conversation. Gradients of the
     passes of a step are accumulated."""

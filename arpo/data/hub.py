@@ -4,19 +4,17 @@
     # "openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee:main/train-00000-of-00001.parquet"
     local_file(name)    # the file, in the Hub's cache
 
-A config is pinned before torch is imported, so that a mistake shows at once, and what a run's config.yaml has is the
-commit: a run goes on with the rows that it was begun with, whatever happens to the data set. Files lie in the Hub's own
-cache (HF_HOME), whose lock lets one rank of a disk fetch. HF_ENDPOINT names a mirror, HF_TOKEN opens what is behind a
-form, and HF_HUB_OFFLINE=1 keeps to the cache.
+A config is pinned before torch is imported, so that a mistake shows at once. A run's config.yaml has the commit: the
+run goes on with the rows that it was begun with, whatever happens to the data set. Cache (HF_HOME), mirror
+(HF_ENDPOINT), token (HF_TOKEN) and HF_HUB_OFFLINE=1 are huggingface_hub's.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -71,30 +69,28 @@ def parse(name: str) -> HubFile | None:
 
 
 def pin(option: str, name: str, begun: str = "") -> str:
-    """Return the name with its commit and file, which then lies in the cache; a path stays what it is.
+    """Return the name with its commit and file; a path, and a name that has both already, stays what it is.
 
-    A name that has both already is left alone; `begun` is such a name of the same run. Raises UserError, which begins
-    with the option, where the data set cannot be had, or has several files.
+    `begun` is the pinned name of the same run: it stays while `name` asks for no other revision or file. Raises
+    UserError, which begins with the option, where the data set cannot be had, or has several files.
     """
-    wanted = parse(name)
+    wanted, before = parse(name), parse(begun)
     if wanted is None or wanted.is_pinned:
         return str(wanted or name)
     if Path(wanted.repo.partition("/")[0]).is_dir() and not wanted.file:
         raise UserError(f"{option}={name}: no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)")
-    before = parse(begun)
-    if before and not wanted.revision and before.repo == wanted.repo and wanted.file in ("", before.file):
-        wanted = before
-    pinned, path = _fetch(f"{option}={name}", wanted)
-    if _is_main():
-        as_begun = ", as the run was begun" if pinned == before else ""
-        print(f"{option}: {pinned} ({path.stat().st_size / 1e6:,.1f} MB, in {path.parent}){as_begun}", flush=True)
+    if before and before.repo == wanted.repo and not wanted.revision and wanted.file in ("", before.file):
+        return begun
+    path, pinned = _fetch(f"{option}={name}", wanted)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{option}: {pinned} ({path.stat().st_size / 1e6:,.1f} MB, in {path.parent})", flush=True)
     return str(pinned)
 
 
 def local_file(name: str) -> Path:
     """Return the file of a pinned name, fetched unless it lies in the cache; of a path, that path. Raises UserError."""
     wanted = parse(name)
-    return _fetch(name, wanted)[1] if wanted else Path(name)
+    return _fetch(name, wanted)[0] if wanted else Path(name)
 
 
 def source_of(name: str) -> str:
@@ -112,21 +108,14 @@ def check_hub_model(option: str, name: str) -> None:
 
     _check_answers()
     if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        with _said(f"{option}={name}", name, "model", lead="no such folder here, and "):
+        with _said(f"{option}={name}", name):
             HfApi().model_info(name, timeout=TIMEOUT_S)
 
 
-def _checked(commit: str | None) -> str:
-    """Return the commit that the server says. Raises ValueError."""
-    if not _COMMIT.fullmatch(commit or ""):
-        raise ValueError(f"not the Hub's answer: commit {commit}")
-    return commit
-
-
 def _check_answers() -> None:
-    """Have every answer that huggingface_hub gets looked at, also those to questions of its own and of transformers'.
+    """Have every answer that huggingface_hub gets looked at, also those to questions of transformers.
 
-    It names files of the cache after the commit and the checksum that the server says, and a mirror's could point out
+    It names files of its cache after the commit and the checksum that the server says, and a mirror's could point out
     of the cache.
     """
     from huggingface_hub import get_session
@@ -146,99 +135,64 @@ def _check_answer(response: Any) -> None:
         raise ValueError(f"not the Hub's answer: commit {commit}, checksum {etag}")
 
 
-def _fetch(what: str, wanted: HubFile) -> tuple[HubFile, Path]:
-    """Fetch a file into the cache, unless it is there, and compare its bytes with the checksum on the Hub."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.utils import disable_progress_bars
+def _fetch(what: str, wanted: HubFile) -> tuple[Path, HubFile]:
+    """Return the file in the cache, fetched unless it is there, and its pinned name."""
+    from huggingface_hub import hf_hub_download
 
     _check_answers()
-    if not _is_main():
-        disable_progress_bars()
-    with _said(what, wanted.repo, "data set", lead="no file here, and "):
-        if not wanted.is_pinned:
-            commit, files = _commit_and_files(wanted)
-            wanted = HubFile(wanted.repo, commit, _choose(what, wanted, files))
-        repo, commit, file = wanted.repo, wanted.revision, wanted.file
-        cached = try_to_load_from_cache(repo, file, repo_type="dataset", revision=commit)
-        if isinstance(cached, str):
-            return wanted, Path(cached)
-        digest = get_hf_file_metadata(hf_hub_url(repo, file, repo_type="dataset", revision=commit)).etag
-        path = Path(hf_hub_download(repo, file, repo_type="dataset", revision=commit))
-    if _digest_of(path, like=digest) != digest:
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise UserError(f"{what}: came with a wrong checksum and was thrown away; run the same command again")
-    return wanted, path
+    with _said(what, f"datasets/{wanted.repo}"):
+        file = wanted.file or _only_file(what, wanted)
+        path = Path(hf_hub_download(wanted.repo, file, repo_type="dataset", revision=wanted.revision or None))
+    commit = path.parents[file.count("/")].name  # .../snapshots/COMMIT/FILE
+    return path, HubFile(wanted.repo, commit, file)
 
 
-def _commit_and_files(wanted: HubFile) -> tuple[str, list[str]]:
-    """Return the commit of the revision and the names of its files; with HF_HUB_OFFLINE=1, the newest in the cache."""
-    from huggingface_hub import HfApi, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound, OfflineModeIsEnabled
+def _only_file(what: str, wanted: HubFile) -> str:
+    """Return the file to train on; with HF_HUB_OFFLINE=1, of those in the cache. Raises UserError for several."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
-    wish = wanted.revision
-    with suppress(OfflineModeIsEnabled):
-        info = HfApi().dataset_info(wanted.repo, revision=wish or None, timeout=TIMEOUT_S)
-        return _checked(info.sha), [one.rfilename for one in info.siblings or ()]
-    with suppress(CacheNotFound):
-        repos = [one for one in scan_cache_dir().repos if (one.repo_id, one.repo_type) == (wanted.repo, "dataset")]
-        there = [c for repo in repos for c in repo.revisions if not wish or wish in (c.commit_hash, *c.refs)]
-        if newest := max(there, key=lambda commit: commit.last_modified, default=None):
-            return newest.commit_hash, [str(f.file_path.relative_to(newest.snapshot_path)) for f in newest.files]
-    raise OfflineModeIsEnabled(wanted.repo)
-
-
-def _choose(what: str, wanted: HubFile, files: list[str]) -> str:
-    if wanted.file in files:
-        return wanted.file
+    revision = wanted.revision or None
+    try:
+        info = HfApi().dataset_info(wanted.repo, revision=revision, timeout=TIMEOUT_S)
+        files = [one.rfilename for one in info.siblings or ()]
+    except OfflineModeIsEnabled:
+        folder = Path(snapshot_download(wanted.repo, repo_type="dataset", revision=revision))
+        files = [str(path.relative_to(folder)) for path in folder.rglob("*")]
     data = [file for file in files if file.endswith(SUFFIXES)]
-    pattern = wanted.file or TRAIN_FILES.get(wanted.repo, "*")
-    found = [file for file in data if fnmatch(file, pattern)]
+    found = [file for file in data if fnmatch(file, TRAIN_FILES.get(wanted.repo, "*"))]
     if len(found) == 1:
         return found[0]
     listed = ", ".join((found or data)[:8]) or "no parquet, jsonl or json file"
     raise UserError(f"{what}: {len(found)} files fit; choose one: {wanted.repo}:FILE; the data set has {listed}")
 
 
-def _digest_of(path: Path, like: str) -> str:
-    """Return the digest of a file's bytes, in the kind of `like`: git's SHA-1 has 40 digits, SHA-256 has 64."""
-    git = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256" if len(like) == 64 else git.copy).hexdigest()
-
-
 @contextmanager
-def _said(what: str, repo: str, kind: str, lead: str) -> Iterator[None]:
-    """Turn the Hub's errors into a UserError that begins with `what`, and says what to do. `lead` stands before those
-    that a misspelt path has too."""
+def _said(what: str, page: str) -> Iterator[None]:
+    """Turn the Hub's errors into a UserError that begins with `what`, and says what to do."""
     from huggingface_hub import errors
 
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    page = f"{endpoint}/{'' if kind == 'model' else 'datasets/'}{repo}"
-    token = f"HF_TOKEN (now {'set' if os.environ.get('HF_TOKEN') else 'not set'})"
+    page = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{page}"
     try:
         yield
         return
     except errors.GatedRepoError:
-        reason = f"behind a form; accept it at {page}, then set {token}"
+        reason = f"behind a form; accept it at {page}, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:
-        reason = f"{lead}{endpoint} has no {kind} {repo}, or a private one: correct the name, or set {token}"
+        reason = f"not here, and no {page}, or a private one: correct the name, or set HF_TOKEN"
+    except errors.RemoteEntryNotFoundError:
+        reason = f"no such file; choose one of {page}/tree/main"
     except errors.HfHubHTTPError as error:  # no such revision, a token that is not valid, a Hub that is down
-        reason = f"{page}: {_short(error)}; correct the name, set {token}, or try again later"
+        reason = f"{page}: {_short(error)}; correct the name, set HF_TOKEN, or try again later"
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
-        fix = "try again, check the proxy, set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
-        reason = f"{lead}{endpoint} cannot be reached, or broke off; {fix} ({_short(error)})"
+        fix = "check the proxy, set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
+        reason = f"not here, and {page} cannot be reached ({_short(error)}); {fix}"
         if os.environ.get("HF_HUB_OFFLINE"):
-            reason = f"{lead}it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # a full disk, a name that cannot be, a server that is no Hub
+            reason = "not here, and it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
+    except (OSError, ValueError) as error:  # a full disk, a name that cannot be
         reason = f"{_short(error)}; check the name, HF_ENDPOINT and the disk's space, and run the same command again"
     raise UserError(f"{what}: {reason}")
 
 
 def _short(error: Exception) -> str:
     return " ".join(str(error.__cause__ or error).split())[:160] or type(error).__name__
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"

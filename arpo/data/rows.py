@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,17 +41,13 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
     try:
         file = pq.ParquetFile(path)
         begin, end = _bounds(file.metadata.num_rows, part, num_parts)
-        number = 0
-        for group in range(file.num_row_groups):
-            num_rows = file.metadata.row_group(group).num_rows
-            if number + num_rows <= begin or end <= number:
-                number += num_rows
-                continue
-            for batch in file.iter_batches(batch_size=256, row_groups=[group]):
-                for row in batch.to_pylist():
-                    if begin <= number < end:
-                        yield f"{path}: row {number}", row
-                    number += 1
+        number = 0  # of the batch's first row
+        for batch in file.iter_batches(batch_size=256):
+            first, last = max(begin, number), min(end, number + batch.num_rows)
+            if first < last:
+                for i, row in enumerate(batch.slice(first - number, last - first).to_pylist(), start=first):
+                    yield f"{path}: row {i}", row
+            number += batch.num_rows
     except (pa.ArrowException, OSError) as error:  # a corrupt page is an OSError without errno
         if isinstance(error, OSError) and error.errno:
             raise
@@ -85,16 +82,11 @@ def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Itera
 
 
 def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
-    """Yield the lines whose first byte lies in the part."""
-    begin, end = _bounds(path.stat().st_size, part, num_parts)
-    position, number = 0, 1
-    if begin:
-        for start in range(0, begin - 1, 1 << 20):
-            number += file.read(min(begin - 1 - start, 1 << 20)).count(b"\n")
-        position = begin - 1 + len(rest := file.readline())  # of the line that began in the part before
-        number += rest.endswith(b"\n")
-    while position < end and (line := file.readline()):
-        position += len(line)
+    begin, end = 0, None
+    if num_parts > 1:
+        begin, end = _bounds(sum(1 for _ in file), part, num_parts)
+        file.seek(0)
+    for number, line in enumerate(islice(file, begin, end), start=begin + 1):
         if line.strip():
             text = line.removeprefix(BOM).decode()
             try:
@@ -106,7 +98,6 @@ def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tu
             except ValueError as error:
                 raise UserError(f"{path}:{number}: not valid JSON ({error})") from None
             yield f"{path}:{number}", row
-        number += 1
 
 
 def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from arpo.errors import UserError
 from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.evals.records import Record
-from arpo.protocol import FORMS
+from arpo.protocol import form_of
 from arpo.protocol.format_rules import last_box
 from arpo.rewards import score_groups
 from arpo.rewards.custom import CustomReward
@@ -74,7 +74,7 @@ def predicted(segments: list[tuple[str, bool]], form: str) -> str:
     >>> predicted([("<think>t</think><answer> Paris </answer>", True)], "tags")
     'Paris'
     """
-    text = FORMS[form].rules.graded_text(segments)
+    text = form_of(form).rules.graded_text(segments)
     if blocks := _ANSWER.findall(text):
         box = last_box(blocks[-1])
         return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
@@ -135,4 +135,4 @@ def question_digest(question: str, answers: list[str]) -> str:
 
 def well_formed(record: Record) -> bool:
     """Return whether the response is in the format of training."""
-    return not FORMS[record.protocol].rules.format_error(record.segments, record.tools)
+    return not form_of(record.protocol).rules.format_error(record.segments, record.tools)

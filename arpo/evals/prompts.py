@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from arpo.protocol import FORMS
+from arpo.protocol import form_of
 from arpo.protocol.prompts import with_system_prompt
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
@@ -43,7 +43,7 @@ def asked_as(prompt: Prompt, system_prompt: str, form: str = "tags") -> Prompt:
     Where the template lists the tools of this `form` (protocol.format), a kind's text is replaced by the form's own.
     """
     kind = PROMPTS.get(system_prompt) or AskedAs(system_prompt, prompt.tools)
-    if system_prompt in PROMPTS and FORMS[form].template_lists_tools:
+    if system_prompt in PROMPTS and form_of(form).template_lists_tools:
         kind = replace(kind, system_prompt=system_prompt_for("default", kind.tools, form=form))
     return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
+from arpo.protocol import FORMS
 from arpo.protocol.tags import PAPER_TOOLS
 from arpo.trajectory import Group, ToolCall, Trajectory
 
@@ -110,6 +111,8 @@ def read_records(run: Path) -> list[Record]:
 
 def as_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Record:
     """Return the record of a dumped trajectory; `row`: the other fields of its line."""
+    if (protocol := str(row.get("protocol", "tags"))) not in FORMS:
+        raise UserError(f"{place}: its calls are in the form {protocol!r}; pass it as --protocol.format")
     try:
         return Record(
             benchmark=row["benchmark"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,24 +46,22 @@ def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"<(/?)({'|'.join(map(re.escape, tags)) or '(?!)'})>")
 
 
-def read_call(body: str, offered: Mapping[str, ToolSchema], keys: Sequence[str], a_call: str) -> Call:
-    """Return the call that a JSON text is, or what is wrong with it. `a_call` shows a right one.
-
-    `keys` are those under which the arguments may stand; the last one is the form's own.
-    """
+def read_call(body: str, offered: Mapping[str, ToolSchema], key: str, a_call: str) -> Call:
+    """Return the call that a JSON text is, or what is wrong with it. `a_call` shows a right one, with its arguments
+    under `key`."""
     try:
         call = read_json(body)
     except ValueError as error:
         return Call(body.strip(), "bad_json", BAD_JSON.format(reason=error, call=a_call), UNKNOWN)
-    if not is_call(call, keys):
-        return Call(body.strip(), "bad_json", NO_CALL.format(key=keys[-1], call=a_call), UNKNOWN)
-    return checked_call(body, call["name"], _arguments(call, keys), offered)
+    if not _is_call(call, key):
+        return Call(body.strip(), "bad_json", NO_CALL.format(key=key, call=a_call), UNKNOWN)
+    return checked_call(body, call["name"], call[key], offered)
 
 
 def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, ToolSchema]) -> Call:
     """Return the call of a tool, or what is wrong with it; `body` is what the model wrote."""
     if name not in offered:
-        shown = json.dumps(name[:MAX_NAME_CHARS])  # in ASCII: it may hold what no text can
+        shown = json.dumps(name[:MAX_NAME_CHARS])
         error = UNKNOWN_TOOL.format(name=shown, tools=", ".join(offered) or "none")
         return Call(body.strip(), "unknown_tool", error, UNKNOWN)
     schema = offered[name]
@@ -75,19 +73,14 @@ def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, Too
     return Call(argument, tag=name)
 
 
-def is_call(value: object, keys: Sequence[str]) -> bool:
-    """Return whether a value is an object with a name and, under one of the keys, whatever stands for arguments."""
-    return isinstance(value, dict) and isinstance(value.get("name"), str) and any(key in value for key in keys)
-
-
-def is_well_formed(body: str, keys: Sequence[str]) -> bool:
-    """Return whether a JSON text is an object with a name and, under the first of the keys that it has, an object."""
+def name_of_call(body: str, key: str) -> str | None:
+    """Return the name in a JSON text that is a whole call, with an object under the key; None for any other text."""
     try:
         call = read_json(body)
     except ValueError:
-        return False
-    return is_call(call, keys) and isinstance(_arguments(call, keys), dict)
+        return None
+    return call["name"] if _is_call(call, key) and isinstance(call[key], dict) else None
 
 
-def _arguments(call: dict[str, Any], keys: Sequence[str]) -> Any:
-    return next(call[key] for key in keys if key in call)
+def _is_call(value: object, key: str) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and key in value

@@ -1,6 +1,6 @@
 """Text to tokens and back, for one tokenizer and its chat template; the same in SFT, RL and evaluation.
 
-What depends on the form of calls is in the folders of the forms, and in template_codec.py.
+What depends on the form of calls is in the files of the forms, and in template_codec.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Rendered(NamedTuple):
     token_ids: list[int]
     loss_mask: list[int]
     """1 on what the policy must produce; as long as token_ids."""
-    turn_ends: list[int]
-    """Token counts at which the row may be cut: up to the end of each turn (a call before its result, an EOS)."""
 
 
 class Codec(ABC):
@@ -280,7 +278,7 @@ class Codec(ABC):
         """
         messages, functions = self._as_the_template_takes_it(messages, functions)
         asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and messages[i - 1]["role"] != "tool"]
-        row, done = Rendered([], [], []), ""
+        row, done = Rendered([], []), ""
         for start in asked if train_turns == "all" else asked[-1:]:
             prompt = self._template(messages[:start], generation=True, tools=functions)
             if not prompt.startswith(done):

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-MAX_DEPTH = 50
-"""Levels of a schema that are looked at: one that refers to itself says nothing new below."""
-MAX_VISITS = 10_000
-"""Pairs of a value and a schema that are compared in a call. What is left then is the tool's to check: a schema whose
-choices refer to itself doubles them at each level."""
-MAX_NESTING = 100
-"""Levels of a call's JSON. What checks and writes it calls itself once per level, and Python forbids a thousand."""
+from arpo.config.bounded import check_plain, parse_json
+
 MAX_SHOWN_CHARS = 60
 """Characters shown of a wrong value."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -34,7 +28,6 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "null": type(None),
 }
-_SURROGATE = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
 
 
@@ -106,8 +99,8 @@ def example_call(schema: ToolSchema) -> str:
 def check_arguments(schema: ToolSchema, arguments: Any) -> str:
     """Return "" for arguments with which the tool can be called, else the one-line error that the model reads.
 
-    Checked are names and types, at every depth, and enumerations. What else a schema may ask for (ranges, patterns) is
-    left to the tool. `arguments` is whatever the model's JSON holds.
+    Checked are the names, and types and enumerations at every depth. What else a schema may ask for (references,
+    ranges, names within objects) is left to the tool. `arguments` is whatever the model's JSON holds.
 
     >>> check_arguments(ToolSchema("root", "", {"properties": {"x": {"type": "number"}}}), {"x": "4"})
     'Error: the argument "x" of root must be a number, not "4".'
@@ -115,19 +108,16 @@ def check_arguments(schema: ToolSchema, arguments: Any) -> str:
     name = schema.name
     if not isinstance(arguments, dict):
         return f"Error: the arguments of {name} must be {_a_call(schema)}, not {_shown(arguments)}."
-    if problem := _no_json(arguments):
-        return f"Error: the arguments of {name} contain {problem}."
     for required in schema.required:
         if required not in arguments:
             return f'Error: {name} needs the argument "{required}"; it takes {_a_call(schema)}.'
-    left = iter(range(MAX_VISITS))
     others = schema.parameters.get("additionalProperties", False)  # unlike JSON schema: a slip should be read as one
     for argument, value in arguments.items():
         if argument not in schema.properties and others is False:
             takes = _a_call(schema) if schema.properties else "no arguments"
             return f"Error: {name} has no argument {_shown(argument)}; it takes {takes}."
         inner = schema.properties.get(argument, others)
-        if wrong := _mismatch(value, inner, schema.parameters, f'"{argument}"', 0, left):
+        if wrong := _mismatch(value, inner, f'"{argument}"'):
             place, need, found = wrong
             return f"Error: the argument {place} of {name} must be {need}, not {_shown(found)}."
     return ""
@@ -159,8 +149,7 @@ def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
         value = words[word] if word in words else read_json(text)
     except ValueError:
         return text
-    is_other = isinstance(value, str) or _mismatch(value, inner, schema.parameters, "", 0, iter(range(MAX_VISITS)))
-    return text if is_other else value
+    return text if isinstance(value, str) or _mismatch(value, inner, "") else value
 
 
 def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
@@ -176,60 +165,34 @@ def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text that a model wrote. Raises ValueError, whose text is the reason in a few words.
-
-    Deep nesting is refused, since Python's reader takes more of it than what is done with the value later.
-    """
+    """Return the value of a JSON text that a model wrote. Raises ValueError with the reason in a few words."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(error.msg) from None
-    except RecursionError:
-        raise ValueError("it is too deep") from None
-    except ValueError:  # Python converts no more than 4300 digits
-        raise ValueError("a number is too long") from None
-    level = [value]
-    for _ in range(MAX_NESTING):
-        objects = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        if not (level := [inner for members in objects for inner in members]):
-            return value
-    raise ValueError("it is too deep")
+    check_plain(value)
+    return value
 
 
 # ---- checking
 
 
-def _mismatch(
-    value: Any, schema: Any, root: Mapping, place: str, depth: int, left: Iterator[int]
-) -> tuple[str, str, Any] | None:
+def _mismatch(value: Any, schema: Any, place: str) -> tuple[str, str, Any] | None:
     """Return (place, what it must be, what it is) of the first value that a schema does not allow; None for none."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or next(left, None) is None:
+    if not isinstance(schema, Mapping):
         return None
-    if "$ref" in schema:
-        return _mismatch(value, _referred(schema["$ref"], root), root, place, depth + 1, left)
-    choices = [schema["const"]] if "const" in schema else _part(schema, "enum", list)
+    choices = _part(schema, "enum", list)
     if choices and not any(choice == value and type(choice) is type(value) for choice in choices):
-        return place, ("" if len(choices) == 1 else "one of ") + ", ".join(map(_as_json, choices)), value
-    for ways in filter(None, (_part(schema, "anyOf", list), _part(schema, "oneOf", list))):
-        found = [_mismatch(value, way, root, place, depth + 1, left) for way in ways]
+        return place, "one of " + ", ".join(map(_as_json, choices)), value
+    if ways := _part(schema, "anyOf", list):
+        found = [_mismatch(value, way, place) for way in ways]
         if all(found):
             inside = next((one for one in found if one[0] != place), None)  # the type is right, what it holds is not
             return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
     kinds = _texts(schema, "type")
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         return place, " or ".join(map(_with_article, kinds)), value
-    inner = ((value, part, place) for part in _part(schema, "allOf", list))
-    for one, part, where in [*inner, *_members(value, schema, place)]:
-        if wrong := _mismatch(one, part, root, where, depth + 1, left):
-            return wrong
-    if isinstance(value, dict):
-        for name in _texts(schema, "required"):
-            if name not in value:
-                return place, f'an object with "{name}"', value
-        extra = value.keys() - _part(schema, "properties", dict).keys()
-        if extra and schema.get("additionalProperties") is False:
-            return place, f"an object without {_shown(min(extra))}", value
-    return None
+    return next(filter(None, (_mismatch(*member) for member in _members(value, schema, place))), None)
 
 
 def _members(value: Any, schema: Mapping, place: str) -> list[tuple[Any, Any, str]]:
@@ -257,28 +220,11 @@ def _texts(schema: Mapping, key: str) -> list[str]:
 def _is_a(value: Any, kind: str) -> bool:
     if kind == "boolean" or isinstance(value, bool):
         return kind == "boolean" and isinstance(value, bool)
+    if isinstance(value, float) and not math.isfinite(value):  # no JSON, though Python's reader lets it pass
+        return False
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()
     return isinstance(value, _TYPES.get(kind, object))
-
-
-def _referred(reference: Any, root: Mapping) -> Any:
-    """Return the schema that a "#/$defs/Name" names; None, which allows anything, for what is not in the schema."""
-    found: Any = root
-    for step in str(reference).removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found if str(reference).startswith("#") else None
-
-
-def _no_json(value: Any) -> str:
-    """Return what in a value no JSON document has, though Python's reader lets it pass; else ""."""
-    if isinstance(value, str):
-        return "a half of a character (a lone surrogate)" if _SURROGATE.search(value) else ""
-    if isinstance(value, float):
-        return "" if math.isfinite(value) else "a number that is not finite"
-    members = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next(filter(None, map(_no_json, members)), "")
 
 
 def _a_call(schema: ToolSchema) -> str:
@@ -314,5 +260,5 @@ def _as_json(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     """Return a value as one line of JSON, cut where it is long."""
-    text = json.dumps(value)  # in ASCII: a wrong value may hold what no text can
+    text = json.dumps(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

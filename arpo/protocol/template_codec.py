@@ -181,7 +181,6 @@ class TemplateCodec(Codec):
             if role == "assistant":
                 text = self._said(next(group))
                 self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], True)
-                row.turn_ends.append(len(row.token_ids))
                 written += self._marked(text) + self.tokenizer.eos_token
             else:
                 results = list(group)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from arpo.config.rewards import RewardConfig
-from arpo.protocol import FORMS
+from arpo.protocol import form_of
 from arpo.protocol.format_rules import Segments
 from arpo.protocol.tags import PAPER_TOOLS
 from arpo.rewards.custom import CustomReward, RewardResult, custom_results, load_custom
@@ -57,7 +57,7 @@ def score(
 
     Calls are derived from the text, and so is what the model wrote of it, unless there are `segments`.
     """
-    rules = FORMS[form].rules
+    rules = form_of(form).rules
     segments = rules.derive_segments(response_text, tools) if segments is None else segments
     calls = [ToolCall(tag, "", "", ok=True) for tag in rules.answered_calls(segments, tools)]
     response = Trajectory("", "", turns=[Turn(0, tool_calls=calls)], text=response_text, segments=segments)
@@ -75,7 +75,7 @@ def score_by_rule(
     """
     if cfg.compat == "upstream":
         return upstream_score(t.text, prompt.answers)
-    rules = FORMS[form].rules
+    rules = form_of(form).rules
     segments = t.segments or rules.derive_segments(t.text, tools)
     answer, _ = rules.extract_answer(segments)
     measure = accuracy_function(prompt.answers, prompt.data_source, prompt.meta.get("ability"))

@@ -3,7 +3,7 @@
     runs/NAME/tokens/train/manifest.json   what they were made of, and how many there are
                            part_00000.bin  little-endian uint32 per token: id * 2 + loss mask; one file per rank
                            lengths.npy     int32 tokens of each row, in file order
-                           overlong.jsonl  what was cut or left out: {"place", "tokens", "kept_tokens"}
+                           overlong.jsonl  what was left out: {"place", "tokens"}
 
 The rows and their order depend on the file and the options alone, not on the number of ranks. Only 12 bytes per row are
 kept in memory.
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from tqdm import tqdm
 from arpo.batch import Row
 from arpo.config.sft import SFTDataConfig
 from arpo.errors import UserError
-from arpo.protocol import FORMS, Codec
+from arpo.protocol import Codec, form_of
 from arpo.protocol.codec import Rendered
 from arpo.protocol.format_rules import turns_of
 from arpo.protocol.messages import Conversation
@@ -53,8 +52,7 @@ class ConversationRows(Sequence):
         self.folder = folder
         self.origin: dict = manifest["origin"]  # everything that the tokens depend on
         self.num_dropped: int = manifest["num_dropped"]
-        self.num_truncated: int = manifest["num_truncated"]
-        self.defects: dict[str, int] = manifest.get("defects", {})
+        self.defects: dict[str, int] = manifest["defects"]
         self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
         self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
@@ -91,15 +89,12 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     """
     cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, cfg.tools, form=codec.format))
     origin = _origin(Path(path), cfg, codec)
-    state = dist.all_gather_objects(_state(folder, origin) if dist.is_main else "")[0]
-    if state != "ready":
-        if state == "other":
-            logger.warning("%s holds rows of another file, tokenizer or options; tokenising again", folder)
+    if not dist.all_gather_objects(dist.is_main and _is_there(folder, origin))[0]:
         _build(path, cfg, codec, folder, dist, origin)
     rows = ConversationRows(folder)
     logger.info(
-        "%s: %d conversations, %d tokens; longer than %d: %d left out, %d cut (%s)",
-        path, len(rows), rows.num_tokens, cfg.max_tokens, rows.num_dropped, rows.num_truncated, folder / OVERLONG,
+        "%s: %d conversations, %d tokens; longer than %d: %d left out (%s)",
+        path, len(rows), rows.num_tokens, cfg.max_tokens, rows.num_dropped, folder / OVERLONG,
     )  # fmt: skip
     if rows.defects:
         named = ", ".join(f"{reason} {number}" for reason, number in rows.defects.items())
@@ -121,12 +116,10 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
         if not any(part.lengths for part in parts):
             raise UserError(f"{path}: {_why_none(cfg, overlong)}")
         if dist.is_main:
-            num_truncated = sum(entry["kept_tokens"] > 0 for entry in overlong)
             manifest = {
                 "origin": origin,
                 "rows_per_part": [len(part.lengths) for part in parts],
-                "num_dropped": len(overlong) - num_truncated,
-                "num_truncated": num_truncated,
+                "num_dropped": len(overlong),
                 "defects": dict(sum((part.defects for part in parts), Counter()).most_common()),
             }
             np.save(building / "lengths.npy", np.concatenate([np.frombuffer(p.lengths, np.int32) for p in parts]))
@@ -156,9 +149,9 @@ def _part(folder: Path, number: int) -> Path:
 def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
     """Write this rank's tokens. Raises UserError for a bad conversation."""
     part = _Part()
-    parse = FORMS[codec.format].parse_row
+    parse = form_of(codec.format).parse_row
     conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size, parse=parse)
-    silent = not (dist.is_main and sys.stderr.isatty())
+    silent = None if dist.is_main else True  # None = unless it is a terminal
     try:
         with _part(folder, dist.rank).open("wb") as file:
             for place, conversation in tqdm(
@@ -167,13 +160,12 @@ def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path
                 rendered = render_row(conversation, cfg, codec, place)
                 part.defects.update(_defects(conversation, codec))
                 num_tokens = len(rendered.token_ids)
-                kept = num_tokens if num_tokens <= cfg.max_tokens else _cut(rendered.turn_ends, cfg)
-                if kept < num_tokens:
-                    part.overlong.append({"place": place, "tokens": num_tokens, "kept_tokens": kept})
-                if kept:
-                    coded = np.asarray(rendered.token_ids[:kept], "<u4") * 2 + np.asarray(rendered.loss_mask[:kept])
-                    coded.astype("<u4").tofile(file)
-                    part.lengths.append(kept)
+                if num_tokens > cfg.max_tokens:
+                    part.overlong.append({"place": place, "tokens": num_tokens})
+                    continue
+                coded = np.asarray(rendered.token_ids, "<u4") * 2 + np.asarray(rendered.loss_mask)
+                coded.astype("<u4").tofile(file)
+                part.lengths.append(num_tokens)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # of the writing: read_rows names its own
@@ -201,7 +193,7 @@ def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]
 
     A missing answer or thought is no defect here: a conversation need not be a trajectory.
     """
-    rules = FORMS[codec.format].rules
+    rules = form_of(codec.format).rules
     messages = conversation.messages if isinstance(conversation, Conversation) else conversation
     found: list[str] = []
     for text in [message["content"] for message in messages if message["role"] == "assistant"]:
@@ -209,11 +201,6 @@ def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]
         found += [rules.turn_error(*turn, codec.tools) for turn in turns_of(segments)]
         found.append(rules.format_error(segments, codec.tools))
     return [reason for reason in found if reason.startswith(("un", "model_"))][:1]
-
-
-def _cut(turn_ends: list[int], cfg: SFTDataConfig) -> int:
-    """Return how many tokens of an overlong conversation are kept; 0 = the conversation is left out."""
-    return max((end for end in turn_ends if cfg.overlong == "truncate" and end <= cfg.max_tokens), default=0)
 
 
 def _why_none(cfg: SFTDataConfig, overlong: list[dict]) -> str:
@@ -237,17 +224,16 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
         "enable_thinking": codec.enable_thinking,
         "tools": sorted(codec.tools),
         "max_tokens": cfg.max_tokens,
-        "overlong": cfg.overlong,
         "mask_results": cfg.mask_results,
         "train_turns": cfg.train_turns,
         "system_prompt": cfg.system_prompt,
     } | codec.origin
 
 
-def _state(folder: Path, origin: dict) -> str:
-    """Return "ready" for rows of this origin, "other" for rows of another one, "none" for no or unfinished rows."""
+def _is_there(folder: Path, origin: dict) -> bool:
+    """Return whether the folder has whole rows of this origin."""
     try:
         rows = ConversationRows(folder)
-        return ("ready" if rows.origin == origin else "other") if rows.is_whole() else "none"
+        return rows.origin == origin and rows.is_whole()
     except (OSError, EOFError, ValueError, KeyError, IndexError):
-        return "none"
+        return False

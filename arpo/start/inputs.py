@@ -22,7 +22,7 @@ from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import check_installed
-from arpo.protocol import FORMS
+from arpo.protocol import form_of
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_schemas
 from arpo.tools.search.tool import check_search
@@ -30,7 +30,7 @@ from arpo.tools.search.tool import check_search
 NUM_ROWS = 50
 OWN = (
     "loss.kind", "loss.aggregation", "loss.kl_estimator", "loss.rollout_correction", "branching.selector",
-    "advantage.kind", "advantage.tree", "data.order",
+    "advantage.kind", "advantage.tree", "data.order", "protocol.format",
 )  # fmt: skip
 """Options whose FILE.py is imported here, so that what is wrong with it is known before a model is loaded."""
 
@@ -39,7 +39,7 @@ def check_sft(cfg: Any) -> None:
     """Raise UserError for the first file of train_sft.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        parse = FORMS[cfg.protocol.format].parse_row
+        parse = form_of(cfg.protocol.format).parse_row
         for _ in islice(read_conversations(local_file(path), parse=parse), NUM_ROWS):
             pass
     _check_run(cfg)
@@ -60,6 +60,7 @@ def check_rl(cfg: Any) -> None:
 
 def check_evaluation(cfg: Any) -> None:
     """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
+    form_of(cfg.protocol.format)  # which records that are there may be in
     if cfg.eval.regrade:
         if Path(cfg.eval.regrade).is_dir():
             claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)

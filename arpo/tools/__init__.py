@@ -26,7 +26,7 @@ from arpo.config.named import find, is_own
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.protocol import FORMS, Codec
+from arpo.protocol import Codec, form_of
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
@@ -201,11 +201,14 @@ def make_codec(
 
     Raises UserError for a chat template that the format cannot be used with.
     """
-    form = FORMS[cfg.format]
+    form = form_of(cfg.format)
     if form.template_lists_tools:
-        return form.codec(tokenizer, tools=list(schemas_of(tools).values()), enable_thinking=enable_thinking)
-    tags = tuple(schema_of_tool(name).name if is_own(name) else name for name in tools)
-    return form.codec(tokenizer, tools=tags, enable_thinking=enable_thinking)
+        known = list(schemas_of(tools).values())
+    else:
+        known = tuple(schema_of_tool(name).name if is_own(name) else name for name in tools)
+    codec = form.codec(tokenizer, tools=known, enable_thinking=enable_thinking)
+    codec.format = cfg.format  # a FILE.py:NAME of the user's, too
+    return codec
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
@@ -216,7 +219,7 @@ def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSche
     """
     if setting != "default":
         return setting
-    if FORMS[form].template_lists_tools:
+    if form_of(form).template_lists_tools:
         return json_system_prompt(list(tools))
     schemas, places = schemas_of(tools), {name: place for place, name in enumerate(TOOLS)}
     abouts = {name: schema.about for name, schema in schemas.items() if schema.about}

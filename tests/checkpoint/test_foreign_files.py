@@ -200,7 +200,7 @@ def test_doctored_random_states_run_no_code(checkpoint, tiny_model_dir, mark):
 
 def test_a_doctored_token_store_runs_no_code(mark, tmp_path):
     np.save(tmp_path / "lengths.npy", np.array([Payload(mark)]), allow_pickle=True)
-    manifest = {"origin": {}, "rows_per_part": [1], "num_dropped": 0, "num_truncated": 0}
+    manifest = {"origin": {}, "rows_per_part": [1], "num_dropped": 0, "defects": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="allow_pickle"):
         ConversationRows(tmp_path)

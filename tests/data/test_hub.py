@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
@@ -100,7 +98,7 @@ def test_all_options_that_take_files_take_names(server):
     assert evaluation.eval.files == ("mine.jsonl", f"o/two@{COMMIT}:main/test.jsonl")
 
 
-def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path, capsys):
+def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path):
     flags = ["--run.dir", str(tmp_path), "--run.name", "r", "--data.train"]
     before = pin_config(load_config(RLConfig, [*flags, "o/one"]))
     (tmp_path / "r").mkdir()
@@ -108,9 +106,8 @@ def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path, 
     server.commit = COMMIT[::-1]  # the data set has changed
     newest = f"o/one@{COMMIT[::-1]}:data/questions.jsonl"
     server.requests.clear()
-    capsys.readouterr()
     assert pin_config(load_config(RLConfig, [*flags, "o/one"])) == before
-    assert "as the run was begun" in capsys.readouterr().out and server.requests == []
+    assert server.requests == []
     now = pin_config(load_config(RLConfig, [*flags, "o/one@main"]))
     assert changes(tmp_path / "r", now) == {"data.train": (before.data.train, newest)}  # which the run refuses
     record_settings(tmp_path / "r", now, step=3)  # or goes on with, under run.resume_changed
@@ -128,25 +125,20 @@ def test_of_the_papers_data_sets_the_file_to_train_on_is_known(server):
 
 def test_what_cannot_be_had_is_one_line_that_begins_with_the_option(server, tmp_path, monkeypatch):
     server.gated.add("datasets/o/two")
-    server.corrupt.add("data/questions.jsonl")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     said = {}
-    for name in ("o/two", "o/two:train.jsonl", "o/two:main/test.jsonl", "o/none", "o/one", "data/rows"):
+    for name in ("o/two", "o/one:train.jsonl", "o/two:main/test.jsonl", "o/none", "data/rows"):
         with pytest.raises(UserError) as caught:
             hub.pin("data.train", name)
         said[name] = str(caught.value).removeprefix(f"data.train={name}: ")
     assert said == {
         "o/two": "2 files fit; choose one: o/two:FILE; the data set has main/train.jsonl, main/test.jsonl",
-        "o/two:train.jsonl": "0 files fit; choose one: o/two:FILE; the data set has main/train.jsonl, main/test.jsonl",
-        "o/two:main/test.jsonl": f"behind a form; accept it at {server.url}/datasets/o/two, then set HF_TOKEN (now not "
-        "set)",
-        "o/none": f"no file here, and {server.url} has no data set o/none, or a private one: correct the name, or set "
-        "HF_TOKEN (now not set)",
-        "o/one": "came with a wrong checksum and was thrown away; run the same command again",
+        "o/one:train.jsonl": f"no such file; choose one of {server.url}/datasets/o/one/tree/main",
+        "o/two:main/test.jsonl": f"behind a form; accept it at {server.url}/datasets/o/two, then set HF_TOKEN",
+        "o/none": f"not here, and no {server.url}/datasets/o/none, or a private one: correct the name, or set HF_TOKEN",
         "data/rows": "no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)",
     }
-    assert not list(Path(tmp_path / "cache").rglob("questions.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -170,14 +162,7 @@ def test_a_mirror_that_points_out_of_the_cache_writes_nothing(server, tmp_path, 
     assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
 
 
-def test_a_mirror_that_lies_to_a_later_question_writes_nothing_either(server, tmp_path):
-    server.etag, server.lies_from = "../../../../outside", 1
-    with pytest.raises(UserError, match=r"^data\.train=o/one: not the Hub's answer: commit .*; check the name, HF_END"):
-        hub.pin("data.train", "o/one")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
-
-
-@pytest.mark.parametrize("file", ["../../../../../outside.jsonl", "/outside.jsonl", "a\0b.jsonl", ""])
+@pytest.mark.parametrize("file", ["../../../../../outside.jsonl", "/outside.jsonl", "a\0b.jsonl"])
 def test_a_name_of_a_mirror_that_is_none_writes_nothing_and_is_one_line(server, tmp_path, file):
     server.repos["datasets/o/odd"] = {file: TRAIN}
     with pytest.raises(UserError, match=r"^data\.train=o/odd: .*") as error:
@@ -185,26 +170,11 @@ def test_a_name_of_a_mirror_that_is_none_writes_nothing_and_is_one_line(server, 
     assert "\n" not in str(error.value) and not list(tmp_path.rglob("*outside*"))
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_bytes_with_another_checksum_are_thrown_away_and_fetched_again(server, tmp_path, monkeypatch, small):
-    """Small files have git's checksum, large ones SHA-256 on another server, to which no token goes."""
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    server.small |= {"data/questions.jsonl"} if small else set()
-    server.corrupt.add("data/questions.jsonl")
-    with pytest.raises(UserError, match=r"^data\.train=o/one: came with a wrong checksum and was thrown away"):
-        hub.pin("data.train", "o/one")
-    assert not list((tmp_path / "cache").rglob("questions.jsonl"))
-    server.corrupt.clear()
-    assert hub.local_file(hub.pin("data.train", "o/one")).read_bytes() == TRAIN
-    sent = {path.startswith("/blob"): headers.get("authorization") for _, path, headers in server.requests}
-    assert sent == {False: "Bearer hf_secret"} | ({} if small else {True: None})
-
-
 def test_what_goes_wrong_besides_is_one_line(server):
     with pytest.raises(UserError, match=r"^data\.train=o--b/one: .*; check the name, HF_ENDPOINT and the disk's space"):
         hub.pin("data.train", "o--b/one")
     line = r"^x: .*No space left on device; .* and the disk's space"
-    with pytest.raises(UserError, match=line), hub._said("x", "o/one", "model", ""), open("/dev/full", "wb") as full:
+    with pytest.raises(UserError, match=line), hub._said("x", "o/one"), open("/dev/full", "wb") as full:
         full.write(b"x")
 
 
@@ -215,8 +185,6 @@ def test_without_a_network_the_cache_has_what_was_fetched(server, monkeypatch):
     server.requests.clear()
     assert hub.pin("data.train", "o/one") == pinned
     assert hub.local_file(pinned).read_bytes() == TRAIN
-    with pytest.raises(
-        UserError, match=r"^data\.train=o/two: no file here, and it is not in the Hub's cache, and HF_HUB"
-    ):
+    with pytest.raises(UserError, match=r"^data\.train=o/two: not here, and it is not in the Hub's cache, and HF_HUB"):
         hub.pin("data.train", "o/two")
     assert server.requests == []

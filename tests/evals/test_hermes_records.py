@@ -1,19 +1,22 @@
 """Evaluation with calls in JSON: the answer is the last turn's, no prompt speaks of tags."""
 
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import pytest
+from helpers.edits import ROOT
 from helpers.eval_records import record, saved
 from helpers.eval_sets import write_sets
-from helpers.families import SCHEMAS, hermes_codec
+from helpers.families import SCHEMAS, hermes_codec, llama_codec
 from helpers.sample_groups import group
 
+from arpo.config.named import names_of
 from arpo.config.sections import ProtocolConfig
+from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS, questions
 from arpo.evals.grading import grade_records, well_formed
-from arpo.protocol import FORMS
+from arpo.protocol import form_of
 from arpo.tools import make_codec, system_prompt_for
+from extras.llama import LlamaCodec
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
 LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ('ipython\n\n"\\boxed{5}"assistant\n\n', False)
@@ -52,7 +55,7 @@ def test_the_answer_is_looked_for_in_the_last_turn(segments, prediction, is_well
     ],
 )  # fmt: skip
 def test_a_call_in_llamas_form_is_no_answer(segments, prediction, is_well_formed):
-    made = replace(of(*segments), protocol="llama")
+    made = replace(of(*segments), protocol=LlamaCodec.format)
     [grade] = grade_records([made], metric="math")
     assert (grade.prediction, grade.correct) == (prediction, float(prediction == "4"))
     assert well_formed(made) is is_well_formed
@@ -60,6 +63,13 @@ def test_a_call_in_llamas_form_is_no_answer(segments, prediction, is_well_formed
 
 def test_records_keep_their_protocol(tmp_path):
     assert {r.protocol for r in saved(tmp_path, [group()], "a", "qa", protocol="hermes")} == {"hermes"}
+
+
+def test_a_record_names_no_code(tmp_path):
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nFORM = None\n")
+    with pytest.raises(UserError, match=r"its calls are in the form .*theirs\.py:FORM'; pass it as --protocol\.format"):
+        saved(tmp_path, [group()], "a", "qa", protocol=f"{tmp_path}/theirs.py:FORM")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
@@ -75,8 +85,18 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
 
 
 def test_each_form_of_calls_is_a_value_of_the_option_and_its_codec_knows_its_name():
-    assert get_args(get_type_hints(ProtocolConfig)["format"]) == tuple(FORMS) == ("tags", "hermes", "llama", "xml")
-    assert all(form.codec.format == name for name, form in FORMS.items())
+    names = names_of("protocol/__init__", "FORMS")
+    assert names == ("tags", "hermes", "xml")
+    assert all(form_of(name).codec.format == ProtocolConfig(name).format == name for name in names)
+    with pytest.raises(ValueError, match=r"protocol\.format='herms' is unknown; did you mean 'hermes'"):
+        ProtocolConfig("herms")
+
+
+def test_a_form_of_the_users_is_the_value_of_the_option_wherever_the_file_lies():
+    option = f"{ROOT}/extras/llama.py:LLAMA"
+    tokenizer = llama_codec().tokenizer
+    made = make_codec(tokenizer, ProtocolConfig(option), ("search", "python"), enable_thinking=False)
+    assert made.format == option and form_of(made.format).codec is type(made)
 
 
 def test_the_codec_of_a_format_gets_the_schemas_of_our_tools():

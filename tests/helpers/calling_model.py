@@ -7,11 +7,10 @@ from helpers.families import CHATML, LLAMA, TEMPLATES, words_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from arpo.protocol import HermesCodec, LlamaCodec
+from arpo.protocol import HermesCodec, hermes
 from arpo.protocol.calls import BAD_JSON
-from arpo.protocol.hermes import text as hermes
-from arpo.protocol.llama import text as llama
 from arpo.tools import tool_class
+from extras import llama
 
 MAX_STEPS, LEARNT = 600, 0.05  # nats of its least likely token
 TOOLS = ("python", "search")
@@ -56,7 +55,7 @@ def conversation(question: str, family: str = "qwen3") -> list[dict]:
 
 
 def codec_for(tokenizer) -> HermesCodec:
-    kind = LlamaCodec if tokenizer.eos_token == "<|eot_id|>" else HermesCodec
+    kind = llama.LlamaCodec if tokenizer.eos_token == "<|eot_id|>" else HermesCodec
     return kind(tokenizer, tools=[tool_class(name).schema for name in TOOLS])
 
 

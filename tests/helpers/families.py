@@ -5,8 +5,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from arpo.protocol import Codec, HermesCodec, LlamaCodec, TagsCodec, XmlCodec
+from arpo.protocol import Codec, HermesCodec, TagsCodec, XmlCodec
 from arpo.protocol.schema import ToolSchema
+from extras.llama import LlamaCodec
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "protocol" / "chat_templates"
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

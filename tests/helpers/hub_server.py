@@ -21,21 +21,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class HubServer:
     """Repositories by "datasets/OWNER/NAME" or "models/OWNER/NAME", each a dict of file names and bytes.
 
-    `corrupt`: files whose bytes come altered. `gated`: repositories behind a form.
+    `gated`: repositories behind a form.
     """
 
     repos: dict[str, dict[str, bytes]]
     commit: str = COMMIT
-    corrupt: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     """(method, path, headers) of all requests."""
     etag: str = ""
     """Said of every file in the place of its checksum."""
-    lies_from: int = 0
-    """Number of questions for files, of which what follows is answered with `etag`."""
-    small: set[str] = field(default_factory=set)
-    """Files that are kept in git itself, not in its large-file storage."""
 
     def __enter__(self) -> HubServer:
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
@@ -64,10 +59,6 @@ class HubServer:
     def downloads(self) -> list[str | None]:
         """The Range of each GET of a file's bytes; None = from its beginning."""
         return [headers.get("range") for method, path, headers in self.requests if method == "GET" and "/blob" in path]
-
-
-def git_sha1(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0%s" % (len(content), content)).hexdigest()
 
 
 def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
@@ -110,22 +101,12 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.commit})
             content = hub.repos[repo][name]
             headers = {"X-Repo-Commit": hub.commit}
-            if name in hub.small:
-                return self.content(repo, name, headers | {"ETag": f'"{git_sha1(content)}"'})
-            num_asked = sum("/resolve/" in path for _, path, _ in hub.requests)
-            etag = hub.etag if num_asked > hub.lies_from else ""
-            etag = etag or hashlib.sha256(content).hexdigest()
+            etag = hub.etag or hashlib.sha256(content).hexdigest()
             linked = {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(content)), "ETag": f'"{etag}"'}
             return self.answer(302, headers | linked | {"Location": f"{hub.cdn}/blob/{repo}::{name}"})
 
         def blob(self, repo: str, name: str) -> None:
-            self.content(repo, name, {})
-
-        def content(self, repo: str, name: str, headers: dict[str, str]) -> None:
-            content = hub.repos[repo][name]
-            if name in hub.corrupt:
-                content = content[:-1] + bytes([content[-1] ^ 1])
-            self.answer(200, headers, content)
+            self.answer(200, body=hub.repos[repo][name])
 
         def answer(self, code: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
             self.send_response(code)

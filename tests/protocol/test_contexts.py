@@ -13,7 +13,7 @@ from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import HermesCodec, TagsCodec
 from arpo.protocol.contexts import NOTES, REQUEST
-from arpo.protocol.hermes.format import HermesRules
+from arpo.protocol.hermes import HermesRules
 from arpo.sampling.plain import from_plain, to_plain
 from arpo.trajectory import Prompt, StopReason, Trajectory
 from extras.viewer.groups import trajectory_view

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from arpo.protocol.hermes.text import A_CALL, call_bodies, parse_calls
+from arpo.protocol.hermes import A_CALL, HermesCodec, call_bodies
 from arpo.protocol.schema import ToolSchema, arguments_of
+
+parse_calls = HermesCodec.parse_calls
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
@@ -50,15 +52,15 @@ def test_thoughts_contain_no_calls_but_arguments_may_contain_thoughts():
         (block(3, {}), "unknown", "bad_json", "no JSON object with a name and arguments"),
         ('<tool_call>{"name": "python"}</tool_call>', "unknown", "bad_json", A_CALL),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "unknown", "bad_json", "not valid JSON"),
-        (block("add", {}).replace("{}", '{"a": ' + "1" * 5000 + "}"), "unknown", "bad_json", "a number is too long"),
+        (block("add", {}).replace("{}", '{"a": ' + "1" * 5000 + "}"), "unknown", "bad_json", "Exceeds the limit"),
         ('<tool_call>{"name": "python", "arg', "unknown", "unclosed_call", "cut off"),
         (block("Python", {"code": "1"}), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
-        (block("\ud800" + "x" * 99, {}), "unknown", "unknown_tool", '"\\ud800xxx'),
+        (block("\ud800" + "x" * 99, {}), "unknown", "bad_json", "half of a character"),
         (block("python", {}), "python", "bad_arguments", 'needs the argument "code"'),
         (block("python", {"code": 1}), "python", "bad_arguments", '"code" of python must be a string, not 1'),
         (block("python", "print(1)"), "python", "bad_arguments", "must be a JSON object"),
         (block("python", {"code": "x", "y": 1}), "python", "bad_arguments", 'no argument "y"'),
-        (block("add", {"a": float("nan"), "b": 1}), "add", "bad_arguments", "not finite"),
+        (block("add", {"a": float("nan"), "b": 1}), "add", "bad_arguments", "must be a number, not NaN"),
         (block("python", {"code": " \n"}), "python", "empty_call", 'the argument "code" of python is empty'),
     ],
 )
@@ -78,8 +80,8 @@ def test_deep_nesting_is_refused_before_python_gives_up_on_it(around, depth):
     for name, argument in (("python", "code"), ("add", "a")):
         text = f'<tool_call>{{"name": "{name}", "arguments": {{"{argument}": {deep}}}}}</tool_call>'
         [call] = parse_calls(text, TOOLS)
-        assert call.error_kind == "bad_json" and "it is too deep" in call.error
-    assert "is no JSON (it is too deep)" in arguments_of(TOOLS["add"], f'{{"a": {deep}}}')
+        assert call.error_kind == "bad_json" and "nested too deep" in call.error
+    assert "is no JSON (nested too deep)" in arguments_of(TOOLS["add"], f'{{"a": {deep}}}')
     shallow = opening * 40 + "1" + closing * 40
     [call] = parse_calls(f'<tool_call>{{"name": "add", "arguments": {{"a": {shallow}}}}}</tool_call>', TOOLS)
     assert call.error_kind == "bad_arguments"

@@ -200,7 +200,7 @@ def test_calls_in_a_thought_that_the_generation_prompt_opened_are_none():
     ("family", "changes", "message"),
     [
         ("smollm2", {}, "ignores tools, .*protocol.format=tags"),
-        ("llama3_1", {}, "does not write calls as <tool_call> .*: set protocol.format=llama$"),
+        ("llama3_1", {}, "does not write calls as <tool_call> .*: set protocol.format=extras/llama.py:LLAMA$"),
         ("qwen2_5", {"<tool_call>": "<function>"}, "does not write calls as <tool_call>"),
         ("qwen3_5", {}, "does not write calls as <tool_call> JSON .*it writes .*XML.*: set protocol.format=xml$"),
         ("nemotron_3", {}, "does not write calls as <tool_call> JSON.*: set protocol.format=xml$"),
@@ -245,7 +245,6 @@ def test_an_sft_row_is_the_whole_template_with_loss_on_what_the_assistant_says(f
         (ANSWERS[family] + "<|im_end|>", 1),
         ("\n", 0),
     ]
-    assert [row.loss_mask[end - 1 : end + 1] for end in row.turn_ends] == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("family", HERMES_FAMILIES)

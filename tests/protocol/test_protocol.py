@@ -5,7 +5,7 @@ from arpo.errors import UserError
 from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.prompts import About, default_system_prompt, with_system_prompt
-from arpo.protocol.tags.text import escape_result, merge_tool_messages, parse_call, render_result
+from arpo.protocol.tags import escape_result, merge_tool_messages, parse_call, render_result
 from arpo.tools import system_prompt_for
 
 
@@ -129,7 +129,7 @@ def test_the_tags_of_every_loaded_tool_are_escaped_in_results():
 def test_sft_loss_covers_assistant_text_and_eos_but_not_results_nor_prompt(codec):
     answer = "<think>a</think><python>1+1</python> <result>\n2\n</result><answer>\\boxed{2}</answer>"
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": answer}]
-    ids, mask, _ = codec.render_conversation(messages)
+    ids, mask = codec.render_conversation(messages)
     assert codec.tokenizer.decode(ids) == (
         f"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
     )
@@ -140,7 +140,7 @@ def test_sft_loss_covers_assistant_text_and_eos_but_not_results_nor_prompt(codec
 
 def test_sft_can_train_on_results_as_upstream_does(codec):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a <result>\n2\n</result>b"}]
-    ids, mask, _ = codec.render_conversation(messages, mask_results=False)
+    ids, mask = codec.render_conversation(messages, mask_results=False)
     assert trained_text(codec, ids, mask) == "a <result>\n2\n</result>b<|im_end|>"
 
 
@@ -153,19 +153,19 @@ def test_tool_messages_become_result_spans_of_one_assistant_turn(codec):
     ]
     merged = merge_tool_messages(messages)
     assert merged[1]["content"] == "<search>x</search> <result>\nfound &lt;answer&gt;\n</result><answer>y</answer>"
-    ids, mask, _ = codec.render_conversation(messages)
+    ids, mask = codec.render_conversation(messages)
     assert trained_text(codec, ids, mask) == "<search>x</search><answer>y</answer><|im_end|>"
 
 
 def test_two_assistant_turns_are_both_trained(codec):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    ids, mask, _ = codec.render_conversation([{"role": r, "content": c} for r, c in turns])
+    ids, mask = codec.render_conversation([{"role": r, "content": c} for r, c in turns])
     assert trained_text(codec, ids, mask) == "b<|im_end|>d<|im_end|>"
 
 
 def test_sft_and_rollout_tokenise_a_result_alike(codec):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a <result>\n2\n</result>b"}]
-    ids, mask, _ = codec.render_conversation(messages)
+    ids, mask = codec.render_conversation(messages)
     text_after_prompt = codec.render_prompt(messages[:1])
     response, response_mask = ids[len(text_after_prompt) :], mask[len(text_after_prompt) :]
     spans = [t for t, m in zip(response[:-1], response_mask[:-1], strict=True) if not m]

@@ -99,8 +99,6 @@ def test_all_turns_of_a_dialogue_are_trained_where_the_template_leaves_them_as_t
     ]  # fmt: skip
     text = codec.tokenizer.decode(row.token_ids)
     assert text == rendered(family, "x", "u:a", "a:b <result>1</result> c", "u:d", "a:e")
-    ends = [codec.tokenizer.decode(row.token_ids[:end]) for end in row.turn_ends]
-    assert all(text.endswith(last) for text, last in zip(ends, ("b", f" c{eos}", f"e{eos}"), strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_1"])

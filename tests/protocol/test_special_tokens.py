@@ -4,7 +4,7 @@ import pytest
 from helpers.families import BEGIN, EOS, FAMILIES, TEMPLATES, codec_of, dialogue, family_tokenizer, pieces
 
 from arpo.protocol import Codec, TagsCodec
-from arpo.protocol.tags.text import parse_call, render_result, reserved_tags
+from arpo.protocol.tags import parse_call, render_result, reserved_tags
 from arpo.rewards import score
 
 TAGS = [f"<{slash}{tag}>" for tag in reserved_tags(("python", "search")) for slash in ("", "/")]

@@ -141,7 +141,8 @@ def test_files_may_have_their_calls_in_fields_or_in_blocks_of_json_or_xml():
 
 
 @pytest.mark.parametrize(
-    ("family", "format"), [("qwen2_5", "hermes"), ("qwen3", "hermes"), ("hermes", "hermes"), ("llama3_1", "llama")]
+    ("family", "format"),
+    [("qwen2_5", "hermes"), ("qwen3", "hermes"), ("hermes", "hermes"), ("llama3_1", "extras/llama.py:LLAMA")],
 )
 def test_a_template_of_another_form_is_refused_with_the_name_of_its_own(family, format):
     with pytest.raises(

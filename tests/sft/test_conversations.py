@@ -12,7 +12,7 @@ from helpers.files import write_jsonl, write_parquet
 
 from arpo.data import BadRow, read_rows
 from arpo.errors import UserError
-from arpo.protocol.tags.rows import parse_row
+from arpo.protocol.tags import parse_row
 from arpo.sft.conversations import read_conversations
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,9 @@ from arpo.protocol import FORMS
 from arpo.protocol.messages import Conversation
 from arpo.sft.conversations import read_conversations
 from arpo.sft.token_store import ConversationRows, render_row, tokenise
+from extras.llama import LLAMA
 
-parse_conversation, parse_for_llama = FORMS["hermes"].parse_row, FORMS["llama"].parse_row
+parse_conversation, parse_for_llama = FORMS["hermes"].parse_row, LLAMA.parse_row
 SFT = SFTDataConfig(train="x")
 CODE = {"name": "python", "arguments": {"code": "1+1"}}
 QUERY = {"name": "search", "arguments": {"query": "who"}}

@@ -9,10 +9,9 @@ from helpers.scripted_rollout import SHORT, play
 
 from arpo.config.rewards import RewardConfig
 from arpo.options import BranchingConfig
-from arpo.protocol import LlamaCodec
-from arpo.protocol.llama.text import A_CALL
 from arpo.rewards import score_groups
 from arpo.trajectory import Prompt, StopReason
+from extras.llama import A_CALL, LlamaCodec
 from extras.viewer.groups import trajectory_view
 
 ANSWER = "It is \\boxed{1}."

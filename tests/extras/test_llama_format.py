@@ -9,8 +9,9 @@ from helpers.format_checks import check_defect, check_well_formed
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import Segments
 from arpo.rewards import score
+from extras.llama import LLAMA, LlamaCodec
 
-RULES = FORMS["llama"].rules
+RULES = LLAMA.rules
 
 
 def call(name: str = "search", **parameters: str) -> str:
@@ -50,12 +51,12 @@ BAD: list[tuple[Segments, str]] = [
 
 @pytest.mark.parametrize("segments", GOOD)
 def test_a_well_formed_response_is_scored_by_its_last_turn(segments):
-    check_well_formed("llama", segments)
+    check_well_formed(LlamaCodec.format, segments)
 
 
 @pytest.mark.parametrize(("segments", "reason"), BAD)
 def test_a_defect_costs_the_reward_and_has_a_name(segments, reason):
-    check_defect("llama", segments, reason)
+    check_defect(LlamaCodec.format, segments, reason)
 
 
 @pytest.mark.parametrize("segments", [s for s in GOOD if not s[-2:][0][0].endswith("<think>\n")])
@@ -75,6 +76,6 @@ def test_much_space_takes_no_time():
 def test_without_calls_the_bonus_is_for_tools_whose_results_are_no_errors():
     def bonus(*texts: str) -> float:
         segments = [(CALL, True), result(texts[0]), (CODE, True), result(texts[1]), (BOX, True)]
-        return score("".join(text for text, _ in segments), ["4"], "math", form="llama").parts["tool_bonus"]
+        return score("".join(text for text, _ in segments), ["4"], "math", form=LlamaCodec.format).parts["tool_bonus"]
 
     assert [bonus("a", "b"), bonus("a", "Error: b"), bonus("Error", "b")] == [0.1, 0, 0]

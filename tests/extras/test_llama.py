@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from arpo.protocol.llama.text import A_CALL, call_body, parse_calls
 from arpo.protocol.schema import ToolSchema
+from extras.llama import A_CALL, LlamaCodec, call_body
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
@@ -20,7 +20,7 @@ PYTHON, SUM = call("python", {"code": "print(1)\n"}), call("add", {"b": 2, "a": 
 
 
 def calls_of(text: str) -> list[tuple[str, str, str | None]]:
-    return [(call.tag, call.argument, call.error_kind) for call in parse_calls(text, TOOLS)]
+    return [(call.tag, call.argument, call.error_kind) for call in LlamaCodec.parse_calls(text, TOOLS)]
 
 
 @pytest.mark.parametrize("text", [SUM, f" \n{SUM}\n", f"<think>I add {PYTHON}</think>\n{SUM}", SUM.replace(": ", ":")])
@@ -33,22 +33,21 @@ def test_arguments_may_contain_thoughts():
     assert calls_of(f"<think>a</think> <think>b</think>{call('python', {'code': code})}") == [("python", code, None)]
 
 
+def test_a_call_may_say_that_it_is_one():
+    assert calls_of('{"type": "function", "name": "python", "parameters": {"code": "1"}}') == [("python", "1", None)]
+
+
 def test_many_thoughts_are_read_in_no_time():
     """A pattern that repeats per thought would try 2 ** 400 ways to part them."""
-    assert parse_calls("<think>a</think> " * 400 + "so", TOOLS) == []
+    assert LlamaCodec.parse_calls("<think>a</think> " * 400 + "so", TOOLS) == []
     assert calls_of("<think>a</think> " * 400 + PYTHON) == calls_of(PYTHON)
-
-
-def test_arguments_may_stand_under_the_key_that_others_use():
-    assert calls_of(call("python", {"code": "1"}, "arguments")) == [("python", "1", None)]
-    assert calls_of('{"type": "function", "name": "python", "parameters": {"code": "1"}}') == [("python", "1", None)]
 
 
 @pytest.mark.parametrize(
     "text", ["", "\\boxed{4}", f"I call {PYTHON}", "{1, 2}", "{", "[]", f"<think>{PYTHON}", f"<think>{PYTHON}</think>4"]
 )
 def test_any_other_turn_is_an_answer(text):
-    assert parse_calls(text, TOOLS) == []
+    assert LlamaCodec.parse_calls(text, TOOLS) == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_any_other_turn_is_an_answer(text):
         (f"{PYTHON}; {SUM}", "unknown", "bad_json", "not valid JSON (Extra data). Write " + A_CALL),
         (f"{PYTHON} Now wait.", "unknown", "bad_json", "and nothing else"),
         (PYTHON[:-1], "unknown", "bad_json", "not valid JSON"),
-        ('{"a": ' * 200 + "1" + "}" * 200, "unknown", "bad_json", "it is too deep"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "unknown", "bad_json", "nested too deep"),
         ('{"answer": 4}', "unknown", "bad_json", "no JSON object with a name and parameters"),
         (call(3, {}), "unknown", "bad_json", "no JSON object with a name and parameters"),
         (call("Python", {}), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
@@ -68,7 +67,7 @@ def test_any_other_turn_is_an_answer(text):
     ],
 )
 def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
-    [found] = parse_calls(text, TOOLS)
+    [found] = LlamaCodec.parse_calls(text, TOOLS)
     assert (found.tag, found.error_kind) == (tag, kind)
     assert found.error.startswith("Error: ") and error in found.error and len(found.error) < 300
 
@@ -76,9 +75,9 @@ def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
 # ---- vLLM's own parser as an oracle
 
 OBJECTS = [
-    PYTHON, SUM, call("f", {"c": [None, True, "</think>", {"d": "}{"}]}), call("é", {}), call("f", {}, "arguments"),
+    PYTHON, SUM, call("f", {"c": [None, True, "</think>", {"d": "}{"}]}), call("é", {}),
     '{"parameters": {"a": 1}, "name": "f"}', '{"name": "f", "parameters": {"n": 12345678901234567890}}',
-    '{"name": "f", "parameters": {"x": 1}, "arguments": {"x": 2}}', '{"name": "a", "name": "b", "parameters": {}}',
+    '{"name": "a", "name": "b", "parameters": {}}',
     "{}", '{"name": "f"}', '{"name": "f", "parameters": }', "{'name': 'f', 'parameters': {}}", '{"parameters": {}}',
     '{"name": "f", "parameters": {"code": "a\nb"}}', "[1]", "{1, 2}",
 ]  # fmt: skip
@@ -106,7 +105,7 @@ def test_vllms_own_parser_finds_the_same_calls():
         found = parser.extract_tool_calls(text, None)
         theirs = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
         schemas = {name: ToolSchema(name, "", {"additionalProperties": True}) for name, _ in theirs}
-        ours = parse_calls(text, schemas)
+        ours = LlamaCodec.parse_calls(text, schemas)
         if right := [call for call in ours if not call.error_kind]:
             assert [(call.tag, json.loads(call.argument)) for call in right] == theirs, text
             num_calls += 1
@@ -116,4 +115,4 @@ def test_vllms_own_parser_finds_the_same_calls():
             num_stricter += 1
         else:
             num_none += 1
-    assert num_calls == 3 * 9 and num_stricter > 50 and num_none > 50
+    assert num_calls == 3 * 7 and num_stricter > 50 and num_none > 50
