@@ -66,15 +66,13 @@ def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[
 
 def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
     """Return the model section of RUN/config.yaml, with `model`, if given, as its path. Raises UserError."""
-    import yaml
-
     file = checkpoint.resolve().parent.parent / "config.yaml"
     if file.exists():
         try:
             section = read_yaml(file)["model"]
             known = {f.name for f in fields(ModelConfig)}
             cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
-        except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError, TypeError) as error:
+        except (OSError, AttributeError, ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{file}: cannot be read ({reason}); move it away, and pass --model FOLDER") from None
         return replace(cfg, path=model or cfg.path)

@@ -1,7 +1,6 @@
-"""Reads what strangers may have written (runs, data, caches) in bounded time and memory.
+"""Reads JSON, YAML and packed bytes that others may have written (runs, data, caches).
 
-What is no file, too large, nested too deep or damaged is a ValueError with a short reason, so that callers need no
-second word for it.
+What is no file, too large, nested too deep or damaged is a ValueError with a short reason.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
-MAX_PARTS = 1 << 27
-"""Most values in a text of JSON, of which a list or an object counts as eight: "[]," has 3 bytes, and 72 when read."""
-MAX_NODES = 100_000  # of a YAML file whose aliases are written out
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
@@ -36,9 +34,6 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str | bytes) -> Any:
     """Return the tree of a text of JSON."""
-    lists, objects, values = (text.count(mark if isinstance(text, str) else mark.encode()) for mark in "[{,")
-    if 8 * (lists + objects) + values > MAX_PARTS:
-        raise ValueError("too many lists, objects or values")
     try:
         return json.loads(text)
     except RecursionError:
@@ -59,35 +54,40 @@ def check_plain(tree: Any, depth: int = 0) -> None:
             check_plain(one, depth + 1)
 
 
-def compose_yaml(text: str) -> Any:
-    """Return the nodes of a YAML text, which may be loaded then: a few aliases of aliases can stand for gigabytes.
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that a mapping has twice, of which the last would win without a word; and aliases, of which a few
+    can stand for gigabytes."""
 
-    Raises yaml.YAMLError too.
-    """
-    import yaml
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError(f"line {self.peek_event().start_mark.line + 1}: an alias (*name); write it out")
+        return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(f"{name!r} stands in lines {lines[name]} and {line}; drop one")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the tree of a text of YAML."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"line {error.problem_mark.line + 1}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-    nodes, num_nodes = [root] if root else [], 0
-    while nodes:
-        children = nodes.pop().value
-        for child in children if isinstance(children, list) else ():
-            nodes += child if isinstance(child, tuple) else [child]
-        num_nodes += 1
-        if num_nodes + len(nodes) > MAX_NODES:
-            raise ValueError("too large, or an alias (*name) stands inside what it names; write it out")
-    return root
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the tree of a file of YAML. Raises OSError and yaml.YAMLError too."""
-    import yaml
-
-    text = read_file(path).decode()
-    compose_yaml(text)
-    return yaml.safe_load(text)
+    """Return the tree of a file of YAML. Raises OSError too."""
+    return parse_yaml(read_file(path).decode())
 
 
 def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytes:

@@ -5,25 +5,22 @@ Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flag
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import difflib
 import io
 import json
-import locale
 import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from arpo.config.bounded import compose_yaml
+from arpo.config.bounded import read_yaml
 from arpo.config.facts import ignored, out_of_range
-from arpo.config.foreign import OURS, SECTIONS
 from arpo.config.run_folder import pin_config
 from arpo.errors import PrintableRecord, UserError
 from arpo.start.exits import exit_interrupted, exit_with
@@ -81,6 +78,7 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
         if paths[-1].resolve() in [path.resolve() for path in paths[:-1]]:
             raise UserError(f"{paths[-1]}: this config file is given twice; drop one")
     if any(token in ("-h", "--help") for token in argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
         return parse(root, argv)  # which prints the help and exits
     known = field_names(root)
     settings: dict[str, Setting] = {}
@@ -126,27 +124,13 @@ def parse(root: type[C], flags: list[str]) -> C:
     import tyro
 
     captured = io.StringIO()
-    wants_help = any(token in ("-h", "--help") for token in flags)
     try:
-        with until_closed() if wants_help else contextlib.redirect_stderr(captured):
+        with contextlib.redirect_stderr(captured):
             return tyro.cli(root, args=flags, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
     except SystemExit as stop:
-        if wants_help or not stop.code:
+        if not stop.code:  # of --help
             raise
         raise ValueError(one_line(captured.getvalue())) from None
-
-
-@contextlib.contextmanager
-def until_closed() -> Iterator[None]:
-    """Print until nobody reads on: `--help | head` ends without a traceback."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        sys.exit(0)
 
 
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
@@ -159,17 +143,9 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
         signal.signal(signal.SIGINT, exit_interrupted)
     logging.setLogRecordFactory(PrintableRecord)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    run_or_exit(check_encoding, locale.getpreferredencoding(False))
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
     return cfg
-
-
-def check_encoding(name: str) -> None:
-    """Raise UserError unless files are read as UTF-8. Else torch's compiler fails on a file of its own, and where it
-    is tried again it says "duplicate template name" (seen in torch 2.13)."""
-    if codecs.lookup(name).name != "utf-8":
-        raise UserError(f"Python reads files as {name} here, and torch's are UTF-8; set PYTHONUTF8=1")
 
 
 def run_or_exit(function: Callable[[T], C], argument: T) -> C:
@@ -214,10 +190,6 @@ def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     if key in RENAMED:
         raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
     leaf = key.rsplit(".", 1)[-1]
-    if (ours := OURS.get(leaf)) in known:
-        raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see --help")
-    if key in SECTIONS:
-        raise UserError(f"{where}: {key!r} is a section of {SECTIONS[key]}; give the file to that")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
     ]
@@ -236,11 +208,6 @@ def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str
             if known[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
             found[key] = [] if match[2] is None else [match[2]]
-        elif (dotted := re.fullmatch(r"\+*(\w+\.[\w.]+)=.*", token)) and (
-            dotted[1] in known or dotted[1].rsplit(".", 1)[-1] in OURS
-        ):  # as verl's flags are written
-            check_known(dotted[1], known, where=COMMAND_LINE)
-            raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; put -- before it")
         elif key is None:
             raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")
         else:
@@ -253,21 +220,12 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
 
     Keys under the script's own name override the rest of the file; those under another script's are skipped.
     """
-    import yaml
-
     try:
-        text = path.read_text(encoding="utf-8")
-        check_no_key_twice(compose_yaml(text), path)
-        tree = yaml.safe_load(text) or {}
+        tree = read_yaml(path) or {}
     except OSError as error:
         raise UserError(f"{path}: cannot read the config file ({error.strerror}); check the path") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: the config file is not UTF-8; save it as that") from None
-    except yaml.YAMLError as error:
-        place = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        fix = "; indent with spaces, not tabs" if "\\t" in reason else ""
-        raise UserError(f"{path}{place}: not valid YAML ({reason}){fix}") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML ({error})") from None
     if not isinstance(tree, dict):
@@ -305,20 +263,3 @@ def _flag_of(entry: Any) -> str:
     """Return a value, or a list's entry, as a flag has it: a mapping as JSON, ~ as the shell reads it."""
     text = json.dumps(entry) if isinstance(entry, dict) else str(entry)
     return os.path.expanduser(text) if text.startswith("~/") else text
-
-
-def check_no_key_twice(node: Any, path: Path) -> None:
-    """Raise UserError for a key that a mapping of the YAML tree has twice: the last one would win without a word."""
-    import yaml
-
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key.value, str):
-            raise UserError(f"{path}:{line}: a key must be a name, not a {key.id}")
-        if key.value in seen:
-            raise UserError(f"{path}: {key.value!r} stands in lines {seen[key.value]} and {line}; drop one")
-        seen[key.value] = line
-        check_no_key_twice(value, path)

@@ -23,6 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
+import yaml
+
 from arpo.config.bounded import parse_json, read_file, read_yaml
 from arpo.config.contents import contents_of, keep_code, start_of
 from arpo.config.facts import leaves, may_change
@@ -111,13 +113,11 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in `folder` by dotted keys, as they were changed last. Raises UserError."""
-    import yaml
-
     try:
         settings = leaves(read_yaml(folder / CONFIG))
         for line in read_file(folder / CHANGES).splitlines() if (folder / CHANGES).exists() else ():
             settings |= {key: now for key, (_, now) in parse_json(line)["changes"].items()}
-    except (OSError, yaml.YAMLError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its settings cannot be read ({reason}); choose another run.name") from None
     return settings
@@ -161,8 +161,6 @@ def save_config(config: object, path: Path, contents: Mapping[str, str] | None =
 
     contents: digests of the files that it names, by key.
     """
-    import yaml
-
     head = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}
     if contents:
         head["contents"] = dict(contents)
