@@ -18,7 +18,7 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.safe_reader import SafeReader
-from arpo.checkpoint.snapshot import Snapshot, live_tensors, restore_random_state, snapshot
+from arpo.checkpoint.snapshot import Snapshot, live_tensors, restore_random_state
 from arpo.checkpoint.writer import MeasuredWriter
 from arpo.config.bounded import read_json
 from arpo.errors import UserError
@@ -34,11 +34,11 @@ from arpo.model import Policy
 from arpo.model.critic import TrainedCritic
 from arpo.ranks import Ranks
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 RANDOM_STATES = "random_states.pt"
 PROGRESS = "progress.json"
 RANK_FILE = "carried_{rank:05d}.json.gz"
-BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
 
 
 class NotWritten(UserError):
@@ -53,27 +53,14 @@ class Checkpoints:
         link: a symbolic link into a checkpoint that stays too."""
         self.folder, self.ranks, self.keep, self.link = folder, ranks, keep, link
         self.progress: dict = {}
-        """The `progress` given to `save`, as `resume` has found it; empty where there was none."""
+        """The `progress` given to `write`, as `resume` has found it; empty where there was none."""
         self.rank_files: list[Path] = []
-        """The `rank_file`s given to `save`, by rank, as `resume` has found them; empty where there were none."""
-
-    def save(
-        self,
-        step: int,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        critic: TrainedCritic | None = None,
-        *,
-        progress: dict | None = None,
-        rank_file: bytes | None = None,
-    ) -> Path:
-        """Write models, optimizers, step and every rank's random state, as `write` does."""
-        return self.write(step, snapshot(policy, optimizer, critic), progress=progress, rank_file=rank_file)
+        """The `rank_file`s given to `write`, by rank, as `resume` has found them; empty where there were none."""
 
     def write(
         self, step: int, moment: Snapshot, *, progress: dict | None = None, rank_file: bytes | None = None
     ) -> Path:
-        """Write what the ranks held at one moment. Return the checkpoint's folder.
+        """Write models, optimizers, step and random states, as all ranks held them at one moment. Return the folder.
 
         `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on, and
         `rank_file` what each rank has of its own; None on all ranks where there is nothing.
@@ -82,7 +69,6 @@ class Checkpoints:
         """
         final = self.folder_of(step)
         temporary = final.with_suffix(".tmp")
-        self._require_space(BYTES_PER_PARAMETER * moment.num_trained)
         random_states = self.ranks.all_gather_objects(moment.random_state)
         writer = MeasuredWriter(temporary)
         try:
@@ -124,17 +110,17 @@ class Checkpoints:
             if old.name != linked:
                 shutil.rmtree(old)
 
-    def together(self, folder: Path, write: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `write` on each rank and return all values, by rank. Raises NotWritten where one of them cannot."""
-        value, problem = None, ""
-        try:
-            value = write(*args)
-        except OSError as error:
-            problem = f"{folder}: cannot write the checkpoint (rank {self.ranks.rank}: {error.strerror or error})"
-        parts = self.ranks.all_gather_objects((value, problem))
-        if problems := [problem for _, problem in parts if problem]:
-            raise NotWritten(problems[0])
-        return [value for value, _ in parts]
+    def together(self, folder: Path, write: Callable[..., T], *args: Any) -> T:
+        """Call `write` on each rank and return its value there. Raises NotWritten on all where one of them cannot."""
+
+        def attempt() -> T:
+            try:
+                return write(*args)
+            except OSError as error:
+                reason = f"rank {self.ranks.rank}: {error.strerror or error}"
+                raise NotWritten(f"{folder}: cannot write the checkpoint ({reason})") from error
+
+        return self.ranks.together(attempt)
 
     def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> int:
         """Load the newest intact checkpoint and return its step, or 0 if there is none. The world size may change.
@@ -149,7 +135,7 @@ class Checkpoints:
             dcp.load(live_tensors(policy, optimizer, critic), storage_reader=SafeReader(folder))  # in place
         try:
             random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `save`
+        except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `write`
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
             restore_random_state(random_states[self.ranks.rank])
@@ -185,13 +171,6 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Return the folders of finished checkpoints, newest first."""
         return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=manifest.step_of, reverse=True)
-
-    def _require_space(self, num_bytes: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        free = self.ranks.from_rank_0(shutil.disk_usage(self.folder).free)
-        if free < num_bytes:
-            needed, free_now = (f"{count / 2**20:,.1f} MiB" for count in (num_bytes, free))
-            raise NotWritten(f"{self.folder}: a checkpoint needs {needed}, {free_now} are free")
 
 
 def verify(folder: Path) -> str | None:

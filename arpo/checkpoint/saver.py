@@ -152,11 +152,10 @@ class Saver:
     def _keep_best(self) -> None:
         if self.run.keep_best and self.run.save_hf_every:
             run, step, folders = self.run.folder, self.saved_step, self.checkpoints
-            said = folders.together(
+            if said := folders.together(
                 run / "best", lambda: keep_best(run, folders.all(), step) if self.ranks.is_main else ""
-            )
-            if said[0] and self.ranks.is_main:
-                logger.info(said[0])
+            ):
+                logger.info(said)
 
     def _renew_export(self, folder: Path) -> None:
         is_there, is_linked = self.ranks.from_rank_0((folder.exists(), self.link.resolve() == folder.resolve()))

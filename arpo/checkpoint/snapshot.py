@@ -26,11 +26,6 @@ class Snapshot(NamedTuple):
     """Nested: parameters by name (the policy's: HF names), AdamW's moments and counts."""
     random_state: dict[str, Any]
 
-    @property
-    def num_trained(self) -> int:
-        """Number of trained parameters, of all ranks."""
-        return sum(p.numel() for part in ("model", "critic") for p in self.tensors.get(part, {}).values())
-
     def staged(self, earlier: Snapshot | None) -> Snapshot:
         """Return a copy in host memory, in the memory of an earlier one of the same models if there is one."""
         copy = _copied(self.tensors, earlier.tensors if earlier else None)

@@ -84,13 +84,13 @@ class Ranks:
 
     def together(self, make: Callable[[], T]) -> T:
         """Return what `make` gives on this rank. If it raises UserError on any, all raise the first's. Collective."""
-        problem = ""
+        made, problem = None, None
         try:
             made = make()
         except UserError as error:
-            problem = str(error)
-        if problem := next(filter(None, self.all_gather_objects(problem)), ""):
-            raise UserError(problem)
+            problem = error
+        if first := next(filter(None, self.all_gather_objects(problem)), None):
+            raise first
         return made
 
     def from_rank_0(self, value: T) -> T:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import EngineConfig, ModelConfig, OptimConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.weight_sync import expected_parameters
@@ -89,7 +90,7 @@ def checkpoint_speed(policy, optimizer, ranks: Ranks) -> float:
         return 0.0
     folder = Path(ranks.from_rank_0(tempfile.mkdtemp(dir="runs")))
     try:
-        return num_bytes / seconds(lambda: Checkpoints(folder, ranks).save(1, policy, optimizer)) / 1e9
+        return num_bytes / seconds(lambda: Checkpoints(folder, ranks).write(1, snapshot(policy, optimizer))) / 1e9
     finally:
         ranks.barrier()
         shutil.rmtree(folder, ignore_errors=True)

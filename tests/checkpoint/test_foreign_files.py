@@ -20,6 +20,7 @@ from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.checkpoints import RANDOM_STATES
 from arpo.checkpoint.export import source_dtype, write_hf
 from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import ModelConfig, OptimConfig, UpdateConfig
 from arpo.engine.team import check_split
 from arpo.engine.weight_sync import expected_parameters
@@ -66,7 +67,7 @@ def checkpoint(tiny_model_dir, tmp_path) -> Path:
         ids = np.arange(6)
         policy(collate([Row(ids[:2], ids[2:], np.ones(4, int))]))[0].sum().backward()
         optimizer.step()
-        return Checkpoints(tmp_path / "checkpoints", ranks_of(mesh)).save(1, policy, optimizer)
+        return Checkpoints(tmp_path / "checkpoints", ranks_of(mesh)).write(1, snapshot(policy, optimizer))
 
 
 def sign(folder: Path) -> None:

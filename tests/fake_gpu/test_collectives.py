@@ -16,6 +16,7 @@ from helpers.ranks import run_ranks
 from helpers.updates import GAE, GRPO, make_groups
 
 from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
@@ -119,7 +120,7 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
         pass  # to the engine
     ranks.step_times(timers)
     ranks.reduce_metrics(metrics)
-    checkpoints.save(1, policy, optimizer, critic)
+    checkpoints.write(1, snapshot(policy, optimizer, critic))
     return [len(micro.row_ids) for minibatch in minibatches for micro in minibatch.micros]
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate, microbatches
 from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.metrics import Metrics
 from arpo.model import load_policy
@@ -176,7 +177,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
             optimizer.zero_grad()
         digests[step] = digest(policy, optimizer) if step > 2 else "", digest(critic, critic_optimizer)
         if step in save_at:
-            checkpoints.save(step, policy, optimizer, trained)
+            checkpoints.write(step, snapshot(policy, optimizer, trained))
     return digests
 
 

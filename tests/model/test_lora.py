@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import export_hf
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.run_folder import save_config
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.weight_sync import full_tensors
@@ -148,7 +149,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: int) -> dict[st
     for number in range(checkpoints.resume(policy, optimizer) + 1, last_step + 1):
         step(policy, optimizer)
         if number == save_at:
-            folder = checkpoints.save(number, policy, optimizer)
+            folder = checkpoints.write(number, snapshot(policy, optimizer))
             export_hf(policy, folder / "hf", source=cfg.path)
     return whole(policy)
 

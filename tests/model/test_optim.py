@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
+from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import OptimConfig
 from arpo.model import load_policy
 from arpo.model.optim import MOMENTS, build_optimizer, clip_grad_norm, local, lr_factor, set_learning_rate
@@ -112,7 +113,7 @@ def test_a_gpus_fused_optimizer_steps_sharded_parameters_like_the_plain_one_and_
         for fused in (False, True):
             policy, optimizer = load(fused)
             steps(policy, optimizer, 2)
-            Checkpoints(tmp_path / str(fused), ranks_of(mesh)).save(2, policy, optimizer)
+            Checkpoints(tmp_path / str(fused), ranks_of(mesh)).write(2, snapshot(policy, optimizer))
             outcomes["fused" if fused else "plain"] = steps(policy, optimizer, 1)
             kinds[fused] = described(optimizer)
         for fused in (False, True):
@@ -148,7 +149,7 @@ def three_steps(ranks, model: str, folder: str, offload: bool) -> tuple[list, bo
         found.append(state(policy, optimizer))
         homes.add(tuple(local(s["exp_avg"]).data_ptr() for s in optimizer.state.values()))
         if step == 2:
-            checkpoints.save(step, policy, optimizer)
+            checkpoints.write(step, snapshot(policy, optimizer))
     policy, optimizer = load()
     assert checkpoints.resume(policy, optimizer) == 2
     steps(policy, optimizer, 1)
