@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.sections import ModelConfig, OptimConfig, ProtocolConfig, RunConfig
-from arpo.config.sft import SFTDataConfig
+from arpo.config.sections import ModelConfig, OptimConfig, ProtocolConfig, RunConfig, SFTDataConfig
 from arpo.errors import require
 from arpo.start.inputs import check_sft
 

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.safe_reader import SafeReader
-from arpo.checkpoint.snapshot import Snapshot, live_tensors, restore_random_state
+from arpo.checkpoint.snapshot import Snapshot, live_tensors
 from arpo.checkpoint.writer import MeasuredWriter
 from arpo.config.bounded import read_json
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import TrainedCritic
-from arpo.ranks import Ranks
+from arpo.ranks import RandomState, Ranks
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Checkpoints:
         except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `write`
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
         if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
-            restore_random_state(random_states[self.ranks.rank])
+            RandomState(**random_states[self.ranks.rank]).restore()
         try:
             self.progress = read_json(folder / PROGRESS)
         except (OSError, ValueError) as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -25,6 +24,7 @@ class Snapshot(NamedTuple):
     tensors: dict[str, Any]
     """Nested: parameters by name (the policy's: HF names), AdamW's moments and counts."""
     random_state: dict[str, Any]
+    """The fields of a `RandomState`."""
 
     def staged(self, earlier: Snapshot | None) -> Snapshot:
         """Return a copy in host memory, in the memory of an earlier one of the same models if there is one."""
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
 
 def snapshot(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> Snapshot:
     """Return the live tensors, and the random states as they are now."""
-    return Snapshot(live_tensors(policy, optimizer, critic), random_state())
+    return Snapshot(live_tensors(policy, optimizer, critic), vars(RandomState.current()))
 
 
 def live_tensors(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None) -> dict[str, Any]:
@@ -50,22 +50,6 @@ def live_tensors(policy: Policy, optimizer: torch.optim.Optimizer, critic: Train
         tensors["critic"] = {name: p.detach() for name, p in critic.model.named_parameters()}
         tensors["critic_optimizer"] = _moments(critic.model, critic.optimizer)
     return tensors
-
-
-def random_state() -> dict[str, Any]:
-    """Return all random states in types that torch.load reads with weights_only."""
-    state = RandomState.current()
-    numpy = state.numpy | {
-        "state": state.numpy["state"] | {"key": torch.from_numpy(state.numpy["state"]["key"].astype(np.int64))}
-    }
-    return {"python": state.python, "numpy": numpy, "cpu": state.cpu, "cuda": state.cuda}
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set all generators to what `random_state` has returned."""
-    key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
-    numpy = state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}}
-    RandomState(state["python"], numpy, state["cpu"], state["cuda"] if torch.cuda.is_available() else None).restore()
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -241,7 +241,8 @@ def seed_everything(seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of Python's, NumPy's and torch's global generators, and of torch's on the current GPU."""
+    """The states of Python's, NumPy's and torch's global generators, and of torch's on the current GPU, in types that
+    torch.load reads with weights_only."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any] | None
@@ -252,16 +253,19 @@ class RandomState:
     @classmethod
     def current(cls, *, with_numpy: bool = True) -> RandomState:
         """Return the states as they are now. NumPy's takes 0.12 ms to take and restore, ten times the others' time."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        numpy = np.random.get_state(legacy=False) if with_numpy else None
+        cuda, numpy = torch.cuda.get_rng_state() if torch.cuda.is_available() else None, None
+        if with_numpy:
+            numpy = np.random.get_state(legacy=False)
+            numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         random.setstate(self.python)
         if self.numpy is not None:
-            np.random.set_state(self.numpy)
+            key = self.numpy["state"]["key"].numpy().astype(np.uint32)
+            np.random.set_state(self.numpy | {"state": self.numpy["state"] | {"key": key}})
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
+        if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
 
 

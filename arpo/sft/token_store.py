@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from arpo.batch import Row
-from arpo.config.sft import SFTDataConfig
+from arpo.config.sections import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import Codec, form_of
 from arpo.protocol.codec import Rendered

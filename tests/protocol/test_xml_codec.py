@@ -3,7 +3,7 @@
 import pytest
 from helpers.families import SCHEMAS, TEMPLATES, XML_FAMILIES, dialogue, hermes_codec, pieces, xml_codec
 
-from arpo.config.sft import SFTDataConfig
+from arpo.config.sections import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import FORMS, XmlCodec
 from arpo.protocol.schema import ToolSchema

@@ -8,7 +8,7 @@ from helpers.families import dialogue, hermes_codec, llama_codec, pieces
 from helpers.files import write_jsonl, write_parquet
 from helpers.ranks import run_ranks
 
-from arpo.config.sft import SFTDataConfig
+from arpo.config.sections import SFTDataConfig
 from arpo.data import BadRow
 from arpo.errors import UserError
 from arpo.protocol import FORMS

@@ -14,7 +14,7 @@ from helpers.files import write_jsonl, write_parquet
 from helpers.models import build_tiny_tokenizer
 from helpers.ranks import mesh_of_one, ranks_of, run_ranks
 
-from arpo.config.sft import SFTDataConfig
+from arpo.config.sections import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import TagsCodec
 from arpo.sft.token_store import OVERLONG, ConversationRows, tokenise
@@ -162,7 +162,7 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
         "sys.path.insert(0, 'tests')\n"
         "from helpers.models import build_tiny_tokenizer\n"
         "from arpo import ranks\n"
-        "from arpo.config.sft import SFTDataConfig\n"
+        "from arpo.config.sections import SFTDataConfig\n"
         "from arpo.protocol import TagsCodec\n"
         "from arpo.sft.token_store import tokenise\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
