@@ -1,9 +1,7 @@
 """Saving the state of a training, with a Hugging Face folder beside it, and continuing from it.
 
-A save that fails ends nothing while a later one can make up for it: the run says so, and goes on from memory.
-
-Under run.async_save a thread writes a copy, one save at a time. It talks to the other ranks' threads over a process
-group of its own, and does all that a save does: nobody sees the checkpoint before all ranks have written their part.
+A save that fails ends nothing while a later one can make up for it. Under run.async_save a thread writes a copy, one
+save at a time; it talks to the other ranks' threads over a process group of its own.
 """
 
 from __future__ import annotations
@@ -62,11 +60,10 @@ class Saver:
             run.folder / "checkpoints", self.ranks, keep=run.keep_checkpoints, link=self.link
         )
         self.saved_step = self.num_failed = 0
-
-    @property
-    def progress(self) -> dict:
-        """The `progress` that was saved with the checkpoint which `resume` has loaded; empty where there was none."""
-        return self.checkpoints.progress
+        self.progress: dict = {}
+        """The `progress` that was saved with the checkpoint which `resume` has loaded."""
+        self.rank_files: list[Path] = []
+        """The `rank_file`s, by rank, that were saved with it."""
 
     def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> int:
         """Load the newest intact checkpoint and return its step, 0 if there is none. `save` will save these objects.
@@ -76,15 +73,11 @@ class Saver:
         """
         self.policy, self.optimizer, self.critic = policy, optimizer, critic
         self.saved_step = self.checkpoints.resume(policy, optimizer, critic)
+        self.progress, self.rank_files = self.checkpoints.progress, self.checkpoints.rank_files
         if self.saved_step and self.run.save_hf_every:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
         self._keep_best()
         return self.saved_step
-
-    @property
-    def rank_files(self) -> list[Path]:
-        """The files, by rank, that were saved as `rank_file` with that checkpoint; empty where there were none."""
-        return self.checkpoints.rank_files
 
     def save_if_due(self, step: int, rollouts: Stateful | None = None, *, is_final: bool) -> None:
         """Save after the last step, and every run.save_every steps, with the state of the rollouts if there are any."""

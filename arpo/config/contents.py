@@ -1,7 +1,6 @@
 """What a run was begun with besides its settings: the contents of the files that they name, and its code.
 
-A path says nothing of what lies there: a reward that was edited, or another model in the same folder, would go on as if
-nothing had changed; and the same file by another path is no change.
+A path does not say that a reward was edited, or that another model lies in the folder now.
 """
 
 from __future__ import annotations
@@ -89,13 +88,9 @@ def _blocks_digest(files: Iterable[Path]) -> str:
 
 
 def code_version() -> str:
-    """Return the commit of a checkout, with "-dirty" where files were changed, or the installed package's version."""
-    if commit := _git("describe", "--always", "--dirty", "--tags").strip():
-        return f"commit {commit}"
-    try:
-        return f"arpo-torch {importlib.metadata.version('arpo-torch')}"
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_RECORDED
+    """Return the commit of a checkout, with "-dirty" where files were changed."""
+    commit = _git("describe", "--always", "--dirty", "--tags").strip()
+    return f"commit {commit}" if commit else NOT_RECORDED
 
 
 def start_of() -> dict[str, Any]:

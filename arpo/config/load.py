@@ -41,18 +41,14 @@ RENAMED = {
     "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "judge.url": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
-    "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
-    "model.compile_head": "model.compile=head",
-    "model.compile_layers": "model.compile=layers",
     "reward.function": "part of reward.file, FILE.py:NAME",
     "tools.python.cache": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
     "tools.python.max_concurrent_per_node": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
     "tools.python.mode": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
-    "run.save_hf": "run.save_hf_every; True is 1, False is 0",
     "tools.mcp": "tools.options of mcp/servers.py:McpServers, a tool from a file (docs/tools.md)",
     "rollout.pull_order": "rollout.dispatch=pull",
 }
-"""Keys of earlier versions."""
+"""Keys of earlier versions, but for those that today's resembles."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,6 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     paths: list[Path] = []
     while argv and not argv[0].startswith("-") and "=" not in argv[0]:
         paths.append(Path(argv.pop(0)))
-        if paths[-1].resolve() in [path.resolve() for path in paths[:-1]]:
-            raise UserError(f"{paths[-1]}: this config file is given twice; drop one")
     if any(token in ("-h", "--help") for token in argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
         return parse(root, argv)  # which prints the help and exits

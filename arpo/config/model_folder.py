@@ -11,12 +11,10 @@ from arpo.errors import UserError
 def check_model_folder(
     path: str, *, max_model_len: int = 0, option: str = "model.path", prompt_option: str = "data.max_prompt_tokens"
 ) -> None:
-    """Raise UserError for what a model folder lacks (config.json, a weight file, tokenizer, chat template, positions
-    for `max_model_len`), before anything is loaded; it begins with the `option` that set the path. `prompt_option`
-    sets a part of that length.
+    """Raise UserError for what a model folder lacks (config.json, weights, tokenizer, chat template, positions for
+    `max_model_len`). It begins with the `option` that set the path; `prompt_option` sets a part of that length.
 
-    A path that is no folder, and does not look local (in a folder that exists, for one), is a hub name, which is not
-    checked.
+    A path that is no folder, and does not look local, is a hub name, which is not checked.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -26,9 +24,8 @@ def check_model_folder(
         return
     config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")
     if not [*folder.glob("*.safetensors")]:
-        old = " but pytorch_model*.bin: load it with transformers and save_pretrained it again"
-        fix = old if [*folder.glob("pytorch_model*.bin")] else "; was the model saved completely?"
-        raise UserError(f"{option}={path}: no weights (*.safetensors){fix}")
+        fix = "was the model saved completely? (pytorch_model*.bin: save_pretrained it again with transformers)"
+        raise UserError(f"{option}={path}: no weights (*.safetensors); {fix}")
     if (folder / "model.safetensors.index.json").exists():
         index = read_json(option, folder, "model.safetensors.index.json", "copy it again").get("weight_map")
         names = set(map(str, index.values() if isinstance(index, dict) else ["weight_map"]))

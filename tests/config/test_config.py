@@ -195,11 +195,6 @@ def test_a_missing_config_file_is_named():
         load_config(RLConfig, [str(ROOT / "configs" / "arpo.yaml"), "configs/qwen_70b.yaml"])
 
 
-def test_a_config_file_given_twice_is_named():
-    with pytest.raises(UserError, match=r"^configs/\.\./configs/arpo\.yaml: this config file is given twice"):
-        load_config(RLConfig, ["configs/arpo.yaml", "configs/../configs/arpo.yaml"])
-
-
 def test_a_script_ends_with_code_2_on_rank_0_only():
     for rank, lines in (("0", 1), ("1", 0)):
         done = subprocess.run(

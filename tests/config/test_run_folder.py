@@ -238,4 +238,4 @@ def test_each_start_is_on_record_with_its_code(config, tmp_path):
     for start in starts:
         assert start.keys() == {"step", "date", "code", "versions", "command"}
         assert {"python", "torch", "transformers"} <= start["versions"].keys()
-        assert start["code"].startswith(("commit ", "arpo-torch ", "not recorded"))
+        assert start["code"].startswith(("commit ", "not recorded"))
