@@ -20,11 +20,9 @@ ACCURACY, REWARD, NLL = "valid/accuracy", "valid/reward", "valid/nll"
 
 
 def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
-    """Point RUN/best to the export with the best validation of the first `step` steps. Return what to say of a new
-    choice; "" where there is none.
+    """Point RUN/best to the export with the best validation of the first `step` steps, of `checkpoints` or its own.
 
-    `checkpoints` are those whose exports may be chosen, besides the one that it points to; of two that are equally good
-    the earlier is. Raises OSError.
+    Of two that are equally good the earlier is taken. Return what to say of a new choice, or "". Raises OSError.
     """
     link = run / "best"
     rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and {REWARD, NLL} & {*row}}

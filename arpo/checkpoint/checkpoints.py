@@ -62,10 +62,8 @@ class Checkpoints:
     ) -> Path:
         """Write models, optimizers, step and random states, as all ranks held them at one moment. Return the folder.
 
-        `progress`, which JSON can hold and which is the same on all ranks, is what else the next step depends on, and
-        `rank_file` what each rank has of its own; None on all ranks where there is nothing.
-
-        Raises NotWritten; older checkpoints then stay as they are, and nothing is left of this one.
+        `progress`, the same on all ranks, is what else the next step depends on, as JSON can hold it; `rank_file` is
+        what each rank has of its own. Raises NotWritten; older checkpoints then stay as they are.
         """
         final = self.folder_of(step)
         temporary = final.with_suffix(".tmp")

@@ -1,7 +1,4 @@
-"""Writing distributed checkpoints whose files' sizes and checksums are known when they are written.
-
-Reading them back for that would take as long again, and on several nodes over the network.
-"""
+"""Writing distributed checkpoints whose files' sizes and checksums are known without reading them back."""
 
 from __future__ import annotations
 

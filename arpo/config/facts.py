@@ -2,8 +2,7 @@
 
     clip_low: Annotated[float, AtLeast(0), Needs("loss.kind", not_in=("reinforce",), use="ppo")] = 0.2
 
-A section says in `FACTS` what holds for all its knobs; a knob that says something of the same kind is an exception. The
-functions below are the one loop over these facts. Imports nothing but the standard library.
+A section says in `FACTS` what holds for all its knobs; a knob that says something of the same kind is an exception.
 """
 
 from __future__ import annotations

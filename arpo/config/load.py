@@ -128,8 +128,7 @@ def parse(root: type[C], flags: list[str]) -> C:
 
 
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
-    """Return the command line's config after `check`; scripts call it before they import torch, so that mistakes show
-    at once. Data sets of the Hub are fetched here, and the config has their names with the commit.
+    """Return the command line's config after `check`, with data sets of the Hub fetched and pinned to a commit.
 
     One thread per rank: OpenMP's barriers collapse as soon as anything else runs on the machine.
     """

@@ -6,8 +6,8 @@
     runs/NAME/code/            the user's own Python files, and what differs from the commit
     runs/NAME/.lock            process and host that write to it; the system frees it when the process is gone
 
-Another learning rate, another algorithm or another data file would go on from the checkpoint without a word, and the
-curve would be of no experiment at all. What decides only how long, how often, or how fast may change at any time.
+Under another algorithm or another data file the curve would be of no experiment at all. What decides only how long, how
+often, or how fast may change at any time.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def _hold(file: IO[str]) -> None:
 
 
 def check_run_folder(run: RunConfig, cfg: Any) -> None:
-    """Claim the run's folder, and compare the settings of a begun run with `cfg`, before any model is loaded.
+    """Claim the run's folder, and compare the settings of a run that has a checkpoint with `cfg`.
 
-    A run is begun once it has a checkpoint. Raises UserError where the folder cannot be had, where the run exists and
-    run.resume is False, and, unless run.resume_changed, for the first setting that is another one now.
+    Raises UserError where the folder cannot be had, where the run exists and run.resume is False, and, unless
+    run.resume_changed, for the first setting that is another one now.
     """
     folder = run.folder
     claim_folder(folder, cfg.SCRIPT)

@@ -116,8 +116,7 @@ class Ranks:
         """Return time/*: means over ranks of the seconds of each phase, of the step, of no phase (idle); and rank_wait.
 
         rank_wait = seconds by which the slowest rank exceeded the mean in the phases in which ranks work on their own
-        (`Timers.ALONE`); so long the ranks stood still at the end of them, on average. It comes from the ranks' own
-        clocks, so measuring costs nothing. In other phases ranks meet at every layer, and their time includes waiting.
+        (`Timers.ALONE`); so long the ranks stood still at the end of them, on average.
         """
         by_rank = self.all_gather_objects(timers.seconds())
         mean = {name: sum(seconds[name] for seconds in by_rank) / len(by_rank) for name in by_rank[0]}
@@ -147,9 +146,7 @@ def init(
 ) -> Ranks:
     """Join the process group of torchrun's environment, or make one of a single rank.
 
-    timeout_minutes: time that ranks wait for each other; it must exceed the slowest legal rollout.
-    silence_s: a peer without a sign of life for so long is given up (under torchrun, see peers.py).
-    shard_size: see `make_mesh`. context_parallel: number of ranks that share their micro-batches.
+    The arguments are run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size and model.context_parallel.
     Raises UserError for a GPU that torch cannot use.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may die without ending its workers; orphans keep the GPU

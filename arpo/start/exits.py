@@ -38,7 +38,7 @@ def exit_with(error: UserError) -> NoReturn:
     """Print the one line (once, from rank 0 where it can) and leave with code 2, which no launcher should retry.
 
     What is wrong is mostly wrong on every rank. Then rank 0 says so, and torchrun ends the others while they wait here;
-    a rank that is still there afterwards is alone with its error, and must say it itself.
+    a rank that is still there afterwards must say it itself.
     """
     line = printable(f"error: {error}")
     rank = int(os.environ.get("RANK", "0"))

@@ -1,7 +1,6 @@
 """The files that a script's options name, looked at before torch is imported: a misspelt path is answered in a second.
 
-Each script passes its own check to `load_or_exit`. Run folder and model folder are checked only here. Of data the first
-rows are read; all of it is read, with the same checks, once the script runs.
+Each script passes its own check to `load_or_exit`. Of data only the first rows are read here.
 """
 
 from __future__ import annotations
