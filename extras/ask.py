@@ -41,7 +41,7 @@ class AskConfig(EvalConfig):
 
 
 def check(cfg: AskConfig) -> None:
-    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option="eval.max_prompt_tokens")
+    check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
 
 
 def ask(cfg: AskConfig) -> None:

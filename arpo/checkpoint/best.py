@@ -45,8 +45,7 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
         if other != folder:
             shutil.rmtree(other)
     before = f", before: step {kept}, {_text(rows[kept])}" if kept else ""
-    noise = "; their intervals overlap, it may be chance" if kept and _overlap(rows[best], rows[kept]) else ""
-    return f"best validation so far: step {best}, {_text(rows[best])}{before}{noise}"
+    return f"best validation so far: step {best}, {_text(rows[best])}{before}"
 
 
 def _score(row: dict) -> float:
@@ -57,10 +56,6 @@ def _text(row: dict) -> str:
     if ACCURACY not in row:
         return f"loss {row[NLL]:.4f}" if NLL in row else f"reward {row[REWARD]:+.3f}"
     return f"accuracy {row[ACCURACY]:.3f} [{row[ACCURACY + '_low']:.3f}, {row[ACCURACY + '_high']:.3f}]"
-
-
-def _overlap(best: dict, before: dict) -> bool:
-    return ACCURACY in best and best[ACCURACY + "_low"] <= before[ACCURACY + "_high"]
 
 
 def _link_or_copy(source: str, target: str) -> None:

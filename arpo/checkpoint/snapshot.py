@@ -1,7 +1,4 @@
-"""What a checkpoint holds of a rank: its shards of models and moments, and its random states.
-
-A snapshot is of the live tensors. A staged one is a copy in host memory, which can be written while training goes on.
-"""
+"""What a checkpoint holds of a rank: its shards of models and moments, and its random states."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Snapshot(NamedTuple):
     """The fields of a `RandomState`."""
 
     def staged(self, earlier: Snapshot | None) -> Snapshot:
-        """Return a copy in host memory, in the memory of an earlier one of the same models if there is one."""
+        """Return a copy in host memory, which can be written while training goes on; in that of an earlier one if any."""
         copy = _copied(self.tensors, earlier.tensors if earlier else None)
         _wait_for_gpu()
         return Snapshot(copy, self.random_state)

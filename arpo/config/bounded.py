@@ -6,7 +6,6 @@ What is no file, too large, nested too deep or damaged is a ValueError with a sh
 from __future__ import annotations
 
 import json
-import os
 import stat
 import zlib
 from pathlib import Path
@@ -20,11 +19,10 @@ MAX_DEPTH = 100
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the bytes of a file; a FIFO or a device would never end. Raises OSError too."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
-            raise ValueError(f"no file of at most {max_bytes >> 20:,} MiB")
-        return file.read(max_bytes)
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+        raise ValueError(f"no file of at most {max_bytes >> 20:,} MiB")
+    return path.read_bytes()
 
 
 def read_json(path: Path) -> Any:

@@ -8,11 +8,9 @@ from arpo.config.bounded import parse_json, read_file
 from arpo.errors import UserError
 
 
-def check_model_folder(
-    path: str, *, max_model_len: int = 0, option: str = "model.path", prompt_option: str = "data.max_prompt_tokens"
-) -> None:
+def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
     """Raise UserError for what a model folder lacks (config.json, weights, tokenizer, chat template, positions for
-    `max_model_len`). It begins with the `option` that set the path; `prompt_option` sets a part of that length.
+    `max_model_len`). It begins with the `option` that set the path.
 
     A path that is no folder, and does not look local, is a hub name, which is not checked.
     """
@@ -40,7 +38,7 @@ def check_model_folder(
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     if positions and max_model_len > positions:
         raise UserError(
-            f"{option}={path}: {prompt_option} + rollout.max_response_tokens = {max_model_len} exceeds the "
+            f"{option}={path}: max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
             f"model's max_position_embeddings = {positions}; lower one of them"
         )
 

@@ -53,18 +53,9 @@ def claim_folder(folder: Path, script: str) -> None:
         raise UserError(f"{folder}: cannot write the run's folder ({error.strerror}); set run.dir") from None
     if os.environ.get("RANK", "0") == "0":
         _hold(lock)
-    owner = script_of(folder) or script
+    owner = begun_settings(folder).get("script", script)
     if owner != script:
         raise UserError(f"{folder} is a run of {owner}.py, and this is {script}.py; choose another --run.name")
-
-
-def script_of(folder: Path) -> str:
-    """Return the script that began the run in `folder`, by the first line of its config.yaml; "" for none."""
-    try:
-        key, _, value = read_file(folder / CONFIG).partition(b"\n")[0].decode(errors="replace").partition(":")
-    except (OSError, ValueError):
-        return ""
-    return value.strip() if key == "script" else ""
 
 
 def _hold(file: IO[str]) -> None:
@@ -123,6 +114,15 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def begun_settings(folder: Path) -> dict[str, Any]:
+    """Return `settings_of` a folder, and {} where there are none, or they cannot be read: a start that needs them says
+    so, another one writes them anew."""
+    try:
+        return settings_of(folder)
+    except UserError:
+        return {}
+
+
 def changes(folder: Path, cfg: Any) -> dict[str, tuple[object, object]]:
     """Return (before, now) of the keys of `cfg` whose values are others than those of the run in `folder`, in order.
 
@@ -175,11 +175,7 @@ def pin_config(cfg: C) -> C:
 
     A run that was begun goes on with the commit that it was begun with, unless the name has a revision.
     """
-    folder = Path(cfg.run.dir) / cfg.run.name
-    try:
-        begun = settings_of(folder) if (folder / CONFIG).exists() else {}
-    except UserError:  # of a begun run check_run_folder says so; in another the file is written anew
-        begun = {}
+    begun = begun_settings(Path(cfg.run.dir) / cfg.run.name)
     for name in ("train", "valid"):
         if file := getattr(getattr(cfg, "data", None), name, ""):
             pinned = pin(f"data.{name}", file, str(begun.get(f"data.{name}", "")))

@@ -65,8 +65,7 @@ def check_evaluation(cfg: Any) -> None:
             claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)
         return
     if not cfg.eval.server:
-        prompts = "eval.max_prompt_tokens"
-        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len, prompt_option=prompts)
+        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     tools_cfg = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
     tools = tuple(tool_schemas(tools_cfg))
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():

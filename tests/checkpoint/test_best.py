@@ -51,7 +51,7 @@ def test_the_best_stays_when_its_checkpoint_goes_and_only_a_better_one_takes_its
         "",
         "",
     ]
-    assert said[4].endswith("[0.700, 0.800]; their intervals overlap, it may be chance")
+    assert said[4].endswith("before: step 10, accuracy 0.750 [0.700, 0.800]")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best_000025"]
 
 

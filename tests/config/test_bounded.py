@@ -12,7 +12,7 @@ import pytest
 from arpo.config.bounded import inflate, read_file
 from arpo.config.load import load_config
 from arpo.config.model_folder import read_json
-from arpo.config.run_folder import script_of, settings_of
+from arpo.config.run_folder import begun_settings, settings_of
 from arpo.data import load_prompts
 from arpo.errors import UserError
 from arpo.evals.grades import read_grades
@@ -125,7 +125,7 @@ def test_only_as_much_is_unpacked_as_is_allowed():
 def test_a_run_folder_of_devices_ends_at_once(tmp_path, make):
     make(tmp_path / "config.yaml")
     make(tmp_path / "metrics.jsonl")
-    assert script_of(tmp_path) == ""
+    assert begun_settings(tmp_path) == {}
     for read in (read_metrics, lambda folder: rows_until(folder / "metrics.jsonl", 1)):
         with pytest.raises(UserError, match=r"metrics\.jsonl: no file of at most"):
             read(tmp_path)
