@@ -24,7 +24,7 @@ class Snapshot(NamedTuple):
     """The fields of a `RandomState`."""
 
     def staged(self, earlier: Snapshot | None) -> Snapshot:
-        """Return a copy in host memory, which can be written while training goes on; in that of an earlier one if any."""
+        """Return a copy in host memory, to be written while training goes on; in that of an `earlier` one, if any."""
         copy = _copied(self.tensors, earlier.tensors if earlier else None)
         _wait_for_gpu()
         return Snapshot(copy, self.random_state)

@@ -5,10 +5,12 @@ Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flag
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import io
 import json
+import locale
 import logging
 import os
 import re
@@ -21,6 +23,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from arpo.config.bounded import read_yaml
 from arpo.config.facts import ignored, out_of_range
+from arpo.config.foreign import OURS, SECTIONS
 from arpo.config.run_folder import pin_config
 from arpo.errors import PrintableRecord, UserError
 from arpo.start.exits import exit_interrupted, exit_with
@@ -136,9 +139,17 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
         signal.signal(signal.SIGINT, exit_interrupted)
     logging.setLogRecordFactory(PrintableRecord)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run_or_exit(check_encoding, locale.getpreferredencoding(False))
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
     return cfg
+
+
+def check_encoding(name: str) -> None:
+    """Raise UserError unless files are read as UTF-8. Else torch's compiler fails on a file of its own, and where it
+    is tried again it says "duplicate template name" (seen in torch 2.13)."""
+    if codecs.lookup(name).name != "utf-8":
+        raise UserError(f"Python reads files as {name} here, and torch's are UTF-8; set PYTHONUTF8=1")
 
 
 def run_or_exit(function: Callable[[T], C], argument: T) -> C:
@@ -183,6 +194,10 @@ def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     if key in RENAMED:
         raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
     leaf = key.rsplit(".", 1)[-1]
+    if (ours := OURS.get(leaf)) in known:
+        raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see --help")
+    if key in SECTIONS:
+        raise UserError(f"{where}: {key!r} is a section of {SECTIONS[key]}; give the file to that")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
     ]
@@ -201,6 +216,11 @@ def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str
             if known[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
             found[key] = [] if match[2] is None else [match[2]]
+        elif (dotted := re.fullmatch(r"\+*(\w+\.[\w.]+)=.*", token)) and (
+            dotted[1] in known or dotted[1].rsplit(".", 1)[-1] in OURS
+        ):  # as verl's flags are written
+            check_known(dotted[1], known, where=COMMAND_LINE)
+            raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; put -- before it")
         elif key is None:
             raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")
         else:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arpo.config.rewards import RewardConfig
-from arpo.config.run_folder import script_of, settings_of
+from arpo.config.run_folder import begun_settings, settings_of
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grades import Grade, grades_path, write_grades
@@ -30,7 +30,7 @@ JUDGE_REASONS = {
 
 def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> None:
     """Grade all records of a run, write its report, and say where that is. Raises UserError where there are none."""
-    if script_of(run) != "evaluate":
+    if begun_settings(run).get("script") != "evaluate":
         raise UserError(f"{run / 'config.yaml'}: no settings of evaluate.py; is {run} the folder of an evaluation?")
     found: dict[str, list[Record]] = {}
     for record in read_records(run):

@@ -46,6 +46,7 @@ def spaces(num_bytes: int) -> bytes:
 
 
 BOMB = spaces((1 << 30) + (1 << 24))
+EMPTY_LISTS = gzip.compress(b"[" + b"[]," * (1 << 24) + b"[]]", 1)
 
 
 def conversations(form: str):
@@ -87,7 +88,7 @@ BOMBS = [
     *[("dump", "d.jsonl", text + "\n") for text in (DEEP, NUMBER, f'{{"a": {NUMBER}}}', "5", "[]")],
     ("dump", "d.jsonl.gz", BOMB),
     ("dump", "d.jsonl.gz", gzip.compress(b"a\n")[:-9]),
-    ("carried", "carried_00000.json.gz", BOMB),
+    *[("carried", "carried_00000.json.gz", bomb) for bomb in (BOMB, EMPTY_LISTS)],
     *[("carried", "carried_00000.json.gz", gzip.compress(text.encode())) for text in (DEEP, NUMBER + "x")],
     ("carried", "carried_00000.json.gz", gzip.compress(b"{}")[:-1]),
     *[("metrics", "metrics.jsonl", text + "\n") for text in (DEEP, NUMBER, "[]")],

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.load import load_config
+from arpo.config.foreign import OURS
+from arpo.config.load import field_names, load_config
 from arpo.config.run_folder import save_config
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig
@@ -97,6 +98,10 @@ def test_a_saved_config_loads_to_the_same_config(tmp_path):
     assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
 
 
+def test_the_names_of_others_are_answered_with_settings_that_are_there():
+    assert set(OURS.values()) <= field_names(RLConfig).keys()
+
+
 def test_a_home_folder_in_a_file_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     path = write(tmp_path / "c.yaml", "model: {path: ~/m}\ndata: {train: ~/d.parquet, valid: a~/b}\n")
@@ -132,7 +137,10 @@ def test_a_config_is_frozen():
         ("", ["--group_size", "4"], ["command line", "did you mean 'rollout.group_size'"]),
         ("", ["--rollout.group-siz", "4"], ["command line", "did you mean 'rollout.group_size'"]),
         ("", ["--run.seed", "3", "a.b=4"], ["command line", ": Unrecognized options: a.b=4"]),
-        ("", ["rollout.group_size=4"], ["command line", ": Unrecognized options: rollout.group_size=4"]),
+        ("", ["--learning_rate", "1e-6"], ["command line", "'learning_rate'", "here it is --optim.lr"]),
+        ("", ["--run.seed", "3", "actor_rollout_ref.rollout.n=4"], ["here it is --rollout.group_size"]),
+        ("", ["rollout.group_size=4"], ["command line", "'rollout.group_size=4'", "put -- before it"]),
+        ("eval: {num_samples: 2}", [], ["c.yaml", "'eval' is a section of evaluate.py"]),
         ("run: &a\n  seed: *a", [], ["c.yaml", "line 2", "alias", "write it out"]),
         ("", ["--branching.num_initial_rollouts", "17"], ["num_initial_rollouts=17", "group_size=16"]),
         ("", ["--update.num_prompts_per_minibatch", "100"], ["num_prompts_per_step=128", "minibatch=100"]),
@@ -214,6 +222,13 @@ def test_under_torchrun_the_last_line_on_the_screen_is_ours():
     first, *_, rule, last = [line for line in done.stderr.splitlines() if line.startswith(("error", "==="))]
     assert first == last == done.stderr.splitlines()[-1] and not rule.strip("=") and done.returncode == 1
     assert last.startswith("error: command line: data.train is empty")
+
+
+@pytest.mark.slow
+def test_where_files_are_not_read_as_utf8_one_line_says_so():
+    other = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "train_rl.py"], cwd=ROOT, capture_output=True, text=True, env=other)
+    assert done.returncode == 2 and "; set PYTHONUTF8=1" in done.stderr and done.stderr.count("\n") == 1
 
 
 OVERLAYS = ("demo_hard", "demo_long", "demo_notes", "llm_long")
