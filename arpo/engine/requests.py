@@ -24,7 +24,7 @@ class SamplingSpec:
     """Number K of largest logprobs that are wanted for each of those tokens."""
     num_chunk_tokens: int = 1
     """Tokens that come together, after the first one, which comes alone; an end comes at once, and `abort` loses what
-    has not come yet. A server ignores it."""
+    has not come yet."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from helpers.vllm_serve import SERVER
 
 from arpo.config.checks import half_chosen_aepo, no_baseline
 from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
@@ -104,7 +105,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
 }  # fmt: skip
 OFF = {
     "run.num_steps": 5, "model.lora_rank": 0, "model.cpu_offload": True, "data.valid": "",
-    "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
+    "eval.server": f"{SERVER}=http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
     "advantage.dead_groups": "drop", "loss.kind": "reinforce",
@@ -122,7 +123,7 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("reward.compat", "reward.terms"): ("answer=1",),
     ("reward.bonus_tools", "reward.terms"): ("answer=1",),
     ("reward.overlong_buffer_tokens", "reward.terms"): ("overlong=1",),
-    ("eval.server_model", "eval.server"): "http://h",
+    ("eval.server_model", "eval.server"): f"{SERVER}=http://h",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
     ("branching.expansion_rounds", "branching.selector"): "at2po",
     ("advantage.max_resample", "advantage.kind"): "grpo",
