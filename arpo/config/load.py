@@ -43,7 +43,6 @@ RENAMED = {
     "engine.enforce_eager": "engine.cuda_graphs; True is never, False is always",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
     "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
-    "model.compile_head": "model.compile=head",
     "model.compile_layers": "model.compile=layers",
     "reward.function": "part of reward.file, FILE.py:NAME",
     "tools.python.cache": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",

@@ -99,9 +99,9 @@ class ModelConfig:
     recompute_every_n_layers: Annotated[int, AtLeast(0), MAY_CHANGE] = 1
     """Activation checkpointing: recompute each n-th layer in the backward pass instead of keeping its activations. More
     than 1 takes more memory, but computes less twice; 0 = keep them all."""
-    compile: Annotated[Literal["none", "layers", "head", "all"], MAY_CHANGE] = "none"
+    compile: Annotated[Literal["none", "layers"], MAY_CHANGE] = "none"
     """torch.compile: layers = each layer but its attention; the start takes minutes, benchmarks/update_mfu.py shows the
-    gain. head = the head, which the start checks against the plain one; benchmarks/head_memory.py. all = both."""
+    gain."""
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
     shard_size: Annotated[int, AtLeast(0), MAY_CHANGE] = 0

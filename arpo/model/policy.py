@@ -22,9 +22,8 @@ from arpo.errors import UserError
 from arpo.model import lora
 from arpo.model.accumulation import prepare_accumulation
 from arpo.model.attention import attention_backend, register
-from arpo.model.chat_template import excess_of
 from arpo.model.context_parallel import check_model, ulysses
-from arpo.model.head import check_compiled, token_logprobs
+from arpo.model.head import token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.model.mixers import masks
 
@@ -36,11 +35,10 @@ HEAD_CHUNK_TOKENS = 1024
 class Policy(nn.Module):
     """The HF model, wrapped so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
 
-    def __init__(self, hf: nn.Module, *, compile_head: bool = False):
+    def __init__(self, hf: nn.Module):
         super().__init__()
         self.hf = hf
         self.head_chunk_tokens = HEAD_CHUNK_TOKENS
-        self.compile_head = compile_head
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
@@ -57,7 +55,6 @@ class Policy(nn.Module):
             targets,
             temperature=temperature,
             chunk_tokens=self.head_chunk_tokens,
-            fused=self.compile_head,
         )
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
@@ -101,9 +98,7 @@ def load_policy(
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
-    if compiles_head := cfg.compile in ("head", "all"):
-        check_compiled(hf.config.vocab_size, device)
-    policy = Policy(hf, compile_head=compiles_head).train()
+    policy = Policy(hf).train()
     shard(policy, hf, cfg, mesh, device, offload=offload)
     read_weights(lora.base_parameters(hf), cfg.path)
     lora.initialize(hf, seed)
@@ -126,7 +121,7 @@ def shard(
     )
     placement, home = residence(cfg, device, offload=offload)
     for layer in hf.base_model.layers:
-        if cfg.compile in ("layers", "all"):
+        if cfg.compile == "layers":
             layer.compile(dynamic=True)
         fully_shard(
             layer,
@@ -164,7 +159,7 @@ def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def load_tokenizer(path: str):
-    """Return the model folder's tokenizer. Raises UserError where there is none, or its chat template does not end."""
+    """Return the model folder's tokenizer. Raises UserError where there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -175,13 +170,6 @@ def load_tokenizer(path: str):
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
         raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
     warn_of_other_vocabulary(path, len(tokenizer))
-    templates = tokenizer.chat_template or ""
-    for template in templates.values() if isinstance(templates, dict) else [templates]:
-        if excess := excess_of(template):
-            raise UserError(
-                f"model.path={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
-                f"than {excess} for a question; take that of the model's publisher"
-            )
     return tokenizer
 
 
