@@ -43,6 +43,7 @@ RENAMED = {
     "engine.enforce_eager": "engine.cuda_graphs; True is never, False is always",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
     "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
+    "model.cpu_offload": "optim.offload, which moves the optimizer's moments only",
     "model.compile_layers": "model.compile=layers",
     "reward.function": "part of reward.file, FILE.py:NAME",
     "tools.python.cache": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",

@@ -108,8 +108,6 @@ class ModelConfig:
     """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
     context_parallel: Annotated[int, AtLeast(1), MAY_CHANGE] = 1
     """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
-    cpu_offload: Annotated[bool, MAY_CHANGE] = False
-    """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train only low-rank adapters of this rank; 0 = train all weights. (A critic always trains all of its own.)"""
     lora_alpha: Annotated[float, AtLeast(0), LORA] = 32.0
@@ -214,7 +212,7 @@ class OptimConfig:
     """Final learning rate as a share of lr."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradient clipping by global norm."""
-    offload: Annotated[bool, MAY_CHANGE, Needs("model.cpu_offload", False)] = False
+    offload: Annotated[bool, MAY_CHANGE] = False
     """AdamW's moments lie in pinned host memory, and are on the GPU for an optimizer step alone: 8 bytes of a trained
     parameter / ranks more for vLLM and activations, for a copy there and back at each step. Pays where little is left
     beside the weights (14B on 8 x 80 GB)."""

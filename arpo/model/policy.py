@@ -20,7 +20,6 @@ from arpo.config.model_folder import check_model_folder
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import lora
-from arpo.model.accumulation import prepare_accumulation
 from arpo.model.attention import attention_backend, register
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import token_logprobs
@@ -89,9 +88,9 @@ def load_policy(
     """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
     compute in `cfg.compute_dtype`.
 
-    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: for adapters,
-    which are not in the folder. Collective. Raises UserError for missing or broken weights, and a head that is not a
-    plain matrix.
+    offload: the shards stay in CPU memory, and each layer travels to the GPU, if there is one, for its forward pass.
+    seed: for adapters, which are not in the folder. Collective. Raises UserError for missing or broken weights, and a
+    head that is not a plain matrix.
     """
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     if cfg.context_parallel > 1:
@@ -110,7 +109,7 @@ def shard(
 ) -> None:
     """Put FSDP2 over `model`, of which `hf` is the part on meta, with layers gathered one at a time. Collective.
 
-    Afterwards `hf` has memory for its shards, of arbitrary content. Raises UserError for what the device cannot do.
+    Afterwards `hf` has memory for its shards, of arbitrary content.
     """
     if cfg.recompute_every_n_layers:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,7 +118,8 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    placement, home = residence(cfg, device, offload=offload)
+    offload = offload and device.type == "cuda"
+    placement = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in hf.base_model.layers:
         if cfg.compile == "layers":
             layer.compile(dynamic=True)
@@ -132,17 +132,9 @@ def shard(
         )
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=placement)
-    prepare_accumulation(model, cfg, num_shards=mesh.shape[-1])
-    materialize(hf, device, parameter_device=home)
-
-
-def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) -> tuple[OffloadPolicy, torch.device]:
-    """Return FSDP2's policy for, and the device of, the shards. Raises UserError for cpu_offload without a GPU."""
-    if cfg.cpu_offload and device.type != "cuda":
-        raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
-    if (offload or cfg.cpu_offload) and device.type == "cuda":
-        return CPUOffloadPolicy(), torch.device("cpu")
-    return OffloadPolicy(), device
+    model.is_whole = mesh.shape[-1] == 1  # on each rank; this and the next are for `accumulating`
+    model.reshards = cfg.reshard_after_forward
+    materialize(hf, device, parameter_device=torch.device("cpu") if offload else device)
 
 
 def reshard_all(model: nn.Module) -> None:

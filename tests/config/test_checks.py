@@ -38,7 +38,7 @@ ALWAYS = {
     "keep_dumps resume overlap_validation trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best "
     "stop_on_collapse",
     "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
-    "shard_size context_parallel cpu_offload lora_rank enable_thinking",
+    "shard_size context_parallel lora_rank enable_thinking",
     "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt "
     "num_conversations_per_step max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
@@ -52,7 +52,7 @@ ALWAYS = {
     "loss": "kind entropy_balanced_advantage entropy_coefficient entropy_target kl_coefficient aggregation "
     "old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
-    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
+    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm offload",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
     "replay regrade",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
@@ -89,7 +89,7 @@ def test_all_that_the_facts_name_exists():
 # ---- each knob that needs something: changed while what it needs is off, and while it is on
 
 ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
-    "run.num_steps": 0, "model.lora_rank": 16, "model.cpu_offload": False, "data.valid": "x",
+    "run.num_steps": 0, "model.lora_rank": 16, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "reward.file": OWN,
     "reward.terms": ("judge=1",), "reward.compat": "paper",
@@ -104,7 +104,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "rollout.dispatch": "pull", "rollout.context": "summary",
 }  # fmt: skip
 OFF = {
-    "run.num_steps": 5, "model.lora_rank": 0, "model.cpu_offload": True, "data.valid": "",
+    "run.num_steps": 5, "model.lora_rank": 0, "data.valid": "",
     "eval.server": f"{SERVER}=http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
