@@ -40,7 +40,7 @@ RENAMED = {
     "branching.entropy_mode": "branching.compat",
     "branching.rule": "branching.threshold, a number or None",
     "branching.timing": "branching.compat",
-    "engine.enforce_eager": "engine.cuda_graphs; True is never, False is always",
+    "engine.enforce_eager": "engine.cuda_graphs; True is never, False is auto",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
     "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
     "model.cpu_offload": "optim.offload, which moves the optimizer's moments only",

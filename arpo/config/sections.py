@@ -182,11 +182,11 @@ class EngineConfig:
     """Sequences decoded at the same time, per rank."""
     max_num_batched_tokens: Annotated[int, AtLeast(1)] = 8192
     """Tokens per engine step, prefill included."""
-    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    cuda_graphs: Literal["auto", "never"] = "auto"
     """Compile the model and replay decoding as captured CUDA graphs: faster steps, and a start that is minutes longer.
-    auto = always on a GPU, never on the CPU."""
-    async_scheduling: Literal["auto", "always", "never"] = "auto"
-    """Prepare a step while the GPU computes the one before. auto = on a GPU, where vLLM allows it; never on the CPU."""
+    auto = on a GPU."""
+    async_scheduling: Literal["auto", "never"] = "auto"
+    """Prepare a step while the GPU computes the one before. auto = on a GPU, where vLLM allows it."""
     quantization: Annotated[Literal["none", "fp8"], DECIDES] = "none"
     """fp8 = the sampler's linear layers are quantised to 8 bits at each weight sync (GPU only). That is not quite the
     policy which is trained, so train_rl asks for a loss.rollout_correction."""
