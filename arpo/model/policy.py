@@ -5,9 +5,7 @@ Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V v
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,7 +24,6 @@ from arpo.model.head import token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.model.mixers import masks
 
-logger = logging.getLogger(__name__)
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
 
@@ -155,28 +152,12 @@ def load_tokenizer(path: str):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         if not Path(path).is_dir():  # a hub name, or meant as a folder
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
         raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
-    warn_of_other_vocabulary(path, len(tokenizer))
-    return tokenizer
-
-
-@cache
-def warn_of_other_vocabulary(path: str, num_tokens: int) -> None:
-    """Warn, once, of a tokenizer that is hardly the model's. Vocabularies are padded, but not by a tenth."""
-    from transformers import AutoConfig
-
-    try:
-        vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError):  # beside a server, a tokenizer alone will do
-        return
-    if not vocab - max(vocab // 10, 1000) <= num_tokens <= vocab:
-        message = "model.path=%s: the tokenizer has %d tokens and the model %d; do they belong together?"
-        logger.warning(message, path, num_tokens, vocab)
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:

@@ -1,7 +1,6 @@
 """The reference is always the Hugging Face model's own forward pass, full logits, one row at a time, in float32."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -347,17 +346,6 @@ def test_a_head_with_soft_capping_is_refused(tmp_path, mesh):
     build_tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="final_logit_softcapping=30"):
         load_policy(cfg_of(tmp_path), mesh, device=CPU)
-
-
-@pytest.mark.parametrize("vocab_size, warns", [(384, False), (5000, True), (100, True)])
-def test_a_tokenizer_that_is_hardly_the_models_is_a_warning(tiny_model_dir, tmp_path, caplog, vocab_size, warns):
-    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
-    load_tokenizer(str(folder))
-    load_tokenizer(str(folder))
-    told = [line for line in caplog.messages if line.endswith(f"the model {vocab_size}; do they belong together?")]
-    assert len(told) == warns
 
 
 def test_a_folder_without_tokenizer_files_is_one_line(tmp_path):
