@@ -94,14 +94,12 @@ class ModelConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
     attention: Annotated[Literal["auto", "sdpa", "varlen", "flex_attention"], MAY_CHANGE] = "auto"
-    """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flex_attention is
-    compiled."""
+    """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flex_attention compiles."""
     recompute_every_n_layers: Annotated[int, AtLeast(0), MAY_CHANGE] = 1
     """Activation checkpointing: recompute each n-th layer in the backward pass instead of keeping its activations. More
     than 1 takes more memory, but computes less twice; 0 = keep them all."""
     compile: Annotated[Literal["none", "layers"], MAY_CHANGE] = "none"
-    """torch.compile: layers = each layer but its attention; the start takes minutes, benchmarks/update_mfu.py shows the
-    gain."""
+    """torch.compile: layers = each layer but its attention; the start takes minutes (benchmarks/update_mfu.py)."""
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
     shard_size: Annotated[int, AtLeast(0), MAY_CHANGE] = 0
