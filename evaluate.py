@@ -1,7 +1,7 @@
 """Evaluation: the rollout of training, without branching, over benchmarks or question files; graded and reported.
 
     torchrun --nproc_per_node 8 evaluate.py configs/qwen2.5_7b.yaml configs/eval.yaml --model.path MODEL
-    python evaluate.py --model.path MODEL --eval.server http://host:8000 --eval.benchmarks gaia --eval.num_samples 5
+    python evaluate.py --model.path MODEL --eval.files my_questions.jsonl --eval.num_samples 4
     python evaluate.py RUN/config.yaml --eval.regrade RUN            # new grades and report, no model
 
 Writes runs/NAME/{trajectories/, grades/, scores.json, report.md, config.yaml, sessions.jsonl}; the same command
@@ -16,6 +16,7 @@ from typing import ClassVar
 from arpo.config.checks import check_context, check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
 from arpo.config.load import load_or_exit, run_or_exit
+from arpo.config.named import definition_of, find, is_own
 from arpo.config.rewards import RewardConfig
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
@@ -56,6 +57,9 @@ class EvalConfig:
             return
         some = self.eval.benchmarks or self.eval.files
         require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
+        if server := self.eval.server:
+            require(is_own(server), f"eval.server={server} must be FILE.py:NAME=ADDRESS (docs/evaluation.md)")
+            definition_of("eval.server", server.partition("=")[0])
         room = check_result_room(self.tools.search, self.rollout)
         refuse(*room, *check_context(self.rollout, self.max_model_len))
 
@@ -65,10 +69,10 @@ CONFIG = load_or_exit(EvalConfig, check_evaluation) if __name__ == "__main__" el
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from arpo import ranks
 from arpo.engine import Engine
-from arpo.engine.server_engine import ServerEngine, find_model
 from arpo.engine.team import form_team
 from arpo.evals.judge import Judge
 from arpo.evals.question_sets import load_sets
@@ -165,16 +169,24 @@ def main(cfg: EvalConfig) -> None:
 
 
 def served_model(cfg: EvalConfig) -> str:
-    """Return the name of the model that the server has, and the folder it comes from where the server says so."""
-    _, model = find_model(cfg.eval.server, cfg.eval.server_model, cfg.max_model_len)
-    return f"{model['id']} ({model['root']})" if model.get("root", model["id"]) != model["id"] else model["id"]
+    """Return what the server calls its model. Raises UserError where it does not answer, or lacks the model."""
+    server, address = server_class(cfg.eval.server)
+    return server.served(address, cfg.eval.server_model, cfg.max_model_len)
 
 
-def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Engine | ServerEngine:
+def server_class(server: str) -> tuple[Any, str]:
+    """Return the class of FILE.py:NAME=ADDRESS, and the address."""
+    name, _, address = server.partition("=")
+    return find("eval.server", name, {}), address
+
+
+def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Any:
+    """Return an Engine, or what is named in its place."""
     if not cfg.eval.server:
         return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + index)
-    return ServerEngine(
-        cfg.eval.server,
+    server, address = server_class(cfg.eval.server)
+    return server(
+        address,
         cfg.eval.server_model,
         codec,
         max_model_len=cfg.max_model_len,

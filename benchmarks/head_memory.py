@@ -4,12 +4,11 @@
 
 All see the same hidden states and weight, and their gradients are compared. Each runs in a process of its own, after
 one warm-up, so that none profits from another's memory; what counts is the peak of the tensors above the inputs.
-time_ratio = our time (CPU seconds without a GPU) / that of full logits; compiled_time_ratio, with model.compile=head.
+time_ratio = our time (CPU seconds without a GPU) / that of full logits.
 """
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import statistics
@@ -36,7 +35,7 @@ def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-HEADS = {"ours": token_logprobs, "compiled": functools.partial(token_logprobs, fused=True), "baseline": full_logits}
+HEADS = {"ours": token_logprobs, "baseline": full_logits}
 
 
 @contextlib.contextmanager
@@ -86,7 +85,7 @@ def measure(side: str, device: str, size: tuple[int, int, int], repeats: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, nothing compiled, under a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
     parser.add_argument("--side", choices=HEADS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +94,7 @@ def main() -> None:
         print(json.dumps(measure(args.side, device, size, repeats=3)))
         return
     results = {}
-    for side in [side for side in HEADS if not (args.quick and side == "compiled")]:
+    for side in HEADS:
         command = [sys.executable, __file__, "--side", side, *(["--quick"] if args.quick else [])]
         results[side] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     ours, baseline = results["ours"], results["baseline"]
@@ -107,8 +106,6 @@ def main() -> None:
         print(f"{side:8}  peak {values['mib']:8.0f} MiB   forward + backward {values['seconds']:.3f} s")
     result = {"name": "head_memory", "ratio": baseline["mib"] / ours["mib"], "ours": ours["mib"]}
     result |= {"baseline": baseline["mib"], "unit": "MiB", "time_ratio": ours["seconds"] / baseline["seconds"]}
-    if "compiled" in results:
-        result |= {"compiled_time_ratio": results["compiled"]["seconds"] / baseline["seconds"]}
     print(json.dumps(result | {"ours_s": ours["seconds"], "baseline_s": baseline["seconds"], "device": device}))
 
 

@@ -23,6 +23,7 @@ from helpers.models import build_tiny_model
 from helpers.processes import free_port
 from helpers.ranks import PATIENCE_S, ROOT, run_script
 from helpers.scripted_server import ScriptedServer
+from helpers.vllm_serve import SERVER
 from helpers.web_service import WebService, says
 
 import evaluate
@@ -194,7 +195,7 @@ def server():
 
 def server_flags(world: Path, server: WebService, name: str, **changes: str) -> list[str]:
     changes = {
-        "eval__server": server.url.removesuffix("/retrieve"), "model__path": str(world / "scripted"),
+        "eval__server": f"{SERVER}={server.url.removesuffix('/retrieve')}", "model__path": str(world / "scripted"),
         "run__dir": str(world), "run__name": name, "eval__data_dir": str(world / "sets"),
         "tools__names": "python search", "tools__search__backend": "local",
         "tools__search__corpus": str(world / "corpus.jsonl"),
@@ -315,7 +316,9 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
     [
         ({"eval__benchmarks": "gaai"}, "did you mean 'gaia'"),
         ({"eval__data_dir": "/nowhere", "eval__benchmarks": "gaia"}, "/nowhere/gaia/test.jsonl, which is not there"),
-        ({"eval__server": "http://127.0.0.1:9"}, r"eval\.server: cannot reach http://127\.0\.0\.1:9/v1"),
+        ({"eval__server": f"{SERVER}=http://127.0.0.1:9"}, r"eval\.server: cannot reach http://127\.0\.0\.1:9/v1"),
+        ({"eval__server": "http://127.0.0.1:9"}, r"eval\.server=http://127.0.0.1:9 must be FILE\.py:NAME=ADDRESS"),
+        ({"eval__server": f"{SERVER}s=http://127.0.0.1:9"}, "does not define 'ServerEngines'"),
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
         ({"eval__replay": "True"}, "eval.replay needs a record, and python keeps none"),

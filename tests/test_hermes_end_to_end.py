@@ -10,7 +10,7 @@ from helpers.calling_model import DIALOGUES, build_calling_model, conversation
 from helpers.edits import ROOT
 from helpers.files import read_jsonl, write_jsonl
 from helpers.ranks import run_script, try_script
-from helpers.vllm_serve import serving
+from helpers.vllm_serve import SERVER, serving
 
 from arpo.evals.records import read_records
 from arpo.log import read_metrics
@@ -113,9 +113,10 @@ ONE_FORM = pytest.mark.parametrize("protocol", ["hermes"], indirect=True)
 def test_evaluation_on_a_server_and_from_records_agrees_with_that_on_an_engine(own, world):
     config = str(world / "config.yaml")
     with serving(world / "model", world, max_model_len=1000) as url:
-        run_script("evaluate.py", config, "--run.name", "served", "--eval.server", url, ranks=1)
+        address = f"{SERVER}={url}"
+        run_script("evaluate.py", config, "--run.name", "served", "--eval.server", address, ranks=1)
         run_script(
-            "evaluate.py", config, "--run.name", "replayed", "--eval.server", url, "--eval.replay", "True", ranks=1
+            "evaluate.py", config, "--run.name", "replayed", "--eval.server", address, "--eval.replay", "True", ranks=1
         )
     assert own == records(world, "served") == records(world, "replayed")
 

@@ -2,7 +2,7 @@
 
 Scripts import the package, never each other; the package never imports a script or `extras`; no circles, not even
 through imports inside functions; the pure core imports only itself and pure libraries; only `engine/` imports vllm,
-inside functions; only `tools/http`, the tools that fetch pages, and their users in `evals/` and `engine/` know aiohttp;
+inside functions; only `tools/http`, the tools that fetch pages, and their users in `evals/` know aiohttp;
 nothing there imports an MCP client, and `extras` only inside functions.
 """
 
@@ -152,7 +152,7 @@ def _top_level_names(node: ast.stmt) -> set[str]:
 
 
 def test_only_tools_import_aiohttp():
-    """Judge and server speak HTTP too, but through the client of `tools/http`."""
+    """The judge speaks HTTP too, but through the client of `tools/http`."""
     assert {name for name, path in NAMES.items() if "aiohttp" in packages_of(path)} == {
         "arpo.tools.http.client",
         "arpo.tools.search.browse",

@@ -34,10 +34,9 @@ class EvalSection:
     """Number of questions, from the start of each set, that are also asked with every tool call refused: a control that
     shows whether the agent needs its tools. Reported as SET_muted, and in no average."""
     server: str = ""
-    """OpenAI-compatible server to sample from, like http://host:8000, instead of an engine of our own. Its tokenizer
-    must be that of model.path; a key, if it needs one, is read from POLICY_API_KEY. Each rank has at most
-    engine.max_num_seqs requests under way."""
-    server_model: Annotated[str, Needs("eval.server", use="URL")] = ""
+    """Server to sample from instead of an engine of our own: FILE.py:NAME=ADDRESS, a class (docs/evaluation.md). Its
+    tokenizer must be that of model.path. Each rank has at most engine.max_num_seqs requests under way."""
+    server_model: Annotated[str, Needs("eval.server", use="FILE.py:NAME=ADDRESS")] = ""
     """Name of the model on the server; empty = the only one that it serves."""
     replay: bool = False
     """Answer tool calls with recorded results only: the mode of search, and of tools from a file with a cache, becomes

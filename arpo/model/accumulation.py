@@ -8,8 +8,6 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from arpo.config.sections import ModelConfig
-
 Micro = TypeVar("Micro")
 
 
@@ -31,10 +29,3 @@ def accumulating(model: nn.Module, micros: Sequence[Micro]) -> Iterator[Micro]:
         if not model.reshards:
             model.set_reshard_after_backward(is_last)
         yield micro
-
-
-def prepare_accumulation(model: FSDPModule, cfg: ModelConfig, num_shards: int) -> None:
-    """Note at a sharded model what `accumulating` may leave out. `num_shards`: ranks that share a copy of it."""
-    # cpu_offload takes each layer's gradients off the GPU at its exchange; until then they would all stay there
-    model.is_whole = num_shards == 1 and not cfg.cpu_offload
-    model.reshards = cfg.reshard_after_forward

@@ -20,7 +20,7 @@ from arpo.metrics import Metrics
 from arpo.model.accumulation import accumulating
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
-from arpo.model.policy import attention_implementation, hidden_states, residence, shard
+from arpo.model.policy import attention_implementation, hidden_states, shard
 from arpo.ranks import Ranks
 
 
@@ -46,8 +46,7 @@ def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> 
     critic = Critic(hf.base_model).train()
     # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
-    placement, home = residence(cfg, device)
-    fully_shard(critic.value_head.to(home), mesh=mesh, mp_policy=exact, offload_policy=placement)
+    fully_shard(critic.value_head.to(device), mesh=mesh, mp_policy=exact)
     shard(critic, critic.backbone, cfg, mesh, device)
     read_weights({f"{hf.base_model_prefix}.{name}": p for name, p in critic.backbone.named_parameters()}, cfg.path)
     return critic

@@ -9,36 +9,24 @@ Legend: N tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from arpo.errors import UserError
 
 CACHED_LOGITS = 1 << 20
 """Logits, in float32, that stay in a CPU's caches while one pass after the other goes over them."""
 
 
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 1024,
-    fused: bool = False,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the entropy (nats) of p = softmax(hidden @ weight.T / temperature), (N,) float32 each.
 
     hidden (N, D), weight (V, D), targets (N,) int64. Both outputs have exact gradients; softmax runs in float32
     whatever the inputs' dtype. N = 0 still gives (zero) gradients. The entropy is the policy's own at temperature 1.
-    fused: compiled, so that the logits of a chunk are read once or twice instead of a dozen times.
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
-    return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens), fused)
+    return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -56,18 +44,17 @@ def blocks(logits: Tensor) -> list[slice]:
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens, fused):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, log_normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        statistics = compiled(chunk_statistics) if fused else chunk_statistics
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = matmul(hidden[part], weight.t())  # (chunk, V)
-            found = [statistics(logits[rows], targets[part][rows], temperature) for rows in blocks(logits)]
+            found = [chunk_statistics(logits[rows], targets[part][rows], temperature) for rows in blocks(logits)]
             logprobs[part], entropy[part], log_normalizer[part] = map(torch.cat, zip(*found, strict=True))
             del logits  # before the next chunk's, which would be there beside them
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
-        ctx.temperature, ctx.chunk_tokens, ctx.fused = temperature, chunk_tokens, fused
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)  # most losses use only one of the two outputs
         return logprobs, entropy
 
@@ -75,7 +62,6 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
-        gradient = compiled(chunk_gradient) if ctx.fused else chunk_gradient
         grad_hidden = torch.zeros_like(hidden)
         learns = ctx.needs_input_grad[1]  # not with LoRA, and then half of the work is saved
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if learns else None
@@ -86,7 +72,7 @@ class _ChunkedHead(torch.autograd.Function):
             grad_logits = logits  # a block's gradient takes its place; CUDA, with one block, has another dtype
             for rows in blocks(logits):
                 of_rows = (values if values is None else values[part][rows] for values in of_tokens)
-                grad = gradient(logits[rows], *of_rows, ctx.temperature, weight.dtype)
+                grad = chunk_gradient(logits[rows], *of_rows, ctx.temperature, weight.dtype)
                 if len(grad) == len(logits):
                     grad_logits = grad
                 else:
@@ -95,7 +81,7 @@ class _ChunkedHead(torch.autograd.Function):
             if learns:
                 grad_weight += matmul(grad_logits.t(), hidden[part])
             del logits, grad, grad_logits  # before the next chunk's, which would be there beside them
-        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,31 +126,6 @@ def chunk_gradient(
     if grad_logprobs is not None:
         grad.scatter_add_(1, targets[:, None], grad_logprobs)
     return grad.to(dtype)
-
-
-def check_compiled(vocab_size: int, device: torch.device) -> None:
-    """Compile the head. Raises UserError where that fails, or gives other numbers than the plain one."""
-    g = torch.Generator(device).manual_seed(0)
-    logits, targets = torch.randn(16, vocab_size, generator=g, device=device) * 3, torch.arange(16, device=device)
-    grads = torch.randn(2, 16, generator=g, device=device)
-    _, entropy, log_normalizer = chunk_statistics(logits.clone(), targets, 1.0)
-    calls: dict[Callable, tuple] = {
-        chunk_statistics: (targets, 1.0),
-        chunk_gradient: (targets, log_normalizer, entropy, *grads, 1.0, torch.float32),
-    }
-    for function, args in calls.items():
-        expected = function(logits.clone(), *args)
-        try:
-            ours = compiled(function)(logits.clone(), *args)
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-        except (RuntimeError, AssertionError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(f"model.compile=head does not work here; leave it none ({reason})") from error
-
-
-@functools.cache
-def compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
 
 
 def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:

@@ -17,8 +17,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     """Return AdamW over the (sharded) parameters; norms and biases are not decayed.
 
-    Where there is a GPU it is fused, also for shards that lie in CPU memory: for shards torch would not choose that by
-    itself, but take them one by one. A CPU run keeps the plain one; the fused one's numbers differ by rounding.
+    Where there is a GPU it is fused, which torch would not choose for shards by itself, but take them one by one. A CPU
+    run keeps the plain one; the fused one's numbers differ by rounding.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -5,9 +5,7 @@ Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V v
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,15 +18,12 @@ from arpo.config.model_folder import check_model_folder
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import lora
-from arpo.model.accumulation import prepare_accumulation
 from arpo.model.attention import attention_backend, register
-from arpo.model.chat_template import excess_of
 from arpo.model.context_parallel import check_model, ulysses
-from arpo.model.head import check_compiled, token_logprobs
+from arpo.model.head import token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.model.mixers import masks
 
-logger = logging.getLogger(__name__)
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
 
@@ -36,11 +31,10 @@ HEAD_CHUNK_TOKENS = 1024
 class Policy(nn.Module):
     """The HF model, wrapped so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
 
-    def __init__(self, hf: nn.Module, *, compile_head: bool = False):
+    def __init__(self, hf: nn.Module):
         super().__init__()
         self.hf = hf
         self.head_chunk_tokens = HEAD_CHUNK_TOKENS
-        self.compile_head = compile_head
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
@@ -57,7 +51,6 @@ class Policy(nn.Module):
             targets,
             temperature=temperature,
             chunk_tokens=self.head_chunk_tokens,
-            fused=self.compile_head,
         )
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
@@ -92,18 +85,16 @@ def load_policy(
     """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
     compute in `cfg.compute_dtype`.
 
-    offload: the shards stay in CPU memory, and each layer travels to the GPU for its forward pass. seed: for adapters,
-    which are not in the folder. Collective. Raises UserError for missing or broken weights, and a head that is not a
-    plain matrix.
+    offload: the shards stay in CPU memory, and each layer travels to the GPU, if there is one, for its forward pass.
+    seed: for adapters, which are not in the folder. Collective. Raises UserError for missing or broken weights, and a
+    head that is not a plain matrix.
     """
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
     if cfg.context_parallel > 1:
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
-    if compiles_head := cfg.compile in ("head", "all"):
-        check_compiled(hf.config.vocab_size, device)
-    policy = Policy(hf, compile_head=compiles_head).train()
+    policy = Policy(hf).train()
     shard(policy, hf, cfg, mesh, device, offload=offload)
     read_weights(lora.base_parameters(hf), cfg.path)
     lora.initialize(hf, seed)
@@ -115,7 +106,7 @@ def shard(
 ) -> None:
     """Put FSDP2 over `model`, of which `hf` is the part on meta, with layers gathered one at a time. Collective.
 
-    Afterwards `hf` has memory for its shards, of arbitrary content. Raises UserError for what the device cannot do.
+    Afterwards `hf` has memory for its shards, of arbitrary content.
     """
     if cfg.recompute_every_n_layers:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -124,9 +115,10 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    placement, home = residence(cfg, device, offload=offload)
+    offload = offload and device.type == "cuda"
+    placement = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in hf.base_model.layers:
-        if cfg.compile in ("layers", "all"):
+        if cfg.compile == "layers":
             layer.compile(dynamic=True)
         fully_shard(
             layer,
@@ -137,17 +129,9 @@ def shard(
         )
     # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=placement)
-    prepare_accumulation(model, cfg, num_shards=mesh.shape[-1])
-    materialize(hf, device, parameter_device=home)
-
-
-def residence(cfg: ModelConfig, device: torch.device, *, offload: bool = False) -> tuple[OffloadPolicy, torch.device]:
-    """Return FSDP2's policy for, and the device of, the shards. Raises UserError for cpu_offload without a GPU."""
-    if cfg.cpu_offload and device.type != "cuda":
-        raise UserError("model.cpu_offload=True needs a GPU to compute on; leave it False")
-    if (offload or cfg.cpu_offload) and device.type == "cuda":
-        return CPUOffloadPolicy(), torch.device("cpu")
-    return OffloadPolicy(), device
+    model.is_whole = mesh.shape[-1] == 1  # on each rank; this and the next are for `accumulating`
+    model.reshards = cfg.reshard_after_forward
+    materialize(hf, device, parameter_device=torch.device("cpu") if offload else device)
 
 
 def reshard_all(model: nn.Module) -> None:
@@ -164,39 +148,16 @@ def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def load_tokenizer(path: str):
-    """Return the model folder's tokenizer. Raises UserError where there is none, or its chat template does not end."""
+    """Return the model folder's tokenizer. Raises UserError where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         if not Path(path).is_dir():  # a hub name, or meant as a folder
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
         raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
-    warn_of_other_vocabulary(path, len(tokenizer))
-    templates = tokenizer.chat_template or ""
-    for template in templates.values() if isinstance(templates, dict) else [templates]:
-        if excess := excess_of(template):
-            raise UserError(
-                f"model.path={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
-                f"than {excess} for a question; take that of the model's publisher"
-            )
-    return tokenizer
-
-
-@cache
-def warn_of_other_vocabulary(path: str, num_tokens: int) -> None:
-    """Warn, once, of a tokenizer that is hardly the model's. Vocabularies are padded, but not by a tenth."""
-    from transformers import AutoConfig
-
-    try:
-        vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError):  # beside a server, a tokenizer alone will do
-        return
-    if not vocab - max(vocab // 10, 1000) <= num_tokens <= vocab:
-        message = "model.path=%s: the tokenizer has %d tokens and the model %d; do they belong together?"
-        logger.warning(message, path, num_tokens, vocab)
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:

@@ -94,7 +94,7 @@ class Job:
 
 def training_state(job: Job, num_states: int = NUM_STATES) -> float:
     """Return the bytes of parameters, gradients and optimizer, of the critic too, and of the reference's parameters."""
-    if not job.num_shards or job.model.cpu_offload:
+    if not job.num_shards:
         return 0.0
     num_per_weight = 1 if job.model.lora_rank else num_states  # those of the adapters are taken as nothing
     count = num_per_weight * job.sizes.parameters
@@ -140,8 +140,7 @@ def misfits(job: Job, gpu_bytes: float) -> list[str]:
     total, state, reasons = f"{gpu_bytes / GIB:.1f} GiB", training_state(job), []
     if state + CONTEXT_GIB * GIB > gpu_bytes:
         reasons.append(
-            f"the training state needs {state / GIB:.1f} GiB of a GPU's {total}; use more GPUs, "
-            "model.cpu_offload=True, or model.lora_rank"
+            f"the training state needs {state / GIB:.1f} GiB of a GPU's {total}; use more GPUs, or model.lora_rank"
         )
     if not job.engine:
         return reasons

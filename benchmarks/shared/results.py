@@ -26,7 +26,7 @@ EXTRAS = {
     "exchange": ("bytes_ratio", "mb", "baseline_mb"),
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
     "mcp_overhead": ("http", "stdio_per_s", "http_per_s", "direct_per_s"),
-    "head_memory": ("time_ratio", "compiled_time_ratio"),
+    "head_memory": ("time_ratio",),
     "no_rank_waits": (
         "pull",
         "idle",

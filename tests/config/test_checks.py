@@ -4,6 +4,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from helpers.vllm_serve import SERVER
 
 from arpo.config.checks import half_chosen_aepo, no_baseline
 from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
@@ -35,7 +36,7 @@ ALWAYS = {
     "keep_dumps resume trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best "
     "stop_on_collapse",
     "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
-    "shard_size context_parallel cpu_offload lora_rank enable_thinking",
+    "shard_size context_parallel lora_rank enable_thinking",
     "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt "
     "num_conversations_per_step max_tokens max_tokens_per_microbatch mask_results train_turns tools",
     "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
@@ -49,7 +50,7 @@ ALWAYS = {
     "loss": "kind entropy_balanced_advantage entropy_coefficient entropy_target kl_coefficient aggregation "
     "old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
-    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm",
+    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm offload",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
     "replay regrade",
     "judge": "url",
@@ -87,7 +88,7 @@ def test_all_that_the_facts_name_exists():
 # ---- each knob that needs something: changed while what it needs is off, and while it is on
 
 ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
-    "run.num_steps": 0, "model.lora_rank": 16, "model.cpu_offload": False, "data.valid": "x",
+    "run.num_steps": 0, "model.lora_rank": 16, "data.valid": "x",
     "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
     "branching.compat": "paper", "reward.file": OWN,
     "reward.terms": ("answer=1",), "reward.compat": "paper",
@@ -102,8 +103,8 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "rollout.dispatch": "pull", "rollout.context": "summary",
 }  # fmt: skip
 OFF = {
-    "run.num_steps": 5, "model.lora_rank": 0, "model.cpu_offload": True, "data.valid": "",
-    "eval.server": "http://h", "rollout.temperature": 0, "branching.selector": "none",
+    "run.num_steps": 5, "model.lora_rank": 0, "data.valid": "",
+    "eval.server": f"{SERVER}=http://h", "rollout.temperature": 0, "branching.selector": "none",
     "branching.dynamic_budget": False, "branching.compat": "upstream", "reward.file": "", "reward.terms": (),
     "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
     "advantage.dead_groups": "drop", "loss.kind": "reinforce",
@@ -121,7 +122,7 @@ SPECIAL_ON = {  # where the usual value of the owner is not the one that this kn
     ("reward.compat", "reward.terms"): ("answer=1",),
     ("reward.bonus_tools", "reward.terms"): ("answer=1",),
     ("reward.overlong_buffer_tokens", "reward.terms"): ("overlong=1",),
-    ("eval.server_model", "eval.server"): "http://h",
+    ("eval.server_model", "eval.server"): f"{SERVER}=http://h",
     ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
     ("branching.expansion_rounds", "branching.selector"): "at2po",
     ("advantage.max_resample", "advantage.kind"): "grpo",
@@ -357,7 +358,7 @@ def test_one_message_names_all_numbers_that_are_out_of_range():
         ["--loss.kl_coefficient", "0.01", "--loss.kl_in", "reward", "--loss.kl_estimator", "k1"],
         ["--loss.kl_coefficient", "0.01", "--loss.reference", "runs/sft", "--loss.kl_estimator", "k2"],
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1", "--loss.dual_clip", "None"],
-        ["--update.layout", "tree", "--model.attention", "flash_attention_2"],
+        ["--update.layout", "tree", "--model.attention", "varlen"],
         ["--advantage.tree", "node_parent", "--loss.kind", "gspo", "--loss.ratio_over", "turn"],
         ["--advantage.normalize", "batch", "--advantage.tree", "hard", "--loss.rollout_correction", "sequence_tis"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],

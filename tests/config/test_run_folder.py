@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from helpers.vllm_serve import SERVER
 
 from arpo.config.facts import may_change
 from arpo.config.load import load_config
@@ -190,7 +191,7 @@ def test_where_nothing_can_be_locked_a_line_says_so(config, monkeypatch, capsys)
 
 def test_a_folder_belongs_to_the_script_that_began_it(config, tmp_path):
     record_settings_of(config(), tmp_path / "r", 0)
-    files = ["--eval.files", str(tmp_path / "q.jsonl"), "--eval.server", "http://127.0.0.1:1"]
+    files = ["--eval.files", str(tmp_path / "q.jsonl"), "--eval.server", f"{SERVER}=http://127.0.0.1:1"]
     (tmp_path / "q.jsonl").write_text('{"question": "q?", "answer": "1"}\n')
     place = ["--run.dir", str(tmp_path), "--run.name", "r", "--tools.names", "python"]
     words = r"r is a run of train_rl\.py, and this is evaluate\.py; choose another --run\.name"

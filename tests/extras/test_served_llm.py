@@ -12,7 +12,7 @@ import pytest
 from helpers.files import write_jsonl
 from helpers.pretrained import build_pretrained_model
 from helpers.ranks import run_script
-from helpers.vllm_serve import serving
+from helpers.vllm_serve import SERVER, serving
 
 from arpo.evals.records import read_records
 
@@ -85,7 +85,8 @@ def test_the_export_calls_its_tool_in_our_engine_and_behind_vllm_serve(world):
     with serving(world / "runs/sft/hf", world, max_model_len=512) as url:
         for question, (_, text) in DIALOGUES.items():
             assert said_after(url, question) == text.partition(" <result>")[0]
-        run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "served", "--eval.server", url, ranks=1)
+        address = f"{SERVER}={url}"
+        run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "served", "--eval.server", address, ranks=1)
     for name in ("own", "served"):
         records = read_records(world / "runs" / name)
         assert {r.question: r.text for r in records} == {q: text for q, (_, text) in DIALOGUES.items()}

@@ -327,7 +327,6 @@ SECTIONS = {
     "version": lambda: vllm.__version__,
     "config": config,
     "config_without": lambda: config(cuda_graphs="never", async_scheduling="never"),
-    "config_always": lambda: config(cuda_graphs="always", async_scheduling="always"),
     "config_fp8": lambda: config(quantization="fp8"),
     "sampler_1": lambda: sampler(1.0),
     "sampler_0.6": lambda: sampler(0.6),

@@ -49,7 +49,6 @@ def test_vllm_takes_our_arguments_for_the_gpu(report):
         "prefix_caching": True, "chunked": True, "autotune": False, "largest_graph": 256,
     }  # fmt: skip
     assert report["config"] == expected
-    assert report["config_always"] == expected
     assert report["config_without"] == expected | {"async": False, "graphs": "NONE", "largest_graph": 0}
     assert report["config_fp8"] == expected | {"quantization": "OnlineQuantizationConfig"}
 

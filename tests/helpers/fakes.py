@@ -102,7 +102,6 @@ class ScriptedEngine:
                     top_logprobs=top,
                     finish=finish if done else None,
                     stop_string=stop if done else None,
-                    num_cached_tokens=0,
                 )
             )
         return chunks

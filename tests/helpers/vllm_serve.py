@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import free_port
-from helpers.ranks import PATIENCE_S
+from helpers.ranks import PATIENCE_S, ROOT
 
+SERVER = f"{ROOT}/extras/server_engine.py:ServerEngine"
+"""What eval.server names before an address."""
 PORT_TAKEN = "ddress already in use"
 """The server takes its port seconds after it was free; meanwhile somebody else may have taken it."""
 

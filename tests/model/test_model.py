@@ -1,11 +1,7 @@
 """The reference is always the Hugging Face model's own forward pass, full logits, one row at a time, in float32."""
 
 import json
-import resource
-import shutil
-import sysconfig
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from arpo.batch import collate
 from arpo.config.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
-from arpo.model.chat_template import excess_of
 from arpo.model.head import token_logprobs
 from arpo.start.memory import sizes_of
 from arpo.tree import collate_tree
@@ -234,58 +229,6 @@ def test_the_logits_of_only_one_chunk_are_there_at_a_time():
     assert chunk < peak[0] < 1.8 * chunk  # the rest: rows of one block, and the weight's gradient
 
 
-@pytest.fixture
-def compiled_without_code_generation(monkeypatch):
-    """That takes half a minute; the one test that needs a compiler has it."""
-    monkeypatch.setattr(head, "compiled", lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("uses", [(0,), (1,), (0, 1)])
-def test_the_compiled_head_equals_the_plain_one(compiled_without_code_generation, temperature, uses):
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(20, 16, generator=g, requires_grad=True)
-    weight = torch.randn(50, 16, generator=g, requires_grad=True)
-    targets = torch.randint(0, 50, (20,), generator=g)
-    results = []
-    for fused in (False, True):
-        outputs = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=8, fused=fused)
-        loss = sum((outputs[i] * targets).sum() for i in uses)
-        results.append([*outputs, *torch.autograd.grad(loss, (hidden, weight))])
-    for plain, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
-
-
-def test_a_policy_uses_the_compiled_head_when_asked(compiled_without_code_generation, folder, mesh, monkeypatch):
-    micro, calls = collate(random_rows()), []
-    compile_one = head.compiled
-    monkeypatch.setattr(head, "compiled", lambda function: calls.append(function.__name__) or compile_one(function))
-    plain, ours = (load_policy(replace(cfg_of(folder), compile=c), mesh, device=CPU)(micro) for c in ("none", "head"))
-    assert calls == ["chunk_statistics", "chunk_gradient", "chunk_statistics"]  # checked at the start, then used
-    torch.testing.assert_close(ours, plain)
-
-
-@pytest.mark.slow
-def test_generated_code_equals_the_plain_head(monkeypatch, tmp_path):
-    if shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
-        pytest.skip("torch.compile needs g++ and Python.h")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    head.check_compiled(384, CPU)
-    assert list(tmp_path.rglob("*.cpp")), "nothing was compiled"
-
-
-def test_a_compiler_that_fails_or_errs_is_named(folder, mesh, monkeypatch):
-    cfg = replace(cfg_of(folder), compile="head")
-
-    def fails(function):
-        raise torch._dynamo.exc.BackendCompilerFailed("no compiler", RuntimeError("g++ not found"), None)
-
-    for compiled in (fails, lambda _: lambda logits, *_: (logits[:, 0],) * 3):
-        monkeypatch.setattr(head, "compiled", compiled)
-        with pytest.raises(UserError, match="compile=head does not work here; leave it none"):
-            load_policy(cfg, mesh, device=CPU)
-
-
 def test_the_head_of_no_tokens_still_has_gradients_of_zero():
     hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
@@ -403,40 +346,6 @@ def test_a_head_with_soft_capping_is_refused(tmp_path, mesh):
     build_tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="final_logit_softcapping=30"):
         load_policy(cfg_of(tmp_path), mesh, device=CPU)
-
-
-@pytest.mark.parametrize("vocab_size, warns", [(384, False), (5000, True), (100, True)])
-def test_a_tokenizer_that_is_hardly_the_models_is_a_warning(tiny_model_dir, tmp_path, caplog, vocab_size, warns):
-    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
-    load_tokenizer(str(folder))
-    load_tokenizer(str(folder))
-    told = [line for line in caplog.messages if line.endswith(f"the model {vocab_size}; do they belong together?")]
-    assert len(told) == warns
-
-
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "template, more", [(ENDLESS, "5 s of CPU time"), ("{% if tools %}{{ 'a' * 10 ** 10 }}{% endif %}", "1 GiB")]
-)
-def test_a_chat_template_without_end_is_refused_before_the_run(tiny_model_dir, tmp_path, template, more):
-    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(
-        UserError, match=rf"model: its chat template \(chat_template\.jinja, .* more than {more}.* for a "
-    ):
-        load_tokenizer(str(folder))
-
-
-@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("protocol/chat_templates/*.jinja")), ids=str)
-def test_published_chat_templates_are_rendered_in_a_second(file):
-    started = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert excess_of(file.read_text()) == ""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert used.ru_utime + used.ru_stime - started.ru_utime - started.ru_stime < 1
 
 
 def test_a_folder_without_tokenizer_files_is_one_line(tmp_path):

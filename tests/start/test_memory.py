@@ -163,7 +163,6 @@ SHAPE = shape_from_json(MODELS["qwen2.5_7b"])
     "option, part, factor",
     [
         ({"lora_rank": 32}, "states", 1 / 4),
-        ({"cpu_offload": True}, "states", 0),
         ({"context_parallel": 4}, "activations", 1 / 4),
         ({"compute_dtype": "float32"}, "activations", 1.93),
         ({"recompute_every_n_layers": 0}, "activations", 15.5),

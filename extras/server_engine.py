@@ -1,5 +1,7 @@
 """An OpenAI-compatible server as the sampler: the part of arpo.engine.Engine that the rollout needs, over HTTP.
 
+    python evaluate.py ... --eval.server extras/server_engine.py:ServerEngine=http://host:8000
+
     submit -> POST /v1/completions, the prompt as token ids -> the whole turn as one chunk
 
 vLLM's server returns token ids (`return_token_ids`) and the stop string it met. For another server the text is
@@ -75,6 +77,15 @@ class ServerEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-server", daemon=True)
         self._thread.start()
         self._probe()
+
+    @staticmethod
+    def served(url: str, model: str, max_model_len: int) -> str:
+        """Return the name of the model that the server has, and the folder it comes from where the server says so.
+
+        Raises UserError like the constructor.
+        """
+        _, found = find_model(url, model, max_model_len)
+        return f"{found['id']} ({found['root']})" if found.get("root", found["id"]) != found["id"] else found["id"]
 
     @property
     def num_running(self) -> int:

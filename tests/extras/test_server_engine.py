@@ -20,7 +20,6 @@ from helpers.web_service import WebService, half_an_answer, never, resets, says
 from arpo.config.evals import JudgeConfig
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
-from arpo.engine.server_engine import ServerEngine, left_open
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask
 from arpo.options import BranchingConfig, RolloutConfig
@@ -28,6 +27,7 @@ from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
+from extras.server_engine import ServerEngine, left_open
 
 KEY = "sk-policy-0123456789"
 
