@@ -89,7 +89,7 @@ def backends(device: torch.device, dtype: str) -> tuple[dict[str, Attend], dict[
     """Return those that run here, and the reason of each that does not."""
     found: dict[str, Attend] = {"one mask": by_one_mask, "sdpa": by_name("sdpa")}
     absent = {}
-    for name in ("varlen", "flex_attention"):
+    for name in ("varlen", "flash_attention_2", "flex_attention"):
         try:
             attention_backend(ModelConfig(attention=name, compute_dtype=dtype), device)
             found[name] = by_name(name)

@@ -104,10 +104,10 @@ def scores_of_plain_model(plain, rows: list[Row]) -> tuple[torch.Tensor, dict[st
     return logprobs.detach(), {name: p.grad for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "varlen", "flex_attention"])
+@pytest.mark.parametrize("attention", ["sdpa", "varlen", "flash_attention_2", "flex_attention"])
 def test_packed_rows_do_not_see_each_other(load, ranks, attention):
     skip_unless_here(attention)
-    dtype = "bfloat16" if attention == "varlen" else "float32"
+    dtype = "bfloat16" if attention in ("varlen", "flash_attention_2") else "float32"
     policy, rows = load(dtype, attention), some_rows(3, 20, 150)
     packed, _ = scores(policy, collate(rows, range(3)).to(ranks.device), backward=False)
     for b, row in enumerate(rows):
@@ -115,17 +115,18 @@ def test_packed_rows_do_not_see_each_other(load, ranks, attention):
         assert_close(packed[b, : len(row.response_ids)], alone[0], TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 @pytest.mark.parametrize("layout", ["packed", "tree", "empty"])
-def test_flash_attention_equals_sdpa(load, ranks, layout):
+def test_flash_attention_equals_sdpa(load, ranks, attention, layout):
     """Logprobs and gradients; a tree's queries are fewer than its keys, and an empty micro-batch has one token."""
-    skip_unless_here("varlen")
+    skip_unless_here(attention)
     rows = some_rows(5, 100, 120, shared=60)
     if layout == "tree":
         [micro] = tree_microbatches(rows, 0, 1, 4096, device=ranks.device)
     else:
         micro = collate(rows if layout == "packed" else [], range(5) if layout == "packed" else ()).to(ranks.device)
     expected, expected_gradients = scores(load("bfloat16", "sdpa"), micro)
-    ours, gradients = scores(load("bfloat16", "varlen"), micro)
+    ours, gradients = scores(load("bfloat16", attention), micro)
     if layout == "empty":
         assert not any(gradient.any() for gradient in gradients.values())
         return

@@ -1,5 +1,7 @@
 """Attention's kernels on a GPU, without a model; see test_gpu.py, which also has those of whole models."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,10 @@ def test_attention_is_torchs_own_flash_kernel_and_an_impossible_wish_is_named():
     new_enough = ON_GPU and torch.cuda.get_device_capability() >= (8, 0)
     assert attention_backend(ModelConfig(), DEVICE) == ("varlen" if new_enough else "sdpa")
     assert attention_backend(ModelConfig(compute_dtype="float32"), DEVICE) == "sdpa"
-    if missing("varlen"):
-        with pytest.raises(UserError, match=r"model\.attention=varlen needs .*; use auto or sdpa"):
-            attention_backend(ModelConfig(attention="varlen"), DEVICE)
+    for attention in ("varlen", "flash_attention_2"):
+        if missing(attention):
+            with pytest.raises(UserError, match=rf"model\.attention={attention} needs .*; use auto or sdpa"):
+                attention_backend(ModelConfig(attention=attention), DEVICE)
 
 
 def test_float32_attention_with_grouped_heads_does_not_write_all_scores_down():
@@ -36,16 +39,17 @@ def test_float32_attention_with_grouped_heads_does_not_write_all_scores_down():
     assert torch.cuda.max_memory_allocated() - before < 1 << 30
 
 
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 @pytest.mark.parametrize("window", [None, 1, 50])
-def test_flash_attention_sees_the_same_window_as_sdpa(window):
+def test_flash_attention_sees_the_same_window_as_sdpa(attention, window):
     """One layer's attention on a tree, with grouped heads."""
-    skip_unless_here("varlen")
+    skip_unless_here(attention)
     [tree] = tree_microbatches(some_rows(5, 100, 120, shared=60), 0, 1, 4096, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, tree.input_ids.shape[1], 64) for heads in (4, 2, 2)]
     heads = [torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for shape in shapes]
     outcomes = []
-    for attend in (by_row("varlen"), by_row("sdpa")):
+    for attend in (by_row(attention), by_row("sdpa")):
         out, _ = attend(None, *heads, None, sliding_window=window, **tree.attention_options())
         weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
         outcomes.append([out.detach(), *torch.autograd.grad((out * weights).sum(), heads)])
@@ -57,3 +61,12 @@ def by_row(attention: str):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS[register(attention)]
+
+
+def test_the_flash_attn_package_has_the_signature_that_our_tests_pretend():
+    from fake_gpu.flash_kernels import flash_attn_varlen_func
+
+    flash_attn = pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    real, pretended = (inspect.signature(f) for f in (flash_attn.flash_attn_varlen_func, flash_attn_varlen_func))
+    defaults = [{name: p.default for name, p in signature.parameters.items()} for signature in (real, pretended)]
+    assert defaults[0] == defaults[1]

@@ -44,8 +44,6 @@ RENAMED = {
     "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "judge.url": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
-    "model.checkpoint_every_n_layers": "model.recompute_every_n_layers",
-    "model.compile_layers": "model.compile=layers",
     "model.cpu_offload": "optim.offload, which moves the optimizer's moments only",
     "reward.function": "part of reward.file, FILE.py:NAME",
     "tools.python.cache": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",

@@ -8,8 +8,9 @@ are its keys, but are computed once. Two rows a b c d e and a b c x, as a tree o
     keys      0 1 2 3 4 | 0 1 2 5       gathered where rows share tokens
     causal    the last query of a row sees all its keys, the one before all but the last, ...
 
-The kernel is SDPA once for each row, or torch's varlen_attn once for all rows: FlashAttention 2, whose causal mask ends
-at the last query and the last key, as ours does (torch: aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
+The kernel is SDPA once for each row, or one for rows of many lengths, once for all: torch's own (varlen_attn) or that
+of the flash-attn package. Both are FlashAttention 2, whose causal mask ends at the last query and the last key, as ours
+does (torch: aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
 from arpo.tree import check_attention
 
-BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen"}
-"""model.attention -> our name for it in transformers."""
+BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen", "flash_attention_2": "rows_by_fa2"}
+"""model.attention -> our name for it in transformers (which would treat a name with "flash" in it on its own)."""
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
     """Return model.attention with "auto" decided. Raises UserError for one that cannot work here."""
+    from transformers.utils import is_flash_attn_2_available
+
     attention = cfg.attention
     if attention == "auto":
         return "varlen" if cfg.compute_dtype == "bfloat16" and has_flash_kernels(device) else "sdpa"
@@ -42,12 +45,14 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
         return attention
     if device.type != "cuda":
         raise UserError(f"model.attention={attention} needs a GPU; use auto or sdpa")
-    if attention == "varlen":
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError("model.attention=flash_attention_2 needs the flash-attn package; use auto or sdpa")
+    if attention != "flex_attention":
         if cfg.compute_dtype == "float32":
-            raise UserError("model.attention=varlen needs model.compute_dtype=bfloat16; set it, or use sdpa")
+            raise UserError(f"model.attention={attention} needs model.compute_dtype=bfloat16; set it, or use sdpa")
         if not has_flash_kernels(device):
             raise UserError(
-                "model.attention=varlen needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
+                f"model.attention={attention} needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
             )
     return attention
 
@@ -88,7 +93,7 @@ def register(attention: str) -> str:
     # From Hopper on SDPA prefers cuDNN, which plans anew for each shape (up to a second), and each row has another
     # length. vLLM switches it off for its process anyway: without this, SFT would run another kernel than RL does.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    kernels = {"sdpa": attend_by_sdpa, "varlen": attend_by_varlen}
+    kernels = {"sdpa": attend_by_sdpa, "varlen": attend_by_varlen, "flash_attention_2": attend_by_flash_attn}
     for kernel, attend in kernels.items():
         # torch.compile would compile it anew for each batch, whose rows are other ones.
         ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(with_rows_only(attend)))
@@ -167,6 +172,30 @@ def varlen_groups_heads() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def attend_by_flash_attn(
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as `attend_by_sdpa` does, with the flash-attn package."""
+    from flash_attn import flash_attn_varlen_func
+
+    scale, dropout, window = read_options(options)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
+    out = flash_attn_varlen_func(
+        query,
+        gathered(key, paths.keys, dim=0),
+        gathered(value, paths.keys, dim=0),
+        paths.query_starts,
+        paths.key_starts,
+        max(paths.num_queries),
+        max(paths.num_keys),
+        dropout_p=dropout,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+    )
+    return out[None], None
 
 
 def read_options(options: dict[str, Any]) -> tuple[float | None, float, int | None]:

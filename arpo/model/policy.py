@@ -19,6 +19,7 @@ from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import lora
 from arpo.model.attention import attention_backend, register
+from arpo.model.chat_template import excess_of
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
@@ -148,16 +149,24 @@ def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def load_tokenizer(path: str):
-    """Return the model folder's tokenizer. Raises UserError where there is none."""
+    """Return the model folder's tokenizer. Raises UserError where there is none, or its chat template does not end."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         if not Path(path).is_dir():  # a hub name, or meant as a folder
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
         raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
+    templates = tokenizer.chat_template or ""
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        if excess := excess_of(template):
+            raise UserError(
+                f"model.path={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
+                f"than {excess} for a question; take that of the model's publisher"
+            )
+    return tokenizer
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:

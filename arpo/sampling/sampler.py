@@ -29,7 +29,7 @@ class Sampler:
     """A run's engine, tools and settings."""
 
     engine: Engine | None
-    """Engine or ServerEngine; None only where there is nothing to sample."""
+    """Engine, or one with its methods; None only where there is nothing to sample."""
     tools: ToolRunner
     codec: Codec
     team: Team

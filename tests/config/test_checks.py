@@ -358,7 +358,7 @@ def test_one_message_names_all_numbers_that_are_out_of_range():
         ["--loss.kl_coefficient", "0.01", "--loss.kl_in", "reward", "--loss.kl_estimator", "k1"],
         ["--loss.kl_coefficient", "0.01", "--loss.reference", "runs/sft", "--loss.kl_estimator", "k2"],
         ["--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "-0.1", "--loss.dual_clip", "None"],
-        ["--update.layout", "tree", "--model.attention", "varlen"],
+        ["--update.layout", "tree", "--model.attention", "flash_attention_2"],
         ["--advantage.tree", "node_parent", "--loss.kind", "gspo", "--loss.ratio_over", "turn"],
         ["--advantage.normalize", "batch", "--advantage.tree", "hard", "--loss.rollout_correction", "sequence_tis"],
         ["--advantage.tree", "hard", "--loss.kind", "cispo", "--loss.entropy_balanced_advantage", "True"],

@@ -1,16 +1,24 @@
 """FlashAttention on the CPU: its contract, checked and computed with all scores written down.
 
-`flash_kernels()` gives the CPU what only CUDA has, torch's varlen_attn: the installed function itself, with its own
-checks and autograd, runs; only the two operations that launch its kernels (aten::_flash_attention_forward and
-_backward) are ours. It is FlashAttention 2: the causal mask and the window end at the last query and the last key. The
-inputs are checked as the kernels check them (flash_api.cpp), and the greatest lengths, of which they believe
+`flash_kernels()` gives the CPU what only CUDA has:
+
+    torch's varlen_attn    the installed function itself, with its own checks and autograd, runs; only the two
+                           operations that launch its kernels (aten::_flash_attention_forward and _backward) are ours
+    the flash-attn package a module with the signature of its flash_attn_varlen_func (version 2.8)
+
+Both kernels are of one kind (FlashAttention 2): the causal mask and the window end at the last query and the last key.
+The inputs are checked as the kernels check them (flash_api.cpp), and the greatest lengths, of which they believe
 everything, too. What the kernels compute on a GPU is for tests/test_gpu_attention.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
+import sys
+import types
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -85,18 +93,33 @@ def backward(grad, q, k, v, out, logsumexp, cu_q, cu_k, max_q, max_k, dropout_p,
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    """The flash-attn package's function, by torch's operation, which launches the same kernels."""
+    assert dropout_p == softcap == 0 and alibi_slopes is None and not return_attn_probs and block_table is None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return torch.ops.torch_attn._varlen_attn(q, k, v, *lengths, causal, softmax_scale, list(window_size))[0]
+
+
 @contextlib.contextmanager
 def flash_kernels(*dtypes: torch.dtype) -> Iterator[None]:
-    """Have it within. `dtypes`: what the kernels take instead of half precision, for a comparison to the digit."""
+    """Have both within. `dtypes`: what the kernels take instead of half precision, for a comparison to the digit."""
     global _dtypes
     import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 
+    package = types.ModuleType("flash_attn")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    package.flash_attn_varlen_func = flash_attn_varlen_func
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
     before, _dtypes = _dtypes, dtypes or HALF
     try:
-        yield
+        with mock.patch.dict(sys.modules, flash_attn=package):
+            yield
     finally:
         _dtypes = before
         library._destroy()

@@ -27,7 +27,7 @@ from arpo.update import update_policy
 CPU = torch.device("cpu")
 LAYOUTS = ("packed", "tree")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-FAST = [("everything in the loss", "tree", "varlen"), ("ppo, token_mean", "packed", "varlen")]
+FAST = [("everything in the loss", "tree", "varlen"), ("ppo, token_mean", "packed", "flash_attention_2")]
 KERNELS = list(itertools.product(LAYOUTS, BY_ROW))
 ONE_KERNEL_EACH = [(case, *kernel) for case, kernel in zip(CASES, itertools.cycle(KERNELS), strict=False)]
 """A loss does not see which kernel its logprobs are from: it is computed with one, and the fast ones with all."""

@@ -19,6 +19,7 @@ from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.attention import (
+    attend_by_flash_attn,
     attend_by_sdpa,
     attend_by_varlen,
     attention_backend,
@@ -60,7 +61,7 @@ def all_scores(query, key, value, seen, scale) -> torch.Tensor:
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("attend", [attend_by_sdpa, attend_by_varlen])
+@pytest.mark.parametrize("attend", [attend_by_sdpa, attend_by_varlen, attend_by_flash_attn])
 @pytest.mark.parametrize("window", [None, 1, 2, 20])
 @pytest.mark.parametrize("paths", [TREE, PACKED, ALONE], ids=["tree", "packed", "alone"])
 @pytest.mark.parametrize("device", ["cpu", "pretended CUDA"])
@@ -112,12 +113,13 @@ def test_varlen_refuses_dropout():
         attend_by_varlen(None, *random_heads(9), None, paths=TREE, dropout=0.1)
 
 
-def test_a_layer_need_not_wait_for_the_gpu():
+@pytest.mark.parametrize("attend", [attend_by_varlen, attend_by_flash_attn])
+def test_a_layer_need_not_wait_for_the_gpu(attend):
     """Where the rows begin goes to the GPU with the micro-batch, not with each layer."""
     with fake_cuda() as stalls, flash_kernels(torch.float32):
         heads, paths = [x.detach().to(CUDA) for x in random_heads(9)], TREE.to(CUDA)
         uploads = stalls.uploads.total()
-        attend_by_varlen(None, *heads, None, paths=paths)
+        attend(None, *heads, None, paths=paths)
         assert not stalls.waits and stalls.uploads.total() == uploads
 
 
@@ -231,28 +233,34 @@ def test_sliding_windows_are_those_of_transformers(sliding, cut):
 # ------------------------------------------------------------------------------------------------- which one is taken
 
 
-@pytest.mark.parametrize("attention", ["varlen", "flex_attention"])
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2", "flex_attention"])
 def test_kernels_of_gpus_are_refused_without_one(attention):
     with pytest.raises(UserError, match=rf"model.attention={attention} needs a GPU; use auto or sdpa"):
         attention_backend(ModelConfig(attention=attention), CPU)
 
 
+@pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(
     "capability, hip, auto",
     [((9, 0), None, "varlen"), ((8, 0), None, "varlen"), ((7, 5), None, "sdpa"), ((9, 4), "7.0", "sdpa")],
 )
-def test_auto_takes_torchs_flash_attention_where_it_can_compute(capability, hip, auto, monkeypatch):
+def test_auto_takes_torchs_flash_attention_where_it_can_compute(installed, capability, hip, auto, monkeypatch):
     monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     gpu = torch.device("cuda")  # only its name is asked
     assert attention_backend(ModelConfig(), gpu) == auto
     assert attention_backend(ModelConfig(compute_dtype="float32"), gpu) == "sdpa"
     assert attention_backend(ModelConfig(), CPU) == "sdpa"
-    wish = ModelConfig(attention="varlen")
-    if auto == "varlen":
-        assert attention_backend(wish, gpu) == "varlen"
-        with pytest.raises(UserError, match=r"attention=varlen needs model\.compute_dtype=bfloat16"):
-            attention_backend(replace(wish, compute_dtype="float32"), gpu)
-    else:
-        with pytest.raises(UserError, match=r"compute capability 8\.0 \(A100\) or newer"):
-            attention_backend(wish, gpu)
+    for attention, is_there in (("varlen", True), ("flash_attention_2", installed)):
+        wish = ModelConfig(attention=attention)
+        if is_there and auto == "varlen":
+            assert attention_backend(wish, gpu) == attention
+            with pytest.raises(UserError, match=f"attention={attention} needs model.compute_dtype=bfloat16"):
+                attention_backend(replace(wish, compute_dtype="float32"), gpu)
+        else:
+            fix = (
+                r"compute capability 8\.0 \(A100\) or newer" if is_there else "the flash-attn package; use auto or sdpa"
+            )
+            with pytest.raises(UserError, match=fix):
+                attention_backend(wish, gpu)

@@ -1,7 +1,10 @@
 """The reference is always the Hugging Face model's own forward pass, full logits, one row at a time, in float32."""
 
 import json
+import resource
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from arpo.batch import collate
 from arpo.config.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
+from arpo.model.chat_template import excess_of
 from arpo.model.head import token_logprobs
 from arpo.start.memory import sizes_of
 from arpo.tree import collate_tree
@@ -346,6 +350,29 @@ def test_a_head_with_soft_capping_is_refused(tmp_path, mesh):
     build_tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="final_logit_softcapping=30"):
         load_policy(cfg_of(tmp_path), mesh, device=CPU)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, more", [(ENDLESS, "5 s of CPU time"), ("{% if tools %}{{ 'a' * 10 ** 10 }}{% endif %}", "1 GiB")]
+)
+def test_a_chat_template_without_end_is_refused_before_the_run(tiny_model_dir, tmp_path, template, more):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(
+        UserError, match=rf"model: its chat template \(chat_template\.jinja, .* more than {more}.* for a "
+    ):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("protocol/chat_templates/*.jinja")), ids=str)
+def test_published_chat_templates_are_rendered_in_a_second(file):
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert excess_of(file.read_text()) == ""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime - started.ru_utime - started.ru_stime < 1
 
 
 def test_a_folder_without_tokenizer_files_is_one_line(tmp_path):
