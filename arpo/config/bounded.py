@@ -11,8 +11,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
 MAX_PARTS = 1 << 27
@@ -57,29 +55,28 @@ def check_plain(tree: Any, depth: int = 0) -> None:
             check_plain(one, depth + 1)
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses keys that a mapping has twice, of which the last would win without a word; and aliases, of which a few
-    can stand for gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError(f"line {self.peek_event().start_mark.line + 1}: an alias (*name); write it out")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines:
-                raise ValueError(f"{name!r} stands in lines {lines[name]} and {line}; drop one")
-            lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
 def parse_yaml(text: str) -> Any:
-    """Return the tree of a text of YAML."""
+    """Return the tree of a text of YAML, in which no mapping has a key twice, of which the last would win without a
+    word; and no alias stands, of which a few can stand for gigabytes."""
+    import yaml  # not above: the sandbox's client is imported by interpreters without it
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError(f"line {self.peek_event().start_mark.line + 1}: an alias (*name); write it out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines:
+                    raise ValueError(f"{name!r} stands in lines {lines[name]} and {line}; drop one")
+                lines[name] = line
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"line {error.problem_mark.line + 1}: {error.problem}") from None
     except yaml.YAMLError as error:

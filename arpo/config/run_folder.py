@@ -23,8 +23,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
-import yaml
-
 from arpo.config.bounded import parse_json, read_file, read_yaml
 from arpo.config.contents import contents_of, keep_code, start_of
 from arpo.config.facts import leaves, may_change
@@ -161,6 +159,8 @@ def save_config(config: object, path: Path, contents: Mapping[str, str] | None =
 
     contents: digests of the files that it names, by key.
     """
+    import yaml
+
     head = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}
     if contents:
         head["contents"] = dict(contents)

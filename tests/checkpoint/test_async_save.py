@@ -63,6 +63,7 @@ def save_and_go_on(ranks, model: str, folder: str, aside: bool) -> None:
     saver.wait()
 
 
+@pytest.mark.slow
 def test_a_save_beside_the_training_has_the_files_of_one_that_it_waited_for(tiny_model_dir, tmp_path):
     found = {}
     for aside in (False, True):

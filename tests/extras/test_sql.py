@@ -93,6 +93,7 @@ COSTLY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call, kind", COSTLY)
 def test_what_takes_time_or_memory_ends_its_database_and_nothing_else(call, kind):
     """Few but costly steps, sorts, rows and aggregates: of our own process they take nothing."""
@@ -132,6 +133,7 @@ def test_a_copy_shares_nothing_and_has_what_a_transaction_has_done():
     assert rolled_back == "name | year\nAlien | 1979\nHeat | 1995"
 
 
+@pytest.mark.slow
 def test_a_recorded_answer_is_that_of_the_same_database(tmp_path):
     cfg = SqlConfig(cache=str(tmp_path / "sql.sqlite"))
     [first] = ask("SELECT count(*) FROM films", cfg=cfg)
@@ -162,6 +164,7 @@ def wandering(seed: int):
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", ["random", "tree_grpo"])
 def test_siblings_read_what_a_fresh_trajectory_with_their_calls_reads(selector):
     branching = BranchingConfig(

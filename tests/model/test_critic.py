@@ -181,6 +181,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
     return digests
 
 
+@pytest.mark.slow
 def test_a_run_with_a_critic_continues_bit_for_bit_even_from_within_its_warmup(tiny_model_dir, tmp_path):
     """A save while the policy's optimizer has done nothing must not count as its first step."""
     undisturbed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "undisturbed"), 4, ())

@@ -156,6 +156,7 @@ def three_steps(ranks, model: str, folder: str, offload: bool) -> tuple[list, bo
     return [*found, state(policy, optimizer)], len(homes) == 1
 
 
+@pytest.mark.slow
 def test_moments_in_host_memory_change_no_digit_over_steps_and_a_resume(tiny_model_dir, tmp_path):
     """Sharded over two ranks, which hold unequal parts. The files of a checkpoint are the same ones too."""
     outcomes, files = {}, {}

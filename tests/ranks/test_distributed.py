@@ -342,6 +342,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_launcher(tmp_path):
     """torchrun itself leaves its workers behind when it is killed, and those keep the GPUs."""
     (tmp_path / "worker.py").write_text(WORKER)

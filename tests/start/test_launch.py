@@ -136,7 +136,8 @@ def test_without_a_checkout_the_commands_say_what_is_missing(tmp_path):
 def test_ctrl_c_ends_several_ranks_without_torchruns_traceback(tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text(
-        "import time\ntry:\n    print('started', flush=True)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass\n"
+        "import os, time\ntry:\n    os.write(1, b'started\\n')  # in one piece\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    pass\n"
     )
     command = [sys.executable, "-m", "arpo.start.launch", "--standalone", "--nproc_per_node", "2", str(script)]
     ranks = subprocess.Popen(

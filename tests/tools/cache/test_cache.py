@@ -110,6 +110,7 @@ def test_eight_writers_lose_no_row(path):
     assert get(cache, "7 499") == "text" * 100
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_no_acknowledged_row(path):
     def write(name: str, acknowledge: int) -> None:
         cache = CacheFile(path)
