@@ -16,7 +16,7 @@ from helpers.hub_server import HubServer
 from helpers.toy_run import build_toy_world
 
 from arpo.errors import UserError
-from arpo.start import launch
+from extras import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -125,8 +125,9 @@ def test_the_gpus_are_those_that_the_environment_or_the_driver_names(tmp_path, m
 
 
 def test_without_a_checkout_the_commands_say_what_is_missing(tmp_path):
-    shutil.copytree(ROOT / "arpo", tmp_path / "arpo", ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from arpo.start.launch import train_rl; train_rl()"
+    for name in ("arpo", "extras"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from extras.launch import train_rl; train_rl()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     fix = "the commands need a checkout: clone it, and pip install -e . in it"
@@ -139,7 +140,7 @@ def test_ctrl_c_ends_several_ranks_without_torchruns_traceback(tmp_path):
         "import os, time\ntry:\n    os.write(1, b'started\\n')  # in one piece\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    pass\n"
     )
-    command = [sys.executable, "-m", "arpo.start.launch", "--standalone", "--nproc_per_node", "2", str(script)]
+    command = [sys.executable, "-m", "extras.launch", "--standalone", "--nproc_per_node", "2", str(script)]
     ranks = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -22,7 +22,7 @@ from typing import NoReturn
 from arpo.errors import UserError
 from arpo.start.exits import exit_with
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = ("--nproc_per_node", "--nproc-per-node")
 
 
@@ -52,7 +52,7 @@ def run(script: str) -> NoReturn:
     place = []
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun says at length that it does so
-        place = ["-m", "arpo.start.launch", "--standalone", "--nproc_per_node", str(num_ranks)]
+        place = ["-m", "extras.launch", "--standalone", "--nproc_per_node", str(num_ranks)]
     sys.stdout.flush()
     # This process becomes python or torchrun, so that signals and the exit code are theirs.
     os.execv(sys.executable, [sys.executable, *place, str(path), *argv])
