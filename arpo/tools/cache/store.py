@@ -1,7 +1,8 @@
 """The cache file: one SQLite row per answer, compressed; the first answer to a query wins, so that replays are stable.
 
 Write-ahead log with synchronous=NORMAL: many processes read and write at once, and one that is killed loses nothing
-that `put` returned from.
+that `put` returned from. Wherever a file is named, FILE.py:NAME=PLACE may stand: a class of yours, derived from
+`Cache`, and what it opens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from arpo.config.named import find, is_own
 from arpo.errors import UserError
 from arpo.tools.cache.rows import FORMAT, DamagedEntry, Row, clean_query, make_row, unpack
 from arpo.tools.cache.sqlite_files import network_filesystem
@@ -31,7 +33,6 @@ WRITE_AGAIN_S = 60.0
 """Pause after an answer could not be written."""
 IMPORTED = "import"
 """Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
-
 BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _APPLICATION_ID = 0x4152504F  # "ARPO"
@@ -50,6 +51,27 @@ _INSERT = "INSERT INTO entries (key, backend, query, value, negative, created_s)
 ADD = _INSERT + "DO NOTHING"
 _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excluded.negative,
     created_s = excluded.created_s WHERE negative AND created_s < ?"""
+
+
+def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
+    """Open a cache: a SQLite file, or FILE.py:NAME=PLACE. `setting` is the config field that names it.
+
+    Raises UserError where `place` cannot be used; see `CacheFile`.
+    """
+    if is_own(str(place)):
+        made, where = own_cache(str(place), setting)
+        return made(where, read_only=read_only, setting=setting)
+    if "://" in str(place):  # which may have a password in it
+        raise UserError(f"{setting}: a cache at an address must be FILE.py:NAME=ADDRESS (docs/tools.md)")
+    if Path(place).suffix == ".json":
+        raise UserError(f"{place}: the released format is read by FILE.py:NAME={place}; docs/tools.md has it")
+    return CacheFile(place, read_only=read_only, setting=setting)
+
+
+def own_cache(place: str, setting: str) -> tuple[type[Cache], str]:
+    """Return the class of FILE.py:NAME=PLACE, and the place. Raises UserError."""
+    name, _, where = place.partition("=")
+    return find(setting, name, {}), where
 
 
 class Cache:

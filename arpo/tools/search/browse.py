@@ -22,8 +22,8 @@ import aiohttp
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
-from arpo.tools.cache.rows import cache_key, clean_text
+from arpo.tools.cache.rows import PAGE, SUMMARY, cache_key, clean_text
+from arpo.tools.cache.store import Cache
 from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe, probe_from_rank_0
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.search.page_fetch import PageFetcher, is_public
@@ -148,8 +148,6 @@ class ReadingBackend:
 
 def check_reading(cfg: SearchConfig) -> None:
     """Raises UserError for settings of page reading that cannot work; unless it replays, for missing packages too."""
-    if cfg.backend == "local":
-        raise UserError("tools.search.read_pages reads web pages, and backend local finds none; set 0")
     if cfg.summarizer_url:
         check_url(cfg.summarizer_url, "tools.search.summarizer_url")
         if not cfg.summarizer_model:

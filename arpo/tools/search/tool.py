@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from arpo.config.facts import out_of_range
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
-from arpo.tools.cache.cache import Cache, open_cache
 from arpo.tools.cache.rows import cache_key, clean_query
+from arpo.tools.cache.store import Cache, open_cache
 from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.browse import ReadingBackend
@@ -107,8 +106,6 @@ class SearchTool:
 
     def __init__(self, cfg: SearchConfig):
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
-        if wrong := out_of_range(cfg):
-            raise UserError(f"tools.search.{wrong}")
         check_search(cfg)
         self.cfg = cfg
         self.cache = _open_cache(cfg)

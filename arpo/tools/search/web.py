@@ -16,8 +16,8 @@ from typing import Any
 from arpo.config.named import is_own
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.cache import own_cache
 from arpo.tools.cache.rows import clean_text
+from arpo.tools.cache.store import own_cache
 from arpo.tools.http.client import HttpClient, bearer, check_url, probe, probe_from_rank_0, read_key
 from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, Time
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
