@@ -158,17 +158,14 @@ class ToolRunner:
                 logger.warning("no tool call has ended for %d min; under way: %s", minutes, calls)
                 continue
             if generation != self._generation:
-                self._keep(generation, call_id, result)
+                if self._parked and generation == self._parked[0]:
+                    self._parked[2].append((generation, call_id, result))
                 continue
             self.num_pending -= 1
             if isinstance(result, BaseException):
                 raise result
             finished.append((call_id, result))
         return finished
-
-    def _keep(self, generation: int, call_id: str, result: ToolResult | BaseException) -> None:
-        if self._parked and generation == self._parked[0]:
-            self._parked[2].append((generation, call_id, result))
 
     def park(self) -> None:
         """Set calls under way and sessions aside until `unpark`. They go on, apart from what is begun meanwhile."""

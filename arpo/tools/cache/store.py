@@ -76,8 +76,8 @@ class Cache:
     """The part that all caches share: what happens when one cannot be used.
 
     It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
-    on. Where it can only not be written (a full disk), there is one warning too, and `get` goes on. A replay has nothing
-    but its cache: `read_only` raises UserError instead.
+    on. Where it can only not be written (a full disk), there is one warning too, and `get` goes on. A replay has
+    nothing but its cache: `read_only` raises UserError instead.
     """
 
     failures: tuple[type[Exception], ...]

@@ -19,7 +19,7 @@ import random
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -256,11 +256,16 @@ async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[An
         await client.aclose()
 
 
-def probe_from_rank_0(probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the probe of a service to its end, unless this is another rank than 0. Raises what it raises."""
+def probed(
+    make_client: Callable[[], HttpClient], payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str
+) -> HttpClient:
+    """Return a client of a service that rank 0 has asked something small before; see `probe`."""
     if os.environ.get("RANK", "0") == "0":
         with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
-            thread.submit(lambda: asyncio.run(probe())).result()
+            thread.submit(lambda: asyncio.run(probe(make_client(), payload, parse, what, fix))).result()
+    client = make_client()
+    client.was_probed()
+    return client
 
 
 def chat_url(url: str) -> str:

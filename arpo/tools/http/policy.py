@@ -91,14 +91,8 @@ class LocalRateLimit:
         return mine - now
 
     async def acquire(self) -> None:
-        """Return when the next call may start.
-
-        A caller that is cancelled while it waits has used up its turn; so let only one of many wait at a time.
-        """
+        """Return when the next call may start. A caller that is cancelled while it waits has used up its turn."""
         await asyncio.sleep(self.take())
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class Throttle:

@@ -65,7 +65,7 @@ class Bm25Index:
         except OSError as error:
             problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
             raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
-        self._searcher: tantivy.Searcher | None = searcher
+        self._searcher = searcher
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
@@ -102,10 +102,6 @@ class Bm25Index:
         rows = self._searcher.fast_field_values("row", [address for _, address in hits])
         best = sorted(zip(hits, rows, strict=True), key=lambda found: (-found[0][0], found[1]))[:top_k]
         return [address for (_, address), _ in best]
-
-    def close(self) -> None:
-        """Let go of the index. No search may be running. Safe to call twice."""
-        self._searcher = None
 
 
 # ---- the folder beside the corpus
@@ -214,20 +210,16 @@ def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
     Raises UserError for a row that is not like this (the message names file, line and field).
     """
     for place, row in read_rows(path):
-        yield _indexed_and_shown(row, place)
-
-
-def _indexed_and_shown(row: dict, place: str) -> tuple[str, str]:
-    body = "text" if "text" in row else "contents"
-    if body not in row:
-        raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
-    for name in (body, "title", "key"):
-        if not isinstance(row.get(name, ""), str):
-            raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
-    if not row[body].strip():
-        raise UserError(f'{place}: "{body}" is empty; leave the row out')
-    # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
-    texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
-    text, title, key = (" ".join(text.split()) for text in texts)
-    shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
-    return key or f"{title} {text}", shown
+        body = "text" if "text" in row else "contents"
+        if body not in row:
+            raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
+        for name in (body, "title", "key"):
+            if not isinstance(row.get(name, ""), str):
+                raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
+        if not row[body].strip():
+            raise UserError(f'{place}: "{body}" is empty; leave the row out')
+        # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
+        texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
+        text, title, key = (" ".join(text.split()) for text in texts)
+        shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
+        yield key or f"{title} {text}", shown

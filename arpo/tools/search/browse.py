@@ -24,7 +24,7 @@ from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.tools.cache.rows import PAGE, SUMMARY, cache_key, clean_text
 from arpo.tools.cache.store import Cache
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe, probe_from_rank_0
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probed
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.search.page_fetch import PageFetcher, is_public
 from arpo.tools.search.page_text import Extractor, best_passage
@@ -59,12 +59,10 @@ class ReadingBackend:
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
-            self._summarizer = self._make_summarizer()
             request = chat_request(cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
             fix = "start the model there, or set tools.search.read_pages 0"
-            asked = request, chat_content, "tools.search.summarizer_url:", fix
-            probe_from_rank_0(lambda: probe(self._make_summarizer(), *asked))
-            self._summarizer.was_probed()
+            what = "tools.search.summarizer_url:"
+            self._summarizer = probed(self._make_summarizer, request, chat_content, what, fix)
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """Failures by kind: page, summary."""

@@ -15,7 +15,7 @@ from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.rows import cache_key, clean_query
-from arpo.tools.cache.store import Cache, open_cache
+from arpo.tools.cache.store import open_cache
 from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.browse import ReadingBackend
@@ -61,7 +61,7 @@ class LocalBackend:
         return format_passages(passages, MAX_PASSAGE_CHARS)
 
     async def aclose(self) -> None:
-        self.index.close()
+        """Nothing to release."""
 
 
 BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
@@ -88,11 +88,6 @@ def check_search(cfg: SearchConfig) -> None:
         raise UserError(f"tools.search.corpus {problem}; set it to a .jsonl file, or {WITHOUT}")
 
 
-def _open_cache(cfg: SearchConfig) -> Cache | None:
-    """Open the cache; None where the config wants none."""
-    return open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
-
-
 class SearchTool:
     """Answers <search>query</search> with "Page 1: ...". Identical queries that overlap in time are asked once."""
 
@@ -108,7 +103,7 @@ class SearchTool:
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
         check_search(cfg)
         self.cfg = cfg
-        self.cache = _open_cache(cfg)
+        self.cache = open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend != "replay" else None
         if cfg.read_pages and self.backend:
             self.backend = ReadingBackend(self.backend, cfg, self.cache)
