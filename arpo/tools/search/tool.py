@@ -64,12 +64,7 @@ class LocalBackend:
         """Nothing to release."""
 
 
-BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
-    "local": LocalBackend,
-    "http": HttpBackend,
-    "brightdata": HttpBackend,
-    "serper": HttpBackend,
-}
+BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {"local": LocalBackend} | dict.fromkeys(SERVICES, HttpBackend)
 """Class of each backend, by name. `replay` is none of them: it has nothing but the cache."""
 
 
