@@ -146,11 +146,6 @@ class ToolsConfig:
             found |= tree
         return found
 
-    @property
-    def sections(self) -> dict[str, Any]:
-        """Sections of the named tools, by tag; a tool without settings has none."""
-        return {name: getattr(self, name) for name in self.names if name in vars(self)}
-
     def replayed(self) -> ToolsConfig:
         """Return the settings with which tools answer from their caches only. Raises UserError for one without."""
         if "python" in self.names:

@@ -61,7 +61,7 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
     made = tool_class(name)
     if isinstance(made, FunctionTool):
         return made
-    section = own_options(name, cfg) if is_own(name) else cfg.sections.get(name)
+    section = own_options(name, cfg) if is_own(name) else getattr(cfg, name, None)
     return made() if section is None else made(section)
 
 

@@ -138,10 +138,8 @@ class CacheFile(Cache):
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
         """Makes a missing file. A corrupt one is moved aside with a warning, and a new one begun.
 
-        `setting` is the config field that names it.
-
-        Raises UserError for a file on a network file system or of another program; with `read_only` also for a missing,
-        corrupt or unreadable one.
+        `setting` is the config field that names it. Raises UserError for a file on a network file system or of another
+        program; with `read_only` also for a missing, corrupt or unreadable one.
         """
         super().__init__(Path(path), read_only=read_only)
         self.setting = setting

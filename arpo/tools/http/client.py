@@ -164,8 +164,16 @@ class HttpClient(OwnsSession):
 
     async def _try(self, call: _Call) -> _Outcome:
         """Send one request. Failures are values: aiohttp's exceptions hold the request's headers, and so the key."""
+        session = self._open_session(limit=self._policy.max_concurrent)
+        request = session.post(
+            self._url,
+            data=call.body,
+            headers=self._headers,
+            allow_redirects=False,  # a redirect would carry the key to wherever it points
+            proxy=self._proxy,
+        )
         try:
-            async with asyncio.timeout(self._policy.try_s), self._send(call) as response:
+            async with asyncio.timeout(self._policy.try_s), request as response:
                 body, status = await read_body(response, self._policy.max_body_bytes), response.status
         except TimeoutError:
             return _Outcome(failure=f"no answer within {self._policy.try_s:g} s")
@@ -191,12 +199,6 @@ class HttpClient(OwnsSession):
             self._throttle.slow_down(pause_s or 0.0)
         reason = self._clean(f"HTTP {status} {body.decode(errors='replace')}")
         return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
-
-    def _send(self, call: _Call):
-        session = self._open_session(limit=self._policy.max_concurrent)
-        # A redirect would carry the key to wherever it points.
-        options = {"headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
-        return session.post(self._url, data=call.body, **options)
 
     def _clean(self, reason: str) -> str:
         """Return one short line without the key, which a service may quote."""
