@@ -111,8 +111,8 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
 
 def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
     """Return what tools with `take_counts` have counted since the last time that this was asked, by name."""
-    bare = [tool.tool if isinstance(tool, PricedTool) else tool for tool in tools.values()]
-    return sum((Counter(tool.take_counts()) for tool in bare if hasattr(tool, "take_counts")), Counter())
+    counted = [Counter(tool.take_counts()) for tool in tools.values() if hasattr(tool, "take_counts")]
+    return sum(counted, Counter())
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:

@@ -31,27 +31,20 @@ TELL_AFTER_S = 600.0
 
 @dataclass(frozen=True)
 class PricedTool:
-    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error."""
+    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error.
+
+    In all else it is the tool.
+    """
 
     tool: Tool
     price: float
 
-    @property
-    def tag(self) -> str:
-        return self.tool.tag
-
     def __getattr__(self, name: str) -> Any:
-        """Have the sessions of a tool that has any."""
-        if name not in ("make_sessions", "open", "fork", "close", "max_sessions", "may_branch", "session_name"):
-            raise AttributeError(name)
         return getattr(self.tool, name)
 
     async def run(self, argument: str, context: ToolContext | None = None, session: Any = None) -> ToolResult:
         result = await answer(self.tool, argument, context, session)
         return replace(result, cost=self.price) if result.ok and not result.cached else result
-
-    async def aclose(self) -> None:
-        await self.tool.aclose()
 
 
 @dataclass(frozen=True)
