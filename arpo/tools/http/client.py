@@ -113,7 +113,6 @@ class HttpClient(OwnsSession):
         self._rng = random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
-        self._fatal: str | None = None
         self._refusals_left = 1  # a key that is wrong from the start does not get better
 
     def was_probed(self) -> None:
@@ -126,8 +125,8 @@ class HttpClient(OwnsSession):
         Raises Unavailable, BreakerOpen (not sent at all) or TimeoutError (the deadline); all three are OSErrors, and
         none is the caller's fault. Raises UserError when the service keeps refusing access: no call will ever succeed.
         """
-        if self._fatal:
-            raise UserError(self._fatal)
+        if self._refusals_left <= 0:
+            raise UserError(self._refused)
         body = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
         call = _Call(body, parse, is_probe=self._breaker.admit())
         outcome = None
@@ -190,8 +189,7 @@ class HttpClient(OwnsSession):
         if status in (401, 403):
             self._refusals_left -= 1
             if self._refusals_left <= 0:
-                self._fatal = f"{self._refused} (HTTP {status})"
-                raise UserError(self._fatal)
+                raise UserError(f"{self._refused} (HTTP {status})")
             return _Outcome(failure=f"access refused (HTTP {status})", may_retry=False)
         retry_after = response.headers.get("Retry-After") if status in (429, 503) else None
         pause_s = self._policy.retry_after_s(retry_after, time.time())

@@ -59,10 +59,18 @@ class ReadingBackend:
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
+            make_summarizer = partial(
+                HttpClient,
+                "summarizer",
+                chat_url(cfg.summarizer_url),
+                HttpPolicy(deadline_s=cfg.deadline_s),
+                setting="tools.search.summarizer_url",
+                key_variable="SUMMARIZER_API_KEY",
+            )
             request = chat_request(cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
             fix = "start the model there, or set tools.search.read_pages 0"
             what = "tools.search.summarizer_url:"
-            self._summarizer = probed(self._make_summarizer, request, chat_content, what, fix)
+            self._summarizer = probed(make_summarizer, request, chat_content, what, fix)
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """Failures by kind: page, summary."""
@@ -120,15 +128,6 @@ class ReadingBackend:
         request = chat_request(self._cfg.summarizer_model, prompt, max_tokens=MAX_SUMMARY_TOKENS, temperature=0.0)
         ask = partial(self._summarizer.post, request, _summary_text)
         return await self._cached(key, SUMMARY, f"<summary>{query}</summary>", ask)
-
-    def _make_summarizer(self) -> HttpClient:
-        return HttpClient(
-            "summarizer",
-            chat_url(self._cfg.summarizer_url),
-            HttpPolicy(deadline_s=self._cfg.deadline_s),
-            setting="tools.search.summarizer_url",
-            key_variable="SUMMARIZER_API_KEY",
-        )
 
     async def _cached(self, key: bytes, kind: str, label: str, ask: Callable[[], Awaitable[str]]) -> str:
         if self._cache is None:

@@ -11,6 +11,7 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from arpo.config.named import is_own
@@ -171,15 +172,25 @@ class HttpBackend:
 
         Raises UserError for a refused key, and a service that does not answer.
         """
-        self._cfg, self._service, self._time_source = cfg, SERVICES[cfg.backend], time_source
+        self._cfg, self._service = cfg, SERVICES[cfg.backend]
         self.params = self._service.params(cfg)
         self._client: HttpClient | None = None
         if not cfg.replays:
-            self._limit = rate_limit_of(cfg)
+            make_client = partial(
+                HttpClient,
+                cfg.backend,
+                cfg.url or self._service.url,
+                HttpPolicy(deadline_s=cfg.deadline_s),
+                setting=f"tools.search.backend {cfg.backend}",
+                key_variable=self._service.key_variable,
+                headers=self._service.headers,
+                limit=rate_limit_of(cfg),
+                time_source=time_source,
+            )
             place = " at tools.search.url" if cfg.url else ""
             fix = f"start or repair the service{place}, or set tools.search.mode replay"
             asked = self._service.payload(cfg, "weather")
-            self._client = probed(self._make_client, asked, self._service.passages, "tools.search.backend", fix)
+            self._client = probed(make_client, asked, self._service.passages, "tools.search.backend", fix)
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
@@ -193,18 +204,6 @@ class HttpBackend:
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.aclose()
-
-    def _make_client(self) -> HttpClient:
-        return HttpClient(
-            self._cfg.backend,
-            self._cfg.url or self._service.url,
-            HttpPolicy(deadline_s=self._cfg.deadline_s),
-            setting=f"tools.search.backend {self._cfg.backend}",
-            key_variable=self._service.key_variable,
-            headers=self._service.headers,
-            limit=self._limit,
-            time_source=self._time_source,
-        )
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
