@@ -88,11 +88,7 @@ def own_options(name: str, cfg: ToolsConfig) -> Any | None:
 
 
 def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
-    """Return what the config's tools take, by tag. Needs no torch.
-
-    Raises UserError for a tool that is unknown or cannot be used, and a name that cannot be a tag or that two tools
-    have.
-    """
+    """Return what the config's tools take, by tag. Needs no torch. Raises UserError for a tool that cannot be used."""
     schemas: dict[str, ToolSchema] = {}
     for name in cfg.names:
         if hasattr(tool_class(name), "tools"):
@@ -172,10 +168,7 @@ def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, 
 
 
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
-    """Compare the tools that the rows of a file offer with those that are loaded.
-
-    Raises UserError for a row's tool that is not loaded. Warns of a loaded tool that no row offers.
-    """
+    """Raise UserError for a tool of a file's rows that is not loaded. Warn of a loaded tool that no row offers."""
     check_known(prompts, loaded, file)
     num_offers = Counter(name for prompt in prompts for name in (loaded if prompt.tools is None else prompt.tools))
     for name in loaded:
@@ -197,10 +190,8 @@ def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> 
 def make_codec(
     tokenizer, cfg: ProtocolConfig, tools: Iterable[str] | Mapping[str, ToolSchema], *, enable_thinking: bool
 ) -> Codec:
-    """Return the codec of protocol.format. `tools` are names, or schemas by name.
-
-    Raises UserError for a chat template that the format cannot be used with.
-    """
+    """Return the codec of protocol.format. `tools` are names, or schemas by name. Raises UserError for a chat template
+    that the format cannot be used with."""
     form = form_of(cfg.format)
     if form.template_lists_tools:
         known = list(schemas_of(tools).values())

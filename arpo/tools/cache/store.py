@@ -52,10 +52,8 @@ _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excl
 
 
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
-    """Open a cache: a SQLite file, or FILE.py:NAME=PLACE. `setting` is the config field that names it.
-
-    Raises UserError where `place` cannot be used; see `CacheFile`.
-    """
+    """Open a cache: a SQLite file, or FILE.py:NAME=PLACE. `setting` is the config field that names it. Raises
+    UserError where `place` cannot be used; see `CacheFile`."""
     if is_own(str(place)):
         made, where = own_cache(str(place), setting)
         return made(where, read_only=read_only, setting=setting)
@@ -238,10 +236,8 @@ class CacheFile(Cache):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _take_lock(self) -> bool:
-        """Return True for the first user of the file, who holds the lock alone and may check and replace the file.
-
-        The others come in when that is done, and share the lock for as long as they use the file.
-        """
+        """Return True for the first user of the file, who holds the lock alone and may check and replace the file. The
+        others come in when that is done, and share the lock for as long as they use the file."""
         try:
             self._lock = self.path.with_name(self.path.name + ".lock").open("a")
         except OSError:

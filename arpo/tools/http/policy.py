@@ -99,8 +99,7 @@ class Throttle:
     """Decides when the next request may go, by a rate limit and by what the service itself has asked for.
 
     A service that says "too many requests" gets the pause that it wants, and after it half of the rate (an eighth at
-    least), which recovers within a minute. At half of the rate a request takes two tokens, at an eighth eight, so that
-    a limit shared with other processes slows down as well.
+    least), which recovers within a minute: a request then takes two tokens (eight), also of a limit that is shared.
     """
 
     LOWEST_SHARE, RECOVERY_S = 0.125, 60.0

@@ -117,24 +117,19 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
         if not (opened := _open(path, built_from)):
             _build(corpus, path, built_from)
             opened = _open(path, built_from)
-    if not opened:
-        raise OSError(f"{path} was taken away just after it was built")
     return path, opened
 
 
 def _open(folder: Path, built_from: list) -> tuple[tantivy.Searcher, str] | None:
     """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
-    the folder holds no index of that for us.
-
-    Raises UserError for one that is not as it was built: tantivy itself does not notice every flipped bit.
-    """
+    the folder holds no index of that for us. Raises UserError for a damaged one."""
     if not os.access(folder, os.W_OK):  # somebody else's, or none: tantivy locks what it opens
         return None
     try:
         about = json.loads((folder / ABOUT).read_bytes())
         if about["built_from"] != built_from:
             return None
-        if about != _about(folder, built_from, about["corpus_sha256"]):
+        if about != _about(folder, built_from, about["corpus_sha256"]):  # tantivy does not notice every flipped bit
             raise ValueError("its checksum does not hold")
         return tantivy.Index.open(str(folder)).searcher(), about["corpus_sha256"]
     except FileNotFoundError:  # there is none, or another run puts a new one here just now

@@ -46,10 +46,7 @@ class ReadingBackend:
     """A backend of the search tool that reads the pages which another one finds."""
 
     def __init__(self, search: HttpBackend, cfg: SearchConfig, cache: Cache | None):
-        """Keeps nothing if `cache` is None. Rank 0 asks the summarizer something small, unless the config replays.
-
-        Raises UserError for settings that cannot work, missing packages, and a summarizer that does not answer.
-        """
+        """Raises UserError for settings that cannot work, missing packages, and a summarizer that does not answer."""
         check_reading(cfg)
         self._search, self._cfg, self._cache = search, cfg, cache
         self.params = search.params | {"read_pages": cfg.read_pages, "page_chars": cfg.page_chars}

@@ -168,10 +168,8 @@ class HttpBackend:
     """A backend of the search tool that asks one of the services."""
 
     def __init__(self, cfg: SearchConfig, *, time_source: Time | None = None):
-        """Unless the config replays, rank 0 asks one query, so that a wrong key or address shows before training.
-
-        Raises UserError for a refused key, and a service that does not answer.
-        """
+        """Unless the config replays, rank 0 asks one query before training. Raises UserError for a refused key, and a
+        service that does not answer."""
         self._cfg, self._service = cfg, SERVICES[cfg.backend]
         self.params = self._service.params(cfg)
         self._client: HttpClient | None = None
@@ -207,10 +205,7 @@ class HttpBackend:
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
-    """Return the limit of all ranks, where the cache's class has a `rate_limit`, else this rank's equal share; or None.
-
-    It is made with the cache's place, a name and the calls per second.
-    """
+    """Return the limit of all ranks where the cache's class has a `rate_limit`, else this rank's share; or None."""
     if not cfg.requests_per_second:
         return None
     if cfg.mode != "live" and is_own(cfg.cache):
