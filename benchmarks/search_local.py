@@ -77,9 +77,6 @@ class Fts5:
         of_row = "SELECT text FROM passages WHERE id = ?"
         return [self.connection.execute(of_row, row).fetchone()[0] for row in best]
 
-    def close(self) -> None:
-        self.connection.close()
-
 
 def ask(ways: dict[str, Callable[[str], list[str]]], queries: list[tuple[int, str]]) -> dict[str, dict[str, float]]:
     """Return for each way the p50, p95 and longest time in ms, and the hit rate."""
@@ -120,8 +117,6 @@ def measure(num_passages: int, num_queries: int) -> dict[str, dict[str, float]]:
             print(f"{name:>8}: indexed in {seconds:.1f} s, {disk_mib(indexes[name].path):.0f} MiB with the texts")
         ways = {name: lambda query, index=index: index.search(query, TOP_K) for name, index in indexes.items()}
         results = ask(ways, queries)
-        for index in indexes.values():
-            index.close()
     for way, r in results.items():
         print(f"{way}: p50 {r['p50']:.2f} ms, p95 {r['p95']:.2f} ms, max {r['max']:.1f} ms, hit@{TOP_K} {r['hit']:.3f}")
     return results

@@ -146,26 +146,16 @@ class ToolsConfig:
             found |= tree
         return found
 
-    @property
-    def sections(self) -> dict[str, Any]:
-        """Sections of the named tools, by tag; a tool without settings has none."""
-        return {name: getattr(self, name) for name in self.names if name in vars(self)}
-
     def replayed(self) -> ToolsConfig:
         """Return the settings with which tools answer from their caches only. Raises UserError for one without."""
         if "python" in self.names:
             raise UserError("eval.replay needs a record, and python keeps none; docs/tools.md names a tool that does")
         if "search" in self.names and not self.search.cache:
             raise UserError("eval.replay needs a record: set tools.search.cache, or drop search from tools.names")
-        options = tuple(json.dumps(_replayed(json.loads(entry))) for entry in self.options)
+        options = tuple(json.dumps(json.loads(entry, object_hook=_replayed)) for entry in self.options)
         return replace(self, options=options, search=replace(self.search, mode="replay_strict"))
 
 
-def _replayed(options: Any) -> Any:
-    """Return options of a tool from a file, wherever they name a `cache` with `mode` replay_strict beside it."""
-    if isinstance(options, list):
-        return [_replayed(one) for one in options]
-    if not isinstance(options, dict):
-        return options
-    strict = {"mode": "replay_strict"} if options.get("cache") else {}
-    return {name: _replayed(value) for name, value in options.items()} | strict
+def _replayed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping of a tool's options, with `mode` replay_strict if it names a `cache`."""
+    return options | {"mode": "replay_strict"} if options.get("cache") else options

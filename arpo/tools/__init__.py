@@ -61,7 +61,7 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
     made = tool_class(name)
     if isinstance(made, FunctionTool):
         return made
-    section = own_options(name, cfg) if is_own(name) else cfg.sections.get(name)
+    section = own_options(name, cfg) if is_own(name) else getattr(cfg, name, None)
     return made() if section is None else made(section)
 
 
@@ -88,11 +88,7 @@ def own_options(name: str, cfg: ToolsConfig) -> Any | None:
 
 
 def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
-    """Return what the config's tools take, by tag. Needs no torch.
-
-    Raises UserError for a tool that is unknown or cannot be used, and a name that cannot be a tag or that two tools
-    have.
-    """
+    """Return what the config's tools take, by tag. Needs no torch. Raises UserError for a tool that cannot be used."""
     schemas: dict[str, ToolSchema] = {}
     for name in cfg.names:
         if hasattr(tool_class(name), "tools"):
@@ -111,8 +107,8 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
 
 def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
     """Return what tools with `take_counts` have counted since the last time that this was asked, by name."""
-    bare = [tool.tool if isinstance(tool, PricedTool) else tool for tool in tools.values()]
-    return sum((Counter(tool.take_counts()) for tool in bare if hasattr(tool, "take_counts")), Counter())
+    counted = [Counter(tool.take_counts()) for tool in tools.values() if hasattr(tool, "take_counts")]
+    return sum(counted, Counter())
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
@@ -172,10 +168,7 @@ def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, 
 
 
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
-    """Compare the tools that the rows of a file offer with those that are loaded.
-
-    Raises UserError for a row's tool that is not loaded. Warns of a loaded tool that no row offers.
-    """
+    """Raise UserError for a tool of a file's rows that is not loaded. Warn of a loaded tool that no row offers."""
     check_known(prompts, loaded, file)
     num_offers = Counter(name for prompt in prompts for name in (loaded if prompt.tools is None else prompt.tools))
     for name in loaded:
@@ -197,10 +190,8 @@ def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> 
 def make_codec(
     tokenizer, cfg: ProtocolConfig, tools: Iterable[str] | Mapping[str, ToolSchema], *, enable_thinking: bool
 ) -> Codec:
-    """Return the codec of protocol.format. `tools` are names, or schemas by name.
-
-    Raises UserError for a chat template that the format cannot be used with.
-    """
+    """Return the codec of protocol.format. `tools` are names, or schemas by name. Raises UserError for a chat template
+    that the format cannot be used with."""
     form = form_of(cfg.format)
     if form.template_lists_tools:
         known = list(schemas_of(tools).values())

@@ -31,27 +31,20 @@ TELL_AFTER_S = 600.0
 
 @dataclass(frozen=True)
 class PricedTool:
-    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error."""
+    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error.
+
+    In all else it is the tool.
+    """
 
     tool: Tool
     price: float
 
-    @property
-    def tag(self) -> str:
-        return self.tool.tag
-
     def __getattr__(self, name: str) -> Any:
-        """Have the sessions of a tool that has any."""
-        if name not in ("make_sessions", "open", "fork", "close", "max_sessions", "may_branch", "session_name"):
-            raise AttributeError(name)
         return getattr(self.tool, name)
 
     async def run(self, argument: str, context: ToolContext | None = None, session: Any = None) -> ToolResult:
         result = await answer(self.tool, argument, context, session)
         return replace(result, cost=self.price) if result.ok and not result.cached else result
-
-    async def aclose(self) -> None:
-        await self.tool.aclose()
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class ToolRunner:
 
     def __init__(self, tools: dict[str, Tool]):
         self.tools = tools
-        self._done: queue.SimpleQueue[tuple[int, str, ToolResult | BaseException]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[object, str, ToolResult | BaseException]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
         self._thread.start()
@@ -86,8 +79,8 @@ class ToolRunner:
         self._told: set[tuple[str, type]] = set()
         self._running: Counter[str] = Counter()  # calls by tool
         self.num_pending = 0
-        self._generation = self._num_generations = 0  # the rollout that runs now takes no result of another one's calls
-        self._parked: tuple[int, int, list] | None = None  # of `park`: generation, calls without a result, results
+        self._rollout = object()  # the one that runs now, which takes no result of another one's calls
+        self._parked: tuple[object, int, list] | None = None  # of `park`: rollout, calls without a result, results
         self.sessions = make_sessions(tools, self._loop)
         """Those of the trajectories in tools that have any."""
 
@@ -111,10 +104,10 @@ class ToolRunner:
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         """Begin a call; its result comes out of `collect` under `call_id`. A tool with sessions needs the context."""
         self.num_pending += 1
-        call = self._run(self._generation, call_id, self.tools[tag], argument, context)
+        call = self._run(self._rollout, call_id, self.tools[tag], argument, context)
         asyncio.run_coroutine_threadsafe(call, self._loop)
 
-    async def _run(self, generation: int, call_id: str, tool: Tool, argument: str, context: ToolContext | None) -> None:
+    async def _run(self, rollout: object, call_id: str, tool: Tool, argument: str, context: ToolContext | None) -> None:
         started = time.perf_counter()
         self._running[tool.tag] += 1
         try:
@@ -124,16 +117,16 @@ class ToolRunner:
                 result = await answer(tool, argument, context)
             if not result.seconds:
                 result = replace(result, seconds=time.perf_counter() - started)
-            self._done.put((generation, call_id, result))
+            self._done.put((rollout, call_id, result))
         except UserError as error:
-            self._done.put((generation, call_id, error))
+            self._done.put((rollout, call_id, error))
         except (Exception, SystemExit) as error:  # whatever it is: hours of training must not end with it
             self._tell_of(tool.tag, error)
             text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
-            self._done.put((generation, call_id, failure))
+            self._done.put((rollout, call_id, failure))
         except BaseException as error:  # cancelled, or an interrupt: handed to the caller's thread
-            self._done.put((generation, call_id, error))
+            self._done.put((rollout, call_id, error))
         finally:
             self._running[tool.tag] -= 1
 
@@ -149,7 +142,7 @@ class ToolRunner:
         finished, waits = [], 0
         while self.num_pending:
             try:
-                generation, call_id, result = self._done.get(block and not finished, timeout=TELL_AFTER_S)
+                rollout, call_id, result = self._done.get(block and not finished, timeout=TELL_AFTER_S)
             except queue.Empty:
                 if not block or finished:
                     break
@@ -157,8 +150,9 @@ class ToolRunner:
                 minutes, calls = waits * TELL_AFTER_S / 60, dict(+self._running)
                 logger.warning("no tool call has ended for %d min; under way: %s", minutes, calls)
                 continue
-            if generation != self._generation:
-                self._keep(generation, call_id, result)
+            if rollout is not self._rollout:
+                if self._parked and rollout is self._parked[0]:
+                    self._parked[2].append((rollout, call_id, result))
                 continue
             self.num_pending -= 1
             if isinstance(result, BaseException):
@@ -166,16 +160,11 @@ class ToolRunner:
             finished.append((call_id, result))
         return finished
 
-    def _keep(self, generation: int, call_id: str, result: ToolResult | BaseException) -> None:
-        if self._parked and generation == self._parked[0]:
-            self._parked[2].append((generation, call_id, result))
-
     def park(self) -> None:
         """Set calls under way and sessions aside until `unpark`. They go on, apart from what is begun meanwhile."""
         assert self._parked is None
-        self._parked = self._generation, self.num_pending, []
-        self._num_generations += 1
-        self._generation, self.num_pending = self._num_generations, 0
+        self._parked = self._rollout, self.num_pending, []
+        self._rollout, self.num_pending = object(), 0
         self.sessions.park()
 
     def unpark(self) -> None:
@@ -184,15 +173,14 @@ class ToolRunner:
             return
         assert not self.num_pending
         self.sessions.unpark()
-        self._generation, self.num_pending, kept = self._parked
+        self._rollout, self.num_pending, kept = self._parked
         self._parked = None
         for entry in kept:
             self._done.put(entry)
 
     def abandon(self) -> None:
         """Close all sessions, and forget calls under way: they run to their end, but `collect` has nothing of them."""
-        self._num_generations += 1
-        self._generation, self.num_pending = self._num_generations, 0
+        self._rollout, self.num_pending = object(), 0
         self.sessions.end_all()
 
     def close(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,6 @@ from arpo.errors import UserError
 from arpo.protocol.function_schema import schema_of
 from arpo.protocol.schema import arguments_of
 from arpo.tools.base import ToolResult
-from arpo.tools.threads import on_thread
 
 DEADLINE_S = 30.0
 MAX_CONCURRENT = 32
@@ -71,3 +72,22 @@ def _text_of(value: Any) -> str:
     if value is None:
         return "(no output)"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+async def on_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `work` returns, or raise what it raises, in a thread of its own.
+
+    A thread cannot be ended: one that hangs is left to itself, and does not keep the run from ending, as one of
+    asyncio's would.
+    """
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        answer.set_running_or_notify_cancel()
+        try:
+            answer.set_result(work(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(answer)

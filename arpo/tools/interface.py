@@ -100,7 +100,7 @@ async def answer(tool: Tool, argument: str, context: ToolContext | None, session
     """Run a call, with what the tool's `run` has parameters for. Raises UserError where it returns something else."""
     wanted = _wanted(getattr(type(tool), "run", tool.run))
     given = {"context": context, "session": session}
-    result = await (tool.run(argument, **{name: given[name] for name in wanted}) if wanted else tool.run(argument))
+    result = await tool.run(argument, **{name: given[name] for name in wanted})
     if not isinstance(result, ToolResult):
         raise UserError(f"the {tool.tag} tool: run returned {type(result).__name__}; return a ToolResult")
     return result

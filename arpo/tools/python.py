@@ -17,7 +17,7 @@ from arpo.tools.base import ToolResult
 from arpo.tools.sandbox.cgroup import find_parent
 from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
-from arpo.tools.sandbox.interpreter import Interpreter, named_interpreter
+from arpo.tools.sandbox.interpreter import named_interpreter
 from arpo.tools.sandbox.limits import CallLimits
 from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
@@ -48,7 +48,10 @@ class PythonTool:
         """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for
         limits and interpreters that cannot be used."""
         self.cfg = cfg
-        self.interpreter = interpreter_of(cfg, self.setting)
+        try:
+            self.interpreter = named_interpreter(cfg.interpreter) if cfg.interpreter else None
+        except ValueError as error:
+            raise UserError(f"{self.setting}.interpreter: {cfg.interpreter} {error}") from None
         self.start(tier, grace_s)
 
     def start(self, tier: Tier | None, grace_s: float) -> None:
@@ -56,10 +59,20 @@ class PythonTool:
         cfg = self.cfg
         if wrong := out_of_range(cfg):
             raise UserError(f"{self.setting}.{wrong}")
-        check_cgroup(cfg, self.setting)
-        options = {"tier": tier, "allow_unsafe": cfg.allow_unsafe, "grace_s": grace_s, "cgroup": cfg.cgroup}
         try:
-            self.sandbox = Sandbox(self.limits(cfg), interpreter=self.interpreter, **options)
+            if cfg.cgroup not in ("auto", "none"):
+                find_parent(cfg.cgroup)
+        except ValueError as error:
+            raise UserError(f"{self.setting}.cgroup: {error}; see docs/tools.md, or set auto") from None
+        try:
+            self.sandbox = Sandbox(
+                self.limits(cfg),
+                interpreter=self.interpreter,
+                tier=tier,
+                allow_unsafe=cfg.allow_unsafe,
+                grace_s=grace_s,
+                cgroup=cfg.cgroup,
+            )
         except SandboxUnavailable as error:
             raise UserError(
                 f"{self.setting}: no isolation for model-written code on this machine ({error}); allow user "
@@ -120,25 +133,6 @@ class PythonTool:
         }
         message = reply.stderr.strip("\n").rstrip() or f"The process exited with code {reply.exit_code}"
         return reasons.get(reply.status, message)
-
-
-def check_cgroup(cfg: PythonConfig, setting: str) -> None:
-    """Raises UserError for a named cgroup that cannot be used."""
-    if cfg.cgroup not in ("auto", "none"):
-        try:
-            find_parent(cfg.cgroup)
-        except ValueError as error:
-            raise UserError(f"{setting}.cgroup: {error}; see docs/tools.md, or set auto") from None
-
-
-def interpreter_of(cfg: PythonConfig, setting: str) -> Interpreter | None:
-    """Return the interpreter that the config names; None for this one. Raises UserError for one that cannot be used."""
-    if not cfg.interpreter:
-        return None
-    try:
-        return named_interpreter(cfg.interpreter)
-    except ValueError as error:
-        raise UserError(f"{setting}.interpreter: {cfg.interpreter} {error}") from None
 
 
 def refuse(code: str) -> ToolResult | None:

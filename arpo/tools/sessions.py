@@ -79,9 +79,7 @@ class Sessions:
 
 
 def make_sessions(tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None) -> Sessions:
-    """Return those that a tool with state brings (its `make_sessions`), else none.
-
-    `loop` runs the calls; None: another process has the sessions, and these only answer `refusal`.
-    """
+    """Return those that a tool with state brings (its `make_sessions`), else none. `loop` runs the calls; None: another
+    process has the sessions, and these only answer `refusal`."""
     makers = [tool.make_sessions for tool in tools.values() if hasattr(tool, "make_sessions")]
     return makers[0](tools, loop) if makers else Sessions()

@@ -17,7 +17,7 @@ from typing import NoReturn
 from arpo.config.named import is_own
 from arpo.errors import UserError
 from arpo.start.exits import exit_with
-from arpo.tools.cache.cache import open_cache
+from arpo.tools.cache.store import open_cache
 from extras.cache.released import ReleasedCache, import_json, merge, stats, write_released
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from arpo.config.bounded import parse_json
 from arpo.errors import UserError
-from arpo.tools.cache.cache import PAGE, SUMMARY, open_cache
-from arpo.tools.cache.rows import DamagedEntry, Row, cache_key, make_row, unpack
+from arpo.tools.cache.rows import PAGE, SUMMARY, DamagedEntry, Row, cache_key, make_row, unpack
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable
-from arpo.tools.cache.store import ADD, IMPORTED, Cache, CacheFile
+from arpo.tools.cache.store import ADD, IMPORTED, Cache, CacheFile, open_cache
 from extras.tools.recorder import MCP, PYTHON
 
 logger = logging.getLogger(__name__)

@@ -49,6 +49,3 @@ class RedisRateLimit(LocalRateLimit):
                 logger.warning("%s: rate limit lost (%s); this process limits itself alone", describe(self.url), error)
                 self._again_s = time.monotonic() + AGAIN_S
         await asyncio.sleep(super().take())
-
-    def close(self) -> None:
-        self._client.close()

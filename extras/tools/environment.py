@@ -33,8 +33,8 @@ from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.start.exits import exit_with
+from arpo.tools.function import on_thread
 from arpo.tools.interface import ToolContext, ToolResult
-from arpo.tools.threads import on_thread
 from extras.tools.session_tool import CannotFork, SessionTool
 
 LOOK = "look"

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from arpo.errors import UserError
-from arpo.tools.cache.cache import open_cache
+from arpo.tools.cache.store import open_cache
 from arpo.tools.interface import ToolResult
 
 PYTHON, MCP = "python", "mcp"

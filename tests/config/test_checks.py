@@ -346,8 +346,11 @@ def test_one_message_names_all_contradictions_with_a_line_for_each(flags, words)
 
 
 def test_one_message_names_all_numbers_that_are_out_of_range():
-    with pytest.raises(UserError, match=r"clip_low=-0\.1 must be at least 0; .*max_grad_norm=-1\.0 must be at least 0"):
-        load_config(RLConfig, ["--data.train", "x", "--loss.clip_low", "-0.1", "--optim.max_grad_norm", "-1"])
+    wrong = "--loss.clip_low", "-0.1", "--optim.max_grad_norm", "-1", "--tools.search.top_k", "-1"
+    with pytest.raises(UserError) as error:
+        load_config(RLConfig, ["--data.train", "x", *wrong])
+    named = ("clip_low=-0.1", "max_grad_norm=-1.0", "tools.search.top_k=-1")
+    assert all(f"{one} must be at least 0" in str(error.value) for one in named) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

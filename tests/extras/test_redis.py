@@ -15,9 +15,8 @@ from helpers.redis_server import HANG_S, REDIS, redis_server
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.cache import open_cache
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
-from arpo.tools.cache.store import CacheFile
+from arpo.tools.cache.store import CacheFile, open_cache
 from arpo.tools.http.policy import LocalRateLimit
 from arpo.tools.search import SearchTool
 from extras.cache.__main__ import main

@@ -15,6 +15,8 @@ MAX_QUERY_CHARS = 512
 MAX_ENTRY_BYTES = 16 << 20
 NO_RESULTS = "No search results found."
 """The answer where nothing matches, as in the released cache."""
+PAGE, SUMMARY = "page", "summary"
+"""Backends of what was recorded besides searches."""
 Row = tuple[bytes, str, str, bytes, bool, float]
 """Key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
 

@@ -67,10 +67,7 @@ def _is_mine(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_of(path: Path) -> Iterator[None]:
-    """Let one process at a time in for `path`. The kernel frees the lock of a process that dies.
-
-    Raises OSError where the file system has no locks.
-    """
+    """Let one process at a time in for `path`. Raises OSError where the file system has no locks."""
     with path.with_name(path.name + ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

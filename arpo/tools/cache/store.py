@@ -1,7 +1,8 @@
 """The cache file: one SQLite row per answer, compressed; the first answer to a query wins, so that replays are stable.
 
 Write-ahead log with synchronous=NORMAL: many processes read and write at once, and one that is killed loses nothing
-that `put` returned from.
+that `put` returned from. Wherever a file is named, FILE.py:NAME=PLACE may stand: a class of yours, derived from
+`Cache`, and what it opens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from arpo.config.named import find, is_own
 from arpo.errors import UserError
 from arpo.tools.cache.rows import FORMAT, DamagedEntry, Row, clean_query, make_row, unpack
 from arpo.tools.cache.sqlite_files import network_filesystem
@@ -27,11 +29,8 @@ T = TypeVar("T")
 
 NEGATIVE_TTL_S = 7 * 86400.0
 """Age at which a "no results" is asked for again while recording. A replay keeps it for good."""
-WRITE_AGAIN_S = 60.0
-"""Pause after an answer could not be written."""
 IMPORTED = "import"
 """Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
-
 BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _APPLICATION_ID = 0x4152504F  # "ARPO"
@@ -52,12 +51,31 @@ _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excl
     created_s = excluded.created_s WHERE negative AND created_s < ?"""
 
 
+def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
+    """Open a cache: a SQLite file, or FILE.py:NAME=PLACE. `setting` is the config field that names it. Raises
+    UserError where `place` cannot be used; see `CacheFile`."""
+    if is_own(str(place)):
+        made, where = own_cache(str(place), setting)
+        return made(where, read_only=read_only, setting=setting)
+    if "://" in str(place):  # which may have a password in it
+        raise UserError(f"{setting}: a cache at an address must be FILE.py:NAME=ADDRESS (docs/tools.md)")
+    if Path(place).suffix == ".json":
+        raise UserError(f"{place}: the released format is read by FILE.py:NAME={place}; docs/tools.md has it")
+    return CacheFile(place, read_only=read_only, setting=setting)
+
+
+def own_cache(place: str, setting: str) -> tuple[type[Cache], str]:
+    """Return the class of FILE.py:NAME=PLACE, and the place. Raises UserError."""
+    name, _, where = place.partition("=")
+    return find(setting, name, {}), where
+
+
 class Cache:
     """The part that all caches share: what happens when one cannot be used.
 
     It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
-    on. Where it can only not be written (a full disk), there is one warning too, `get` goes on, and `put` is tried
-    again WRITE_AGAIN_S later. A replay has nothing but its cache: `read_only` raises UserError instead.
+    on. Where it can only not be written (a full disk), there is one warning too, and `get` goes on. A replay has
+    nothing but its cache: `read_only` raises UserError instead.
     """
 
     failures: tuple[type[Exception], ...]
@@ -65,8 +83,8 @@ class Cache:
 
     def __init__(self, path: str | Path, *, read_only: bool):
         self.path, self.read_only = path, read_only
-        self._use_again_s = -math.inf  # by time.monotonic(), as is the next
-        self._write_again_s: float | None = None
+        self._use_again_s = -math.inf  # by time.monotonic()
+        self._has_failed_to_write = False
 
     @property
     def usable(self) -> bool:
@@ -83,17 +101,18 @@ class Cache:
 
     def write(self, action: Callable[[], object]) -> None:
         """Do the action, unless the cache cannot be written."""
-        if not self.usable or (self._write_again_s and time.monotonic() < self._write_again_s):
-            return
-        try:
-            action()
-        except self.failures as error:
-            if not self.can_still_read(error):
-                self.give_up(error)
-                return
-            if self._write_again_s is None:
-                logger.warning("%s: cannot write the cache (%s); what it holds is still read", self.path, error)
-            self._write_again_s = time.monotonic() + WRITE_AGAIN_S
+
+        def attempt() -> None:
+            try:
+                action()
+            except self.failures as error:
+                if not self.can_still_read(error):
+                    raise
+                if not self._has_failed_to_write:
+                    logger.warning("%s: cannot write the cache (%s); what it holds is still read", self.path, error)
+                self._has_failed_to_write = True
+
+        self.guarded(attempt)
 
     def can_still_read(self, error: Exception) -> bool:
         """Return whether an error of `write` leaves the cache readable."""
@@ -117,15 +136,12 @@ class CacheFile(Cache):
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
         """Makes a missing file. A corrupt one is moved aside with a warning, and a new one begun.
 
-        `setting` is the config field that names it.
-
-        Raises UserError for a file on a network file system or of another program; with `read_only` also for a missing,
-        corrupt or unreadable one.
+        `setting` is the config field that names it. Raises UserError for a file on a network file system or of another
+        program; with `read_only` also for a missing, corrupt or unreadable one.
         """
         super().__init__(Path(path), read_only=read_only)
         self.setting = setting
         self._lock = None
-        self._immutable = False
         self._connections: dict[tuple[int, int], sqlite3.Connection] = {}  # by process and thread
         if read_only and not self.path.is_file():
             raise UserError(f"{self.path}: there is no such cache; set {setting} to a recorded one")
@@ -191,7 +207,9 @@ class CacheFile(Cache):
         """Return this thread's connection, in autocommit mode."""
         key = (os.getpid(), threading.get_ident())  # SQLite connections do not survive a fork
         if key not in self._connections:
-            mode = "ro&immutable=1" if self._immutable else "ro" if self.read_only else "rwc"
+            # A read-only folder has no room for the log's index, and nobody writes there.
+            is_frozen = not os.access(self.path.parent, os.W_OK) and not Path(f"{self.path}-shm").exists()
+            mode = "rwc" if not self.read_only else "ro&immutable=1" if is_frozen else "ro"
             uri = f"{self.path.resolve().as_uri()}?mode={mode}"
             connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None, check_same_thread=False)
             self._connections[key] = connection
@@ -205,40 +223,33 @@ class CacheFile(Cache):
         try:
             self._check(thorough=is_first)
         except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            self._disconnect()
-            if self.read_only and code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
-                self._immutable = True  # a read-only folder has no room for the log's index, and nobody writes there
-                self._check(thorough=True)
-            elif is_first and not self.read_only and code in BROKEN:
-                if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a slip must not move the user's data
-                    raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
-                aside = self._move_aside()
-                self._check(thorough=False)
-                logger.warning("%s: corrupt cache (%s), kept as %s; a new one is begun, or stop and %s",
-                               self.path, error, aside.name, self.remedy)  # fmt: skip
-            else:
+            if self.read_only or not is_first or self.can_still_read(error):
                 raise
+            if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a slip must not move the user's data
+                raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
+            self._disconnect()
+            aside = self._move_aside()
+            self._check(thorough=False)
+            logger.warning("%s: corrupt cache (%s), kept as %s; a new one is begun, or stop and %s",
+                           self.path, error, aside.name, self.remedy)  # fmt: skip
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _take_lock(self) -> bool:
-        """Return True for the first user of the file, who holds the lock alone and may check and replace the file.
-
-        The others come in when that is done, and share the lock for as long as they use the file.
-        """
+        """Return True for the first user of the file, who holds the lock alone and may check and replace the file. The
+        others come in when that is done, and share the lock for as long as they use the file."""
         try:
             self._lock = self.path.with_name(self.path.name + ".lock").open("a")
         except OSError:
             if self.read_only:
                 return True
             raise
-        while True:
-            for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
-                    return kind == fcntl.LOCK_EX
-            time.sleep(0.02)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            return False
 
     def _check(self, *, thorough: bool) -> None:
         connection = self.connection()

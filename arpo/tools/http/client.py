@@ -19,7 +19,7 @@ import random
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +113,6 @@ class HttpClient(OwnsSession):
         self._rng = random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
-        self._fatal: str | None = None
         self._refusals_left = 1  # a key that is wrong from the start does not get better
 
     def was_probed(self) -> None:
@@ -126,8 +125,8 @@ class HttpClient(OwnsSession):
         Raises Unavailable, BreakerOpen (not sent at all) or TimeoutError (the deadline); all three are OSErrors, and
         none is the caller's fault. Raises UserError when the service keeps refusing access: no call will ever succeed.
         """
-        if self._fatal:
-            raise UserError(self._fatal)
+        if self._refusals_left <= 0:
+            raise UserError(self._refused)
         body = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
         call = _Call(body, parse, is_probe=self._breaker.admit())
         outcome = None
@@ -164,8 +163,16 @@ class HttpClient(OwnsSession):
 
     async def _try(self, call: _Call) -> _Outcome:
         """Send one request. Failures are values: aiohttp's exceptions hold the request's headers, and so the key."""
+        session = self._open_session(limit=self._policy.max_concurrent)
+        request = session.post(
+            self._url,
+            data=call.body,
+            headers=self._headers,
+            allow_redirects=False,  # a redirect would carry the key to wherever it points
+            proxy=self._proxy,
+        )
         try:
-            async with asyncio.timeout(self._policy.try_s), self._send(call) as response:
+            async with asyncio.timeout(self._policy.try_s), request as response:
                 body, status = await read_body(response, self._policy.max_body_bytes), response.status
         except TimeoutError:
             return _Outcome(failure=f"no answer within {self._policy.try_s:g} s")
@@ -182,8 +189,7 @@ class HttpClient(OwnsSession):
         if status in (401, 403):
             self._refusals_left -= 1
             if self._refusals_left <= 0:
-                self._fatal = f"{self._refused} (HTTP {status})"
-                raise UserError(self._fatal)
+                raise UserError(f"{self._refused} (HTTP {status})")
             return _Outcome(failure=f"access refused (HTTP {status})", may_retry=False)
         retry_after = response.headers.get("Retry-After") if status in (429, 503) else None
         pause_s = self._policy.retry_after_s(retry_after, time.time())
@@ -191,12 +197,6 @@ class HttpClient(OwnsSession):
             self._throttle.slow_down(pause_s or 0.0)
         reason = self._clean(f"HTTP {status} {body.decode(errors='replace')}")
         return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
-
-    def _send(self, call: _Call):
-        session = self._open_session(limit=self._policy.max_concurrent)
-        # A redirect would carry the key to wherever it points.
-        options = {"headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
-        return session.post(self._url, data=call.body, **options)
 
     def _clean(self, reason: str) -> str:
         """Return one short line without the key, which a service may quote."""
@@ -256,11 +256,16 @@ async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[An
         await client.aclose()
 
 
-def probe_from_rank_0(probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the probe of a service to its end, unless this is another rank than 0. Raises what it raises."""
+def probed(
+    make_client: Callable[[], HttpClient], payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str
+) -> HttpClient:
+    """Return a client of a service that rank 0 has asked something small before; see `probe`."""
     if os.environ.get("RANK", "0") == "0":
         with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
-            thread.submit(lambda: asyncio.run(probe())).result()
+            thread.submit(lambda: asyncio.run(probe(make_client(), payload, parse, what, fix))).result()
+    client = make_client()
+    client.was_probed()
+    return client
 
 
 def chat_url(url: str) -> str:

@@ -91,22 +91,15 @@ class LocalRateLimit:
         return mine - now
 
     async def acquire(self) -> None:
-        """Return when the next call may start.
-
-        A caller that is cancelled while it waits has used up its turn; so let only one of many wait at a time.
-        """
+        """Return when the next call may start. A caller that is cancelled while it waits has used up its turn."""
         await asyncio.sleep(self.take())
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class Throttle:
     """Decides when the next request may go, by a rate limit and by what the service itself has asked for.
 
     A service that says "too many requests" gets the pause that it wants, and after it half of the rate (an eighth at
-    least), which recovers within a minute. At half of the rate a request takes two tokens, at an eighth eight, so that
-    a limit shared with other processes slows down as well.
+    least), which recovers within a minute: a request then takes two tokens (eight), also of a limit that is shared.
     """
 
     LOWEST_SHARE, RECOVERY_S = 0.125, 60.0

@@ -51,9 +51,6 @@ SCHEMA = (
     .build()
 )
 
-Stamp = tuple[int, int]
-"""Bytes and modification time (ns) of a corpus: an index with another stamp is not one of the corpus as it is now."""
-
 
 class Bm25Index:
     """The index of one corpus. Any number of threads may search at the same time."""
@@ -65,7 +62,7 @@ class Bm25Index:
         except OSError as error:
             problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
             raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
-        self._searcher: tantivy.Searcher | None = searcher
+        self._searcher = searcher
 
     def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
         """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
@@ -103,10 +100,6 @@ class Bm25Index:
         best = sorted(zip(hits, rows, strict=True), key=lambda found: (-found[0][0], found[1]))[:top_k]
         return [address for (_, address), _ in best]
 
-    def close(self) -> None:
-        """Let go of the index. No search may be running. Safe to call twice."""
-        self._searcher = None
-
 
 # ---- the folder beside the corpus
 
@@ -114,35 +107,29 @@ class Bm25Index:
 def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
     """Return the folder of the index, and the index opened; one of several ranks builds it. Raises OSError."""
     stat = corpus.stat()
-    stamp = (stat.st_size, stat.st_mtime_ns)
+    built_from = [FORMAT, tantivy.__version__, stat.st_size, stat.st_mtime_ns]
     paths = derived_paths(corpus, ".tantivy")
     for path in paths:
-        if opened := _open(path, stamp):
+        if opened := _open(path, built_from):
             return path, opened
     path = first_writable(paths)
     with lock_of(path):  # the others wait here, and find it done
-        if not (opened := _open(path, stamp)):
-            _build(corpus, path, stamp)
-            opened = _open(path, stamp)
-    if not opened:
-        raise OSError(f"{path} was taken away just after it was built")
+        if not (opened := _open(path, built_from)):
+            _build(corpus, path, built_from)
+            opened = _open(path, built_from)
     return path, opened
 
 
-def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
+def _open(folder: Path, built_from: list) -> tuple[tantivy.Searcher, str] | None:
     """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
-    the folder holds no index with that stamp for us.
-
-    Raises UserError for one that is not as it was built: tantivy itself does not notice every flipped bit.
-    """
+    the folder holds no index of that for us. Raises UserError for a damaged one."""
     if not os.access(folder, os.W_OK):  # somebody else's, or none: tantivy locks what it opens
         return None
     try:
         about = json.loads((folder / ABOUT).read_bytes())
-        expected = _about(folder, stamp, about["corpus_sha256"])
-        if about["built_from"] != expected["built_from"]:
+        if about["built_from"] != built_from:
             return None
-        if about != expected:
+        if about != _about(folder, built_from, about["corpus_sha256"]):  # tantivy does not notice every flipped bit
             raise ValueError("its checksum does not hold")
         return tantivy.Index.open(str(folder)).searcher(), about["corpus_sha256"]
     except FileNotFoundError:  # there is none, or another run puts a new one here just now
@@ -151,7 +138,7 @@ def _open(folder: Path, stamp: Stamp) -> tuple[tantivy.Searcher, str] | None:
         raise UserError(f"the index is damaged ({error}); delete the folder {folder}, it is built anew") from None
 
 
-def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
+def _about(folder: Path, built_from: list, corpus_sha256: str) -> dict:
     """Return what the file ABOUT says of an intact index. Raises OSError."""
     crc = zlib.crc32(corpus_sha256.encode())
     for part in sorted(folder.iterdir()):
@@ -160,10 +147,10 @@ def _about(folder: Path, stamp: Stamp, corpus_sha256: str) -> dict:
         with part.open("rb") as file:
             while block := file.read(1 << 20):
                 crc = zlib.crc32(block, crc)
-    return {"built_from": [FORMAT, tantivy.__version__, *stamp], "corpus_sha256": corpus_sha256, "crc32": crc}
+    return {"built_from": built_from, "corpus_sha256": corpus_sha256, "crc32": crc}
 
 
-def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
+def _build(corpus: Path, path: Path, built_from: list) -> None:
     """Build the index where no reader looks, then move it to `path`. Raises OSError."""
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.tmp")
@@ -181,10 +168,7 @@ def _build(corpus: Path, path: Path, stamp: Stamp) -> None:
             raise UserError(f"{corpus}: the corpus is empty; was the download or the export interrupted?")
         with corpus.open("rb") as file:
             corpus_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        (building / ABOUT).write_text(json.dumps(_about(building, stamp, corpus_sha256)))
-        for part in building.iterdir():
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
+        (building / ABOUT).write_text(json.dumps(_about(building, built_from, corpus_sha256)))
         shutil.rmtree(path, ignore_errors=True)  # of another corpus; its readers keep what they have open
         building.replace(path)
     except ValueError as error:  # what tantivy says when the disk is full
@@ -214,20 +198,16 @@ def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
     Raises UserError for a row that is not like this (the message names file, line and field).
     """
     for place, row in read_rows(path):
-        yield _indexed_and_shown(row, place)
-
-
-def _indexed_and_shown(row: dict, place: str) -> tuple[str, str]:
-    body = "text" if "text" in row else "contents"
-    if body not in row:
-        raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
-    for name in (body, "title", "key"):
-        if not isinstance(row.get(name, ""), str):
-            raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
-    if not row[body].strip():
-        raise UserError(f'{place}: "{body}" is empty; leave the row out')
-    # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
-    texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
-    text, title, key = (" ".join(text.split()) for text in texts)
-    shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
-    return key or f"{title} {text}", shown
+        body = "text" if "text" in row else "contents"
+        if body not in row:
+            raise UserError(f'{place}: neither "text" nor "contents" in the row; give it one of the two')
+        for name in (body, "title", "key"):
+            if not isinstance(row.get(name, ""), str):
+                raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
+        if not row[body].strip():
+            raise UserError(f'{place}: "{body}" is empty; leave the row out')
+        # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
+        texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
+        text, title, key = (" ".join(text.split()) for text in texts)
+        shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text
+        yield key or f"{title} {text}", shown

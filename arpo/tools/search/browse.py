@@ -22,9 +22,9 @@ import aiohttp
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.cache import PAGE, SUMMARY, Cache
-from arpo.tools.cache.rows import cache_key, clean_text
-from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probe, probe_from_rank_0
+from arpo.tools.cache.rows import PAGE, SUMMARY, cache_key, clean_text
+from arpo.tools.cache.store import Cache
+from arpo.tools.http.client import HttpClient, chat_content, chat_request, chat_url, check_url, probed
 from arpo.tools.http.policy import HttpPolicy
 from arpo.tools.search.page_fetch import PageFetcher, is_public
 from arpo.tools.search.page_text import Extractor, best_passage
@@ -46,10 +46,7 @@ class ReadingBackend:
     """A backend of the search tool that reads the pages which another one finds."""
 
     def __init__(self, search: HttpBackend, cfg: SearchConfig, cache: Cache | None):
-        """Keeps nothing if `cache` is None. Rank 0 asks the summarizer something small, unless the config replays.
-
-        Raises UserError for settings that cannot work, missing packages, and a summarizer that does not answer.
-        """
+        """Raises UserError for settings that cannot work, missing packages, and a summarizer that does not answer."""
         check_reading(cfg)
         self._search, self._cfg, self._cache = search, cfg, cache
         self.params = search.params | {"read_pages": cfg.read_pages, "page_chars": cfg.page_chars}
@@ -59,12 +56,18 @@ class ReadingBackend:
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
-            self._summarizer = self._make_summarizer()
+            make_summarizer = partial(
+                HttpClient,
+                "summarizer",
+                chat_url(cfg.summarizer_url),
+                HttpPolicy(deadline_s=cfg.deadline_s),
+                setting="tools.search.summarizer_url",
+                key_variable="SUMMARIZER_API_KEY",
+            )
             request = chat_request(cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
             fix = "start the model there, or set tools.search.read_pages 0"
-            asked = request, chat_content, "tools.search.summarizer_url:", fix
-            probe_from_rank_0(lambda: probe(self._make_summarizer(), *asked))
-            self._summarizer.was_probed()
+            what = "tools.search.summarizer_url:"
+            self._summarizer = probed(make_summarizer, request, chat_content, what, fix)
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """Failures by kind: page, summary."""
@@ -123,15 +126,6 @@ class ReadingBackend:
         ask = partial(self._summarizer.post, request, _summary_text)
         return await self._cached(key, SUMMARY, f"<summary>{query}</summary>", ask)
 
-    def _make_summarizer(self) -> HttpClient:
-        return HttpClient(
-            "summarizer",
-            chat_url(self._cfg.summarizer_url),
-            HttpPolicy(deadline_s=self._cfg.deadline_s),
-            setting="tools.search.summarizer_url",
-            key_variable="SUMMARIZER_API_KEY",
-        )
-
     async def _cached(self, key: bytes, kind: str, label: str, ask: Callable[[], Awaitable[str]]) -> str:
         if self._cache is None:
             return await ask()
@@ -148,8 +142,6 @@ class ReadingBackend:
 
 def check_reading(cfg: SearchConfig) -> None:
     """Raises UserError for settings of page reading that cannot work; unless it replays, for missing packages too."""
-    if cfg.backend == "local":
-        raise UserError("tools.search.read_pages reads web pages, and backend local finds none; set 0")
     if cfg.summarizer_url:
         check_url(cfg.summarizer_url, "tools.search.summarizer_url")
         if not cfg.summarizer_model:

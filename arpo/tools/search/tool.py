@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from arpo.config.facts import out_of_range
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
-from arpo.tools.cache.cache import Cache, open_cache
 from arpo.tools.cache.rows import cache_key, clean_query
+from arpo.tools.cache.store import open_cache
 from arpo.tools.http.policy import BreakerOpen
 from arpo.tools.search.bm25 import Bm25Index
 from arpo.tools.search.browse import ReadingBackend
@@ -62,15 +61,10 @@ class LocalBackend:
         return format_passages(passages, MAX_PASSAGE_CHARS)
 
     async def aclose(self) -> None:
-        self.index.close()
+        """Nothing to release."""
 
 
-BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {
-    "local": LocalBackend,
-    "http": HttpBackend,
-    "brightdata": HttpBackend,
-    "serper": HttpBackend,
-}
+BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {"local": LocalBackend} | dict.fromkeys(SERVICES, HttpBackend)
 """Class of each backend, by name. `replay` is none of them: it has nothing but the cache."""
 
 
@@ -89,11 +83,6 @@ def check_search(cfg: SearchConfig) -> None:
         raise UserError(f"tools.search.corpus {problem}; set it to a .jsonl file, or {WITHOUT}")
 
 
-def _open_cache(cfg: SearchConfig) -> Cache | None:
-    """Open the cache; None where the config wants none."""
-    return open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
-
-
 class SearchTool:
     """Answers <search>query</search> with "Page 1: ...". Identical queries that overlap in time are asked once."""
 
@@ -107,11 +96,9 @@ class SearchTool:
 
     def __init__(self, cfg: SearchConfig):
         """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
-        if wrong := out_of_range(cfg):
-            raise UserError(f"tools.search.{wrong}")
         check_search(cfg)
         self.cfg = cfg
-        self.cache = _open_cache(cfg)
+        self.cache = open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
         self.backend = BACKENDS[cfg.backend](cfg) if cfg.backend != "replay" else None
         if cfg.read_pages and self.backend:
             self.backend = ReadingBackend(self.backend, cfg, self.cache)

@@ -11,14 +11,15 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from arpo.config.named import is_own
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
-from arpo.tools.cache.cache import own_cache
 from arpo.tools.cache.rows import clean_text
-from arpo.tools.http.client import HttpClient, bearer, check_url, probe, probe_from_rank_0, read_key
+from arpo.tools.cache.store import own_cache
+from arpo.tools.http.client import HttpClient, bearer, check_url, probed, read_key
 from arpo.tools.http.policy import HttpPolicy, LocalRateLimit, Time
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 
@@ -167,24 +168,27 @@ class HttpBackend:
     """A backend of the search tool that asks one of the services."""
 
     def __init__(self, cfg: SearchConfig, *, time_source: Time | None = None):
-        """Unless the config replays, rank 0 asks one query, so that a wrong key or address shows before training.
-
-        Raises UserError for settings that cannot work, a missing or refused key, and a service that does not answer.
-        """
-        self._cfg, self._service, self._time_source = cfg, SERVICES[cfg.backend], time_source
+        """Unless the config replays, rank 0 asks one query before training. Raises UserError for a refused key, and a
+        service that does not answer."""
+        self._cfg, self._service = cfg, SERVICES[cfg.backend]
         self.params = self._service.params(cfg)
-        check_settings(cfg)
-        check_url(cfg.url or self._service.url)
-        self._limit: LocalRateLimit | None = None
         self._client: HttpClient | None = None
         if not cfg.replays:
-            self._limit = rate_limit_of(cfg)
-            self._client = self._make_client()
+            make_client = partial(
+                HttpClient,
+                cfg.backend,
+                cfg.url or self._service.url,
+                HttpPolicy(deadline_s=cfg.deadline_s),
+                setting=f"tools.search.backend {cfg.backend}",
+                key_variable=self._service.key_variable,
+                headers=self._service.headers,
+                limit=rate_limit_of(cfg),
+                time_source=time_source,
+            )
             place = " at tools.search.url" if cfg.url else ""
             fix = f"start or repair the service{place}, or set tools.search.mode replay"
-            asked = self._service.payload(cfg, "weather"), self._service.passages, "tools.search.backend", fix
-            probe_from_rank_0(lambda: probe(self._make_client(), *asked))
-            self._client.was_probed()
+            asked = self._service.payload(cfg, "weather")
+            self._client = probed(make_client, asked, self._service.passages, "tools.search.backend", fix)
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
@@ -198,27 +202,10 @@ class HttpBackend:
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.aclose()
-        if self._limit is not None:
-            self._limit.close()
-
-    def _make_client(self) -> HttpClient:
-        return HttpClient(
-            self._cfg.backend,
-            self._cfg.url or self._service.url,
-            HttpPolicy(deadline_s=self._cfg.deadline_s),
-            setting=f"tools.search.backend {self._cfg.backend}",
-            key_variable=self._service.key_variable,
-            headers=self._service.headers,
-            limit=self._limit,
-            time_source=self._time_source,
-        )
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
-    """Return the limit of all ranks, where the cache's class has a `rate_limit`, else this rank's equal share; or None.
-
-    It is made with the cache's place, a name and the calls per second.
-    """
+    """Return the limit of all ranks where the cache's class has a `rate_limit`, else this rank's share; or None."""
     if not cfg.requests_per_second:
         return None
     if cfg.mode != "live" and is_own(cfg.cache):
@@ -230,7 +217,7 @@ def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
 
 def check_settings(cfg: SearchConfig) -> None:
     """Raises UserError for a missing key, and for a value that cannot work."""
-    variable = SERVICES[cfg.backend].key_variable
+    variable, url = SERVICES[cfg.backend].key_variable, cfg.url or SERVICES[cfg.backend].url
     if variable and not cfg.replays and not read_key(variable):
         raise UserError(
             f"tools.search.backend {cfg.backend} needs a key; set the environment variable {variable}, or set "
@@ -243,5 +230,6 @@ def check_settings(cfg: SearchConfig) -> None:
         raise UserError(f"tools.search.location must be a country like cn, or empty, not {cfg.location!r}")
     if cfg.backend == "brightdata" and not cfg.zone:
         raise UserError("tools.search.zone is empty; set it to the name of your Bright Data SERP API zone")
-    if cfg.backend == "http" and not cfg.url:
+    if not url:
         raise UserError("tools.search.url is empty; set it to the retriever, like http://host:8000/retrieve")
+    check_url(url)

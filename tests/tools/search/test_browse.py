@@ -482,8 +482,6 @@ def test_the_released_format_holds_no_pages(the_web, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"read_pages": -1}, r"tools\.search\.read_pages=-1 must be at least 0"),
-        ({"page_chars": 0}, r"tools\.search\.page_chars=0 must be at least 1"),
         ({"summarizer_url": "host:8000"}, r"tools\.search\.summarizer_url: 'host:8000' is not an address"),
         ({"summarizer_url": "http://u:pw@h/v1"}, r"tools\.search\.summarizer_url must not hold a user or password"),
         ({"summarizer_url": "http://host/v1"}, r"tools\.search\.summarizer_model is empty"),
@@ -492,13 +490,6 @@ def test_the_released_format_holds_no_pages(the_web, tmp_path):
 def test_settings_that_cannot_work_are_refused_with_the_fix(the_web, options, complaint):
     with pytest.raises(UserError, match=complaint):
         SearchTool(the_web.cfg(**options))
-
-
-def test_a_local_corpus_has_no_pages_to_read(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"contents": "otter"}\n')
-    with pytest.raises(UserError, match=r"tools\.search\.read_pages .*backend local finds none"):
-        SearchTool(SearchConfig(backend="local", corpus=str(corpus), mode="live", read_pages=1))
 
 
 def test_a_missing_package_is_named_with_its_extra(the_web, monkeypatch):
