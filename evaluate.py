@@ -84,7 +84,7 @@ from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.sampling import Sampler
 from arpo.sampling.environment import Environment
-from arpo.sampling.sources import dealt_or_pulled
+from arpo.sampling.sources import OneRollout
 from arpo.start.memory import check_memory, read_job
 from arpo.tools.base import MutedTool
 
@@ -155,7 +155,7 @@ def main(cfg: EvalConfig) -> None:
         )
         if questions.prompts:
             at_once = 2 * cfg.engine.max_num_seqs  # a batch, and those whose tools are at work
-            source = dealt_or_pulled(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
+            source = OneRollout(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
             sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
     env.tools.close()
     refusing.close()

@@ -152,7 +152,7 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
 @pytest.mark.slow
 def test_ranks_that_pull_their_questions_generate_the_same_also_after_a_kill_at_the_queue(whole, world):
     flags = [*of_run(world, "pulled"), *flags_of(rollout__dispatch="pull", engine__max_num_seqs="4")]
-    run_until_killed(("arpo.sampling.sources:Pulled.pull", 5, 1), "evaluate.py", *flags)
+    run_until_killed(("arpo.sampling.sources:OneRollout.pull", 5, 1), "evaluate.py", *flags)
     run_script("evaluate.py", *flags, ranks=2)
     assert texts_of(world / "pulled") == texts_of(whole)
     dumps = (world / "pulled" / "trajectories").glob("*.jsonl")
