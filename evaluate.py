@@ -103,8 +103,7 @@ def main(cfg: EvalConfig) -> None:
     if not cfg.eval.server:
         check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
-    tools = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
-    env = Environment(cfg.model, cfg.protocol, tools, team, cfg.rollout)
+    env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
     if cfg.reward.file:

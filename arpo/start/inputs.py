@@ -66,13 +66,12 @@ def check_evaluation(cfg: Any) -> None:
         return
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    tools_cfg = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
-    tools = tuple(tool_schemas(tools_cfg))
+    tools = tuple(tool_schemas(cfg.tools))
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     for path in cfg.eval.files:
         _check_questions(path, tools)
-    _check_tools(tools_cfg)
+    _check_tools(cfg.tools)
     claim_folder(cfg.run.folder, cfg.SCRIPT)
     check_hub_model("model.path", cfg.model.path)
 
