@@ -139,13 +139,11 @@ class Refilled(OneRollout):
         super().__init__(sampler, prompts, name)
         self.limit_to_share_of(num_wanted)
         self.num_wanted, self.looks = num_wanted, Looks(sampler)
-        self.is_full = False
-        """True once the step needs none of the groups that are unfinished here."""
         self.is_mixed: dict[int, bool] = {}
         """Place -> whether its group is mixed, of all that is known here."""
         self.num_mixed = self.num_counted = 0  # mixed ones among the first num_counted places, which are all known
         self.num_taken: int | None = None
-        """Number of prompts that the step takes; None as long as that is open."""
+        """Number of prompts that the step takes, which ends it; None as long as that is open."""
         self.num_cut_off = 0
         """Groups that were begun by any team, and that the step does not take, once `exchange` knows it."""
         self.ticket: int | None = None
@@ -153,7 +151,7 @@ class Refilled(OneRollout):
 
     @property
     def is_done(self) -> bool:
-        return self.is_full or super().is_done
+        return self.num_taken is not None or super().is_done
 
     def whole(self, state: GroupState) -> None:
         """Score the group and tell the other teams of it."""
@@ -170,22 +168,24 @@ class Refilled(OneRollout):
         if self.loop.num_unfinished:
             self.looks.worked()
         wants_one = self.is_open and self.has_room
-        place, self.is_open, self.is_full = self.team.from_first(self.decide(wants_one) if self.team.is_first else None)
+        place, self.is_open, self.num_taken = self.team.from_first(
+            self.decide(wants_one) if self.team.is_first else None
+        )
         return place
 
-    def decide(self, wants_one: bool) -> tuple[int | None, bool, bool]:
-        """Return the place of the prompt to begin now or None, whether there may be further ones, and `is_full`."""
+    def decide(self, wants_one: bool) -> tuple[int | None, bool, int | None]:
+        """Return the place of the prompt to begin now or None, whether there may be further ones, and `num_taken`."""
         self.look()
         if self.num_taken is not None:
-            return None, False, True
+            return None, False, self.num_taken
         if wants_one and self.ticket is None:
             self.ticket = self.pull()
             if self.ticket is None:
-                return None, False, False
+                return None, False, None
         if wants_one and self.ticket < self.num_allowed:
             place, self.ticket = self.ticket, None
-            return place, True, False
-        return None, self.is_open, False
+            return place, True, None
+        return None, self.is_open, None
 
     def idle(self, *, has_calls: bool) -> None:
         if not has_calls:

@@ -290,7 +290,7 @@ def test_further_prompts_are_begun_for_a_dead_group_and_none_before():
     assert taken(source, *both(4, 4, 4, 4, 4)) == [3, 4, 5, 6, None]  # 1 + 3 / (1 / 2)
     for number in (0, 2, 3):
         finish(source, number, mixed=True)
-    assert taken(source, (6, 6)) == [None] and source.is_done and source.is_full
+    assert taken(source, (6, 6)) == [None] and source.is_done
     assert source.num_taken == 4
 
 
@@ -303,7 +303,7 @@ def test_a_slow_prompt_before_the_end_is_waited_for():
         finish(source, number, mixed=True)
     assert taken(source, (4, 4)) == [None] and not source.is_done and source.num_taken is None
     finish(source, 0, mixed=True)  # with it, p3 is the third mixed one: p4 and p5 came too early
-    assert taken(source, (0, 0)) == [None] and source.is_full and source.num_taken == 4
+    assert taken(source, (0, 0)) == [None] and source.is_done and source.num_taken == 4
 
 
 def test_a_step_that_cannot_be_filled_takes_all_it_may():
@@ -331,7 +331,7 @@ def test_a_rank_without_work_waits_for_the_verdicts_of_others_and_ends_with_them
     finish(first, 2, mixed=True)
     for source in (first, second):
         source.sampler.sleep(1.0)
-        assert taken(source, (0, 0)) == [None] and source.is_full and source.num_taken == 3  # p3 is given up
+        assert taken(source, (0, 0)) == [None] and source.is_done and source.num_taken == 3  # p3 is given up
 
 
 def test_a_rank_does_not_wait_for_others_longer_than_the_run_says():
