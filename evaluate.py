@@ -84,7 +84,7 @@ from arpo.protocol import Codec
 from arpo.rewards import load_custom
 from arpo.sampling import Sampler
 from arpo.sampling.environment import Environment
-from arpo.sampling.sources import dealt_or_pulled
+from arpo.sampling.sources import OneRollout
 from arpo.start.memory import check_memory, read_job
 from arpo.tools.base import MutedTool
 
@@ -103,8 +103,7 @@ def main(cfg: EvalConfig) -> None:
     if not cfg.eval.server:
         check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
-    tools = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
-    env = Environment(cfg.model, cfg.protocol, tools, team, cfg.rollout)
+    env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
     if cfg.reward.file:
@@ -155,7 +154,7 @@ def main(cfg: EvalConfig) -> None:
         )
         if questions.prompts:
             at_once = 2 * cfg.engine.max_num_seqs  # a batch, and those whose tools are at work
-            source = dealt_or_pulled(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
+            source = OneRollout(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
             sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
     env.tools.close()
     refusing.close()

@@ -83,9 +83,8 @@ class RLConfig:
             *checks.check_sizes(self.data, self.rollout, self.branching, self.update),
             *checks.check_result_room(self.tools.search, self.rollout),
             *checks.check_parallel(self.model, self.advantage, self.loss),
-            *checks.check_loss(self.loss),
+            *checks.check_loss(self.loss, self.advantage),
             *checks.check_terms(self.reward, self.rollout),
-            *checks.check_rewards_in_time(self.advantage, self.loss),
             *checks.check_sampling_policy(self.engine, self.loss, self.rollout, self.advantage),
         )
 

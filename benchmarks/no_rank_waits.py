@@ -49,8 +49,8 @@ from arpo.metrics import staleness
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.carry_over import CarryOver
-from arpo.sampling.rollouts import EachStep
 from arpo.sampling.sampler import Sampler
+from arpo.sampling.sources import OneRollout, Refilled
 from arpo.sampling.validation import Validation
 from arpo.trajectory import Group, Prompt
 from benchmarks.shared.cost_model import MODELS
@@ -155,7 +155,7 @@ class Run:
         num_drawn = (3 if self.mode.dead_groups == "resample" else 1) * self.num_steps + 1  # per step, at most
         self.prompts = self.work.prompts(num_drawn * self.num_prompts, self.codec)
         self.steps = [Step() for _ in range(self.num_steps)]
-        self.draws: dict[tuple[int, int], tuple[list[Prompt], list[tuple[int, int]]]] = {}
+        self.draws: dict[tuple[int, int], list[Prompt]] = {}
 
     def __call__(self) -> list[Step]:
         self.time.run(self.on_rank)
@@ -186,34 +186,38 @@ class Run:
         log = RunLog(Path(), run, is_main=False)
         return Validation(sampler, log, self.work.prompts(NUM_VALID, self.codec), run, self.num_steps + 1)
 
-    def draw(self, num_drawn: int, count: int) -> tuple[list[Prompt], list[tuple[int, int]]]:
-        """Return the next prompts, and what PromptOrder.queue says of them; the same lists on all ranks."""
+    def draw(self, num_drawn: int, count: int) -> list[Prompt]:
+        """Return the next prompts; the same list on all ranks."""
         if (num_drawn, count) not in self.draws:
-            places = range(num_drawn, num_drawn + count)
-            self.draws[num_drawn, count] = [self.prompts[i] for i in places], [(i, i + 1) for i in places]
+            self.draws[num_drawn, count] = [self.prompts[i] for i in range(num_drawn, num_drawn + count)]
         return self.draws[num_drawn, count]
 
     def on_rank(self, rank: int) -> None:
         """Run the steps of one rank as train_rl.py does, each up to the groups that it would train on."""
         sampler, num_drawn = self.make_sampler(rank), 0
-        if self.cfg.carry_over:
-            plan = CarryOver(sampler, self.num_prompts)
-        else:
-            plan = EachStep(sampler, self.num_prompts, self.advantage)
+        carry = CarryOver(sampler, self.num_prompts) if self.cfg.carry_over else None
+        refills = self.advantage.dead_groups == "resample"
         validation = self.make_validation(sampler) if self.mode.validates else None
         for number, record in enumerate(self.steps, start=1):
-            count = plan.num_to_draw(steps_left=2)  # the training goes on behind what is simulated
-            prompts, drawn = self.draw(num_drawn, count)
-            source = plan.begin_step(number, prompts)
+            count = self.num_prompts * (1 + self.advantage.max_resample * refills)
+            if carry:
+                count = carry.num_to_draw(steps_left=2)  # the training goes on behind what is simulated
+            prompts = self.draw(num_drawn, count)
+            if carry:
+                source = carry.begin_step(number, prompts)
+            elif refills:
+                source = Refilled(sampler, prompts, number, num_wanted=self.num_prompts)
+            else:
+                source = OneRollout(sampler, prompts, number)
             sampler.run(source, "rollout", self.num_prompts)
             sampler.score(source.to_score)
             sampled = source.exchange()
-            num_drawn = source.num_drawn_after(drawn, sampled, num_drawn)
+            num_drawn += len(sampled) if refills else count
             sampler.engine.sync()
             if validation:
                 validation.after(number)
             record.busy_s += sampler.engine.busy_s
-            held = (t for c in getattr(plan, "carried", ()) for t in c.state.trajectories.values())
+            held = (t for c in (carry.carried if carry else ()) for t in c.state.trajectories.values())
             record.held_s += sum(map(self.work.fair_s, held))
             if rank == 0:
                 self.note(record, number, sampled, getattr(source, "num_cut_off", 0))

@@ -35,7 +35,7 @@ from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import Sampler
-from arpo.sampling.sources import dealt_or_pulled
+from arpo.sampling.sources import OneRollout
 from arpo.trajectory import Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import write_model
@@ -70,7 +70,7 @@ def on_rank(rank: int, port: int, folder: str, quick: bool, results: mp.SimpleQu
             place.barrier()
             started = time.perf_counter()
             sampler = Sampler(engine, tools, codec, team, nobody, 0, cfg, none, MAX_NUM_SEQS)
-            source = dealt_or_pulled(sampler, prompts, repeat, label=way)
+            source = OneRollout(sampler, prompts, repeat, label=way)
             sampler.run(source, way, NUM_PROMPTS)
             place.barrier()  # which is what the ranks wait for each other at
             times[way].append(time.perf_counter() - started)

@@ -16,8 +16,8 @@ from pathlib import Path
 from arpo.data import load_prompts, read_rows
 from arpo.errors import UserError
 from arpo.evals import mean
-from arpo.evals.grades import grades_path, read_grades
 from arpo.evals.grading import question_digest
+from arpo.evals.records import grades_path, read_grades
 from arpo.evals.scores import correct_by_question
 from arpo.evals.tables import replace_file
 from arpo.start.exits import exit_with

@@ -152,7 +152,7 @@ def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(
 @pytest.mark.slow
 def test_ranks_that_pull_their_questions_generate_the_same_also_after_a_kill_at_the_queue(whole, world):
     flags = [*of_run(world, "pulled"), *flags_of(rollout__dispatch="pull", engine__max_num_seqs="4")]
-    run_until_killed(("arpo.sampling.sources:Pulled.pull", 5, 1), "evaluate.py", *flags)
+    run_until_killed(("arpo.sampling.sources:OneRollout.pull", 5, 1), "evaluate.py", *flags)
     run_script("evaluate.py", *flags, ranks=2)
     assert texts_of(world / "pulled") == texts_of(whole)
     dumps = (world / "pulled" / "trajectories").glob("*.jsonl")
@@ -227,7 +227,9 @@ def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_
         assert [(call.tag, call.ok) for call in record.tool_calls] == [("search", True), ("python", True)]
         assert record.text.endswith("\\boxed{42}</answer>") and "otters swim" in record.text
 
-    evaluate_here(*server_flags(world, server, "replayed", **own, **caches, eval__replay="True"))
+    options = {python: {"cache": str(tmp_path / "p.sqlite"), "mode": "replay_strict"}}
+    strict = {"tools__search__mode": "replay_strict", "tools__options": json.dumps(options, separators=(",", ":"))}
+    evaluate_here(*server_flags(world, server, "replayed", **own | caches | strict))
     second = read_records(world / "replayed")
     assert [r.text for r in second] == [r.text for r in first]  # random.random() and all
     assert all(call.cached for r in second for call in r.tool_calls)
@@ -321,8 +323,7 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         ({"eval__server": f"{SERVER}s=http://127.0.0.1:9"}, "does not define 'ServerEngines'"),
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
-        ({"eval__replay": "True"}, "eval.replay needs a record, and python keeps none"),
-        ({"eval__replay": "True", "tools__names": "search"}, r"set tools\.search\.cache"),
+        ({"tools__search__mode": "replay_strict"}, r"tools\.search\.cache is empty, and mode replay_strict reads it"),
         ({"eval__num_muted": "-1"}, "num_muted=-1 must be at least 0"),
         ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
         ({"model__path": "/nonexistent"}, "cannot load the tokenizer"),

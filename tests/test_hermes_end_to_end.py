@@ -115,9 +115,9 @@ def test_evaluation_on_a_server_and_from_records_agrees_with_that_on_an_engine(o
     with serving(world / "model", world, max_model_len=1000) as url:
         address = f"{SERVER}={url}"
         run_script("evaluate.py", config, "--run.name", "served", "--eval.server", address, ranks=1)
-        run_script(
-            "evaluate.py", config, "--run.name", "replayed", "--eval.server", address, "--eval.replay", "True", ranks=1
-        )
+        python = {PYTHON: {"cache": str(world / "python.sqlite"), "mode": "replay_strict"}}
+        strict = ["--tools.search.mode", "replay_strict", "--tools.options", json.dumps(python)]
+        run_script("evaluate.py", config, "--run.name", "replayed", "--eval.server", address, *strict, ranks=1)
     assert own == records(world, "served") == records(world, "replayed")
 
 

@@ -80,8 +80,8 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> Iterator[
         )
 
 
-def check_loss(loss: LossConfig) -> Iterator[str]:
-    """Yield where negative advantages, or the KL to the reference, would have no gradient."""
+def check_loss(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
+    """Yield where negative advantages, or the KL to the reference, would have no gradient, or the KL come too late."""
     if loss.dual_clip is not None and loss.dual_clip <= 1:
         yield (
             f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
@@ -91,6 +91,11 @@ def check_loss(loss: LossConfig) -> Iterator[str]:
         yield (
             "loss.kl_estimator=k1 does nothing in the loss, where its gradient averages to 0; take k2 or k3, or set "
             "loss.kl_in=reward"
+        )
+    if advantage.dead_groups == "resample" and loss.kl_coefficient and loss.kl_in == "reward":
+        yield (
+            "advantage.dead_groups=resample needs the rewards during the rollout, but loss.kl_in=reward takes the KL "
+            "off them after it; set loss.kl_in=loss"
         )
 
 
@@ -131,15 +136,6 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
     ):
         if wrong:
             yield f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1"
-
-
-def check_rewards_in_time(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
-    """Yield that something looks at rewards before the KL has been taken off them, where it does."""
-    if advantage.dead_groups == "resample" and loss.kl_coefficient and loss.kl_in == "reward":
-        yield (
-            "advantage.dead_groups=resample needs the rewards during the rollout, but loss.kl_in=reward takes the KL "
-            "off them after it; set loss.kl_in=loss"
-        )
 
 
 def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterator[str]:

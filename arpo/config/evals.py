@@ -38,9 +38,6 @@ class EvalSection:
     tokenizer must be that of model.path. Each rank has at most engine.max_num_seqs requests under way."""
     server_model: Annotated[str, Needs("eval.server", use="FILE.py:NAME=ADDRESS")] = ""
     """Name of the model on the server; empty = the only one that it serves."""
-    replay: bool = False
-    """Answer tool calls with recorded results only: the mode of search, and of tools from a file with a cache, becomes
-    replay_strict, and a call whose result is not in the cache stops the run."""
     regrade: str = ""
     """Folder of a run to grade and report again, from its trajectories alone."""
 

@@ -41,6 +41,7 @@ RENAMED = {
     "branching.rule": "branching.threshold, a number or None",
     "branching.timing": "branching.compat",
     "engine.enforce_eager": "engine.cuda_graphs; True is never, False is auto",
+    "eval.replay": "tools.search.mode=replay_strict, and mode in tools.options of other tools (docs/evaluation.md)",
     "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "judge.url": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",

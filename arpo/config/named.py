@@ -109,32 +109,26 @@ def find(option: str, value: str, ours: Mapping[str, T]) -> T:
     if not is_own(value):
         return ours[value]
     file, _, name = value.rpartition(":")
-    module = module_of(str(Path(file).resolve()), f"{option}={value}")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise UserError(f"{option}={value}: there is no such file; check the path")
+    try:
+        module = _imported(path)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{option}={value}: cannot be imported ({brief(error)})") from error
     if not hasattr(module, name):
         raise UserError(f"{option}={value}: {file} does not define {name!r}")
     return getattr(module, name)
 
 
-_modules: dict[str, ModuleType] = {}
-
-
-def module_of(path: str, setting: str) -> ModuleType:
-    """Import a Python file, once. Raises UserError, which begins with the `setting` that names it."""
-    if path not in _modules:
-        if not Path(path).is_file():
-            raise UserError(f"{setting}: there is no such file; check the path")
-        name = f"own_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None:
-            raise UserError(f"{setting}: not a Python file; its name must end in .py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickle look their module up there
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            raise UserError(f"{setting}: cannot be imported ({brief(error)})") from error
-        _modules[path] = module
-    return _modules[path]
+@cache
+def _imported(path: Path) -> ModuleType:
+    name = f"own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def brief(error: BaseException) -> str:

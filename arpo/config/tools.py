@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from arpo.config.facts import MAY_CHANGE, AtLeast, Between, Needs
@@ -12,7 +12,6 @@ from arpo.errors import UserError
 
 PYTHON = Needs("tools.names", has=("python",))
 SEARCH = Needs("tools.names", has=("search",))
-LIVE = Needs("eval.replay", False)
 BACKEND = "tools.search.backend"
 SEARCHES = Needs(BACKEND, not_in=("replay",), use="local, http, brightdata or serper")
 ONLINE = Needs(BACKEND, not_in=("local", "replay"), use="http, brightdata or serper")
@@ -92,7 +91,7 @@ class SearchConfig:
     cache: Annotated[str, MAY_CHANGE] = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing), or FILE.py:NAME=PLACE, a class: for
     several nodes, or for results in the released format (docs/tools.md)."""
-    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], MAY_CHANGE, SEARCH, LIVE] = "record"
+    mode: Annotated[Literal["live", "record", "replay", "replay_strict"], MAY_CHANGE, SEARCH] = "record"
     """live = ignore the cache (needs a backend to ask); record = read it, and add what is new; replay = read only, a
     miss is an error that the model reads; replay_strict = a miss stops the run."""
 
@@ -145,17 +144,3 @@ class ToolsConfig:
                     raise UserError(f"tools.options: {name!r} must be, once, a FILE.py:NAME of tools.names ({own})")
             found |= tree
         return found
-
-    def replayed(self) -> ToolsConfig:
-        """Return the settings with which tools answer from their caches only. Raises UserError for one without."""
-        if "python" in self.names:
-            raise UserError("eval.replay needs a record, and python keeps none; docs/tools.md names a tool that does")
-        if "search" in self.names and not self.search.cache:
-            raise UserError("eval.replay needs a record: set tools.search.cache, or drop search from tools.names")
-        options = tuple(json.dumps(json.loads(entry, object_hook=_replayed)) for entry in self.options)
-        return replace(self, options=options, search=replace(self.search, mode="replay_strict"))
-
-
-def _replayed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping of a tool's options, with `mode` replay_strict if it names a `cache`."""
-    return options | {"mode": "replay_strict"} if options.get("cache") else options

@@ -21,9 +21,8 @@ from typing import Literal
 
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
-from arpo.evals.grades import Grade
 from arpo.evals.judge import Judge, JudgeTask, Verdict
-from arpo.evals.records import Record
+from arpo.evals.records import Grade, Record
 from arpo.protocol import form_of
 from arpo.protocol.format_rules import last_box
 from arpo.rewards import score_groups

@@ -118,19 +118,15 @@ class Judge:
 
         Raises UserError where something is to be asked and the endpoint cannot be reached at all.
         """
-        prompts = {task.prompt: task for task in tasks}
-        found = {prompt: self.recorded(task) for prompt, task in prompts.items()}
-        verdicts = {prompt: verdict for prompt, verdict in found.items() if verdict is not None}
-        missing = {prompt: task for prompt, task in prompts.items() if prompt not in verdicts}
-        if missing:
+        verdicts = {task: self.recorded(task) for task in tasks}
+        if missing := [task for task, verdict in verdicts.items() if verdict is None]:
             self.probe()
             verdicts |= asyncio.run(self._ask_all(missing))
-        return [verdicts[task.prompt] for task in tasks]
+        return [verdicts[task] for task in tasks]
 
     def recorded(self, task: JudgeTask) -> Verdict | None:
         """Return the verdict that the cache holds; None for none."""
-        prompt = task.prompt
-        reply = self._cache.get(self._key(prompt), _label(task))
+        reply = self._cache.get(self._key(task.prompt), _label(task))
         return None if reply is None else _verdict(reply)
 
     async def ask(self, client: HttpClient, task: JudgeTask) -> Verdict:
@@ -146,28 +142,28 @@ class Judge:
     def _key(self, prompt: str) -> bytes:
         return cache_key(BACKEND, {"model": self.cfg.model, "temperature": 0.0, "max_tokens": MAX_TOKENS}, prompt)
 
-    async def _ask_all(self, missing: dict[str, JudgeTask]) -> dict[str, Verdict]:
+    async def _ask_all(self, missing: Sequence[JudgeTask]) -> dict[JudgeTask, Verdict]:
         client = self.client()
         # Waiting for its turn is not part of a judgement's time, so the turn is taken here and not in the client.
         slots = asyncio.Semaphore(self.cfg.max_concurrent)
-        verdicts: dict[str, Verdict] = {}
+        verdicts: dict[JudgeTask, Verdict] = {}
         num_failed = 0  # one after the other: a judge that has died would cost the rest a deadline each
 
-        async def ask(prompt: str, task: JudgeTask) -> None:
+        async def ask(task: JudgeTask) -> None:
             nonlocal num_failed
             async with slots:
                 if num_failed >= 3 * self.cfg.max_concurrent:
-                    verdicts[prompt] = Verdict("failed", "judge: not asked, as it did not answer earlier judgements")
+                    verdicts[task] = Verdict("failed", "judge: not asked, as it did not answer earlier judgements")
                     return
                 try:
-                    verdicts[prompt] = await self.ask(client, task)
+                    verdicts[task] = await self.ask(client, task)
                     num_failed = 0
                 except OSError as error:
                     num_failed += 1
-                    verdicts[prompt] = Verdict("failed", str(error))
+                    verdicts[task] = Verdict("failed", str(error))
 
         try:
-            await asyncio.gather(*(ask(prompt, task) for prompt, task in missing.items()))
+            await asyncio.gather(*map(ask, missing))
         finally:
             await client.aclose()
         return verdicts

@@ -13,10 +13,9 @@ from arpo.config.rewards import RewardConfig
 from arpo.config.run_folder import begun_settings, settings_of
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
-from arpo.evals.grades import Grade, grades_path, write_grades
 from arpo.evals.grading import REWARD_ONLY, grade_records
 from arpo.evals.judge import Judge
-from arpo.evals.records import Record, read_records
+from arpo.evals.records import Grade, Record, grades_path, read_records, write_grades
 from arpo.evals.resume import about_run
 from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval

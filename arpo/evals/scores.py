@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from arpo.evals import bootstrap_means, interval_of, mean, pass_at_k
-from arpo.evals.grades import Grade
 from arpo.evals.grading import well_formed
-from arpo.evals.records import Record
+from arpo.evals.records import Grade, Record
 from arpo.metrics import source_names
 from arpo.trajectory import Group, StopReason, ToolCall
 

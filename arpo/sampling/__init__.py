@@ -4,8 +4,8 @@
 
     who waits for whom       a step ends here when
     ------------------------------------------------------------------------------------------------------------------
-    Dealt                    this rank's share of the prompts is whole; ranks meet at the exchange
-    Pulled                   the common queue is empty, and what this rank took of it is whole
+    OneRollout, dealt        this rank's share of the prompts is whole; ranks meet at the exchange
+    OneRollout, pulled       the common queue is empty, and what this rank took of it is whole
     Refilled                 enough groups of all ranks can teach (advantage.dead_groups=resample); the rest is cut off
     CarryOver                enough groups of all ranks are whole (rollout.carry_over); the rest stays, and goes on
 

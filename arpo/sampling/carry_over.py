@@ -103,10 +103,6 @@ class CarryOver(Source):
         untrained = [entry.number for entry in self.begun] + list(self.waiting)
         return self.num_drawn - min(untrained, default=self.num_drawn)
 
-    def num_drawn_after(self, drawn: list[tuple[int, int]], sampled: list[Group], num_drawn: int) -> int:
-        """Return num_drawn for the next draw, where it was `num_drawn` for this one, which gave `drawn`."""
-        return drawn[-1][1] if drawn else num_drawn
-
     def begin_step(self, step: int, prompts: Sequence[Prompt]) -> CarryOver:
         """Go on with what is unfinished, and with the prompts that the step has drawn. Return this source."""
         self.waiting |= dict(enumerate(prompts, self.num_drawn))

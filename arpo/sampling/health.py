@@ -6,12 +6,9 @@ from collections.abc import Iterable
 
 from arpo.trajectory import Group, StopReason
 
-MAX_FAILED_SHARE = 0.05
-"""A batch with a larger share of failed trajectories is not trained on."""
-MAX_MISSED_SHARE = 0.2
-"""A batch with a larger share of searches that found no recorded result is not trained on."""
-MAX_UNREWARDED_SHARE = 0.5
-"""A batch with a larger share of trajectories to which a function of the user's gave no reward is not trained on."""
+MAX_FAILED_SHARE, MAX_UNREWARDED_SHARE, MAX_MISSED_SHARE = 0.05, 0.5, 0.2
+"""A batch is not trained on with a larger share of trajectories that failed, of trajectories to which a function of the
+user's gave no reward, or of searches that found no recorded result."""
 MAX_BAD_BATCHES = 3
 """Number of such batches in a row that ends the run."""
 NOT_RECORDED = "not in the recorded results"
@@ -30,10 +27,8 @@ class ToolHealth:
     def __init__(self) -> None:
         self.num_bad_batches = 0
         """Bad batches in a row."""
-        self.failed_share = 0.0
-        """Share of the last batch's trajectories that ended in a failure of ours."""
-        self.missed_share = 0.0
-        """Share of the last batch's searches for which nothing is recorded. Inherited ones do not count twice."""
+        self.failed_share = self.missed_share = 0.0
+        """Of the last batch: trajectories that ended in a failure of ours, searches for which nothing is recorded."""
         self.warning = ""
         """What the console should say of the last batch; empty for nothing. Few misses are said once in a run."""
         self._reason = ""  # what makes the last batch a bad one
@@ -41,25 +36,20 @@ class ToolHealth:
         self._first_bad = 0
 
     def may_train(self, groups: list[Group], first: int = 0) -> bool:
-        """Return False where too many trajectories failed through us or have no reward, or too many searches found
-        nothing recorded.
-
-        first: number of prompts that the run had drawn before these (see `go_on_from`).
-        """
+        """Return whether no share is too large. first: prompts that were drawn before these (see `go_on_from`)."""
         trajectories = [t for group in groups for t in group.trajectories]
         searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
         self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
         self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
         unrewarded_share = _share(t.is_left_out and t.stop_reason != StopReason.ERROR for t in trajectories)
-        failed = f"tools failed in {self.failed_share:.0%} of the trajectories"
-        unrewarded = f"{unrewarded_share:.0%} of the trajectories have no reward"
         missed = f"{self.missed_share:.1%} of the searches are {NOT_RECORDED}"
-        causes = (
-            (failed, self.failed_share, MAX_FAILED_SHARE),
-            (unrewarded, unrewarded_share, MAX_UNREWARDED_SHARE),
-            (missed, self.missed_share, MAX_MISSED_SHARE),
-        )
-        self._reason = next((what for what, share, most in causes if share > most), "")
+        self._reason = ""
+        if self.failed_share > MAX_FAILED_SHARE:
+            self._reason = f"tools failed in {self.failed_share:.0%} of the trajectories"
+        elif unrewarded_share > MAX_UNREWARDED_SHARE:
+            self._reason = f"{unrewarded_share:.0%} of the trajectories have no reward"
+        elif self.missed_share > MAX_MISSED_SHARE:
+            self._reason = missed
         self.num_bad_batches = self.num_bad_batches + 1 if self._reason else 0
         if self.num_bad_batches <= 1:
             self._first_bad = first

@@ -18,7 +18,7 @@ from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.health import ToolHealth
 from arpo.sampling.sampler import Sampler
-from arpo.sampling.sources import Dealt, Refilled, dealt_or_pulled
+from arpo.sampling.sources import OneRollout, Refilled
 from arpo.sampling.validation import Validation
 from arpo.selection import groups_to_train_on
 from arpo.tools import take_counts
@@ -37,24 +37,6 @@ class Batch:
     """Of this rank's share."""
     values: dict[str, float]
     """Metrics of all groups."""
-
-
-class EachStep:
-    """Every step samples its own prompts, and waits for all that it needs."""
-
-    num_behind = 0
-
-    def __init__(self, sampler: Sampler, num_prompts: int, advantage: AdvantageConfig):
-        self.sampler, self.num_prompts = sampler, num_prompts
-        self.num_further = num_prompts * advantage.max_resample if advantage.dead_groups == "resample" else 0
-
-    def num_to_draw(self, steps_left: int) -> int:
-        return self.num_prompts + self.num_further
-
-    def begin_step(self, step: int, prompts: Sequence[Prompt]) -> Dealt:
-        if self.num_further:
-            return Refilled(self.sampler, prompts, step, num_wanted=self.num_prompts)
-        return dealt_or_pulled(self.sampler, prompts, step)
 
 
 class Rollouts:
@@ -85,11 +67,11 @@ class Rollouts:
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)
+        self.carry: CarryOver | None = None
         if self.sampler.rollout.carry_over:
-            self.plan = go_on_from(CarryOver(self.sampler, self.num_prompts), rank_files, self.prompts)
+            self.carry = go_on_from(CarryOver(self.sampler, self.num_prompts), rank_files, self.prompts)
         else:
             check_nothing_is_left(rank_files)
-            self.plan = EachStep(self.sampler, self.num_prompts, self.advantage)
 
     def state(self) -> dict:
         """Return what the next step depends on, the same on all ranks, as JSON can hold it."""
@@ -97,8 +79,7 @@ class Rollouts:
 
     def rank_state(self) -> bytes | None:
         """Return what this rank has of its own for the next step; None where no rank has anything."""
-        has_some = isinstance(self.plan, CarryOver) and not self.health.must_stop
-        return state_of(self.plan) if has_some else None
+        return state_of(self.carry) if self.carry and not self.health.must_stop else None
 
     def validate_on(self, prompts: Sequence[Prompt], log: RunLog, run: RunConfig, done_steps: int) -> None:
         """Validate on these prompts, now before the first step, and then as `run` says; never without any."""
@@ -111,16 +92,16 @@ class Rollouts:
         """Sample and score a step, then put the engine to sleep. Collective."""
         engine, team = self.sampler.engine, self.sampler.team
         num_prefilled = engine.stats.prefilled_tokens
-        self.first_drawn = self.num_drawn - self.plan.num_behind
-        drawn = self.order.queue(self.num_drawn, self.plan.num_to_draw(self.num_steps - step + 1))
         with timers("rollout"):
-            source = self.plan.begin_step(step, [self.prompts[i] for i, _ in drawn])
+            source, drawn = self._begin(step)
             self.sampler.run(source, f"step {step} rollout", self.num_prompts // team.num_teams)
         with timers("reward"):
             self.sampler.score(source.to_score if team.is_first else [])
         with timers("exchange"):
             sampled = source.exchange()
-        self.num_drawn = source.num_drawn_after(drawn, sampled, self.num_drawn)
+        if isinstance(source, Refilled):
+            drawn = drawn[: len(sampled)]  # what was cut off is drawn again
+        self.num_drawn = drawn[-1][1] if drawn else self.num_drawn
         with timers("sync"):
             engine.sleep()
         batch = self._judged(step, sampled)
@@ -128,6 +109,21 @@ class Rollouts:
         if isinstance(source, Refilled):
             self._count_refill(step, batch, source)
         return batch
+
+    def _begin(self, step: int) -> tuple[CarryOver | OneRollout, list[tuple[int, int]]]:
+        """Draw the prompts of a step. Return what samples them, and what `PromptOrder.queue` says of them."""
+        carry, max_further = self.carry, 0
+        self.first_drawn = self.num_drawn - (carry.num_behind if carry else 0)
+        if self.advantage.dead_groups == "resample":
+            max_further = self.num_prompts * self.advantage.max_resample
+        count = carry.num_to_draw(self.num_steps - step + 1) if carry else self.num_prompts + max_further
+        drawn = self.order.queue(self.num_drawn, count)
+        prompts = [self.prompts[i] for i, _ in drawn]
+        if carry:
+            return carry.begin_step(step, prompts), drawn
+        if max_further:
+            return Refilled(self.sampler, prompts, step, num_wanted=self.num_prompts), drawn
+        return OneRollout(self.sampler, prompts, step), drawn
 
     def _judged(self, step: int, sampled: list[Group]) -> Batch:
         """Return the batch of a step's scored groups, after all who hear of each step have heard of it."""

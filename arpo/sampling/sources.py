@@ -7,9 +7,8 @@ the order of the prompts (`Team.exchange`), so all that follows is the same, who
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Iterator, Sequence
-from math import ceil
 
 import torch.distributed as dist
 
@@ -25,9 +24,17 @@ groups is then cut off; with 1 a step takes up to 1.5 times as long, and with 1/
 short, 16 ranks, and long, 8, of no_rank_waits.py)."""
 
 
-class Dealt(Source):
-    """Deals the prompts out: 0 2 4 6 are team 0's, and 1 3 5 7 team 1's. All are begun at once or, with `max_at_once`,
-    only while fewer trajectories are unfinished."""
+class OneRollout(Source):
+    """The prompts of one rollout, of which this team samples its share or those that it pulls (rollout.dispatch).
+
+        dealt     0 2 4 6 are team 0's, and 1 3 5 7 team 1's. All are begun at once or, with `max_at_once`, only while
+                  fewer trajectories are unfinished.
+        pulled    The next prompt is whoever's has room: a slow team 1 may end up with 1 and 4, team 0 with all others.
+
+    A team has room while its engine decodes fewer than `max_num_seqs` trajectories. Those that wait for their tools
+    have left their places to others. But it never holds more than an equal share of the prompts at once, so that those
+    who come first do not take all where all fit into a few engines.
+    """
 
     def __init__(
         self,
@@ -35,21 +42,60 @@ class Dealt(Source):
         prompts: Sequence[Prompt],
         name: int | str,
         *,
+        label: str = "rollout",
         max_at_once: int = 0,
     ):
-        """name: the rollout's among those of the run."""
+        """name: the rollout's among those of the run; label: names, with `name`, the keys in the store."""
         super().__init__(sampler.loop(), prompts, f"{sampler.seed}|{name}")
-        self.sampler, self.team, self.max_at_once = sampler, sampler.team, max_at_once
-        self.left = deque(self.team.share(range(len(prompts))))
+        self.sampler, self.team = sampler, sampler.team
+        self.store, self.prefix = self.team.ranks.store or dist.HashStore(), f"prompts/{label}/{name}"
+        self.dealt: Iterator[int] | None = None
+        """Places of the prompts that are dealt to this team, and not begun."""
+        self.max_decoding, self.max_unfinished = math.inf, max_at_once or math.inf
+        if sampler.rollout.is_pulled:
+            assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
+            self.limit_to_share_of(len(prompts))
+        else:
+            self.dealt = iter(self.team.share(range(len(prompts))))
+        self.is_open = True
+        """False once there is no further prompt for this team."""
+
+    def limit_to_share_of(self, num_prompts: int) -> None:
+        """Begin prompts only while the engine has a free place, and this team not its share of so many in hand."""
+        self.max_decoding = self.sampler.max_num_seqs
+        self.max_unfinished = math.ceil(num_prompts / self.team.num_teams) * self.loop.cfg.group_size
 
     @property
     def num_finished(self) -> int:
         """Number of trajectories that have ended, of all that were begun here."""
         return len(self.places) * self.loop.cfg.group_size - self.loop.num_unfinished
 
+    @property
+    def is_done(self) -> bool:
+        return not (self.is_open or self.loop.num_unfinished)
+
+    @property
+    def has_room(self) -> bool:
+        is_busy = self.sampler.engine.num_running >= self.max_decoding
+        return not is_busy and self.loop.num_unfinished < self.max_unfinished
+
     def take(self) -> int | None:
-        has_room = not self.max_at_once or self.loop.num_unfinished < self.max_at_once
-        return super().take() if has_room else None
+        """See Source. Collective within the team where there is room."""
+        if not self.is_open or not self.has_room:
+            return None
+        place = self.team.from_first(self.pull() if self.team.is_first else None)
+        self.is_open = place is not None
+        return place
+
+    def pull(self) -> int | None:
+        """Return the place of this team's next prompt; None where there is none."""
+        if self.dealt is not None:
+            return next(self.dealt, None)
+        number = self.store.add(self.key("next"), 1) - 1
+        return number if number < len(self.prompts) else None
+
+    def key(self, word: str) -> str:
+        return f"{self.prefix}/{word}"
 
     def whole(self, state: GroupState) -> None:
         super().whole(state)
@@ -63,65 +109,11 @@ class Dealt(Source):
         """This team's groups."""
         return [self.groups[place] for place in sorted(self.groups)]
 
-    def num_drawn_after(self, drawn: list[tuple[int, int]], sampled: list[Group], num_drawn: int) -> int:
-        """Return num_drawn for the next draw, where it was `num_drawn` for this one, which gave `drawn` (see
-        PromptOrder.queue) and of these prompts the groups `sampled`: what was cut off is drawn again."""
-        return drawn[len(sampled) - 1][1] if sampled else num_drawn
-
     def exchange(self) -> list[Group]:
         """Return the groups of all teams in the order of the prompts; None for one that was begun and not finished.
         Collective."""
         places = sorted(self.places.values())
-        return self.team.exchange([self.groups.get(place) for place in places], places)
-
-
-class Pulled(Dealt):
-    """Hands out the next prompt to whoever has room: a slow team 1 may end up with 1 and 4, team 0 with all others.
-
-    A team takes a prompt while its engine has a free place: while it decodes fewer than `max_num_seqs` trajectories.
-    Those that wait for their tools have left their places to others. But it never holds more than an equal share of the
-    prompts at once, so that those who come first do not take all where all fit into a few engines.
-    """
-
-    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str = "rollout"):
-        """label: names, with `name`, the keys in the store."""
-        super().__init__(sampler, prompts, name)
-        assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
-        self.store, self.prefix = self.team.ranks.store or dist.HashStore(), f"prompts/{label}/{name}"
-        self.max_unfinished = ceil(len(prompts) / self.team.num_teams) * self.loop.cfg.group_size
-        self.is_open = True
-        """False once there is no further prompt for this team."""
-
-    @property
-    def is_done(self) -> bool:
-        return not (self.is_open or self.loop.num_unfinished)
-
-    @property
-    def has_room(self) -> bool:
-        is_busy = self.sampler.engine.num_running >= self.sampler.max_num_seqs
-        return not is_busy and self.loop.num_unfinished < self.max_unfinished
-
-    def take(self) -> int | None:
-        """See Source. Collective within the team where there is room."""
-        if not self.is_open or not self.has_room:
-            return None
-        return self.place_of(self.team.from_first(self.pull() if self.team.is_first else 0))
-
-    def pull(self) -> int:
-        """Return the number, from 0, of the next prompt that is handed out; it may lie beyond the last one."""
-        return self.store.add(self.key("next"), 1) - 1
-
-    def key(self, word: str) -> str:
-        return f"{self.prefix}/{word}"
-
-    def place_of(self, number: int) -> int | None:
-        if number < len(self.prompts):
-            return number
-        self.is_open = False
-        return None
-
-    def exchange(self) -> list[Group]:
-        groups = super().exchange()
+        groups = self.team.exchange([self.groups.get(place) for place in places], places)
         if self.team.ranks.is_main:
             self.delete_keys()  # all ranks have left the queue
         return groups
@@ -130,16 +122,7 @@ class Pulled(Dealt):
         self.store.delete_key(self.key("next"))
 
 
-def dealt_or_pulled(
-    sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, label: str = "rollout", max_at_once: int = 0
-) -> Dealt:
-    """Return the source that rollout.dispatch says."""
-    if sampler.rollout.is_pulled:
-        return Pulled(sampler, prompts, name, label=label)
-    return Dealt(sampler, prompts, name, max_at_once=max_at_once)
-
-
-class Refilled(Pulled):
+class Refilled(OneRollout):
     """Begins prompts until a step has `num_wanted` mixed groups: a further one for each group that turns out dead.
 
     The step is full once its first `num_wanted` mixed groups, in the order of the prompts, are there, and with them all
@@ -154,29 +137,21 @@ class Refilled(Pulled):
     def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, num_wanted: int):
         """`prompts` are all that the step may draw."""
         super().__init__(sampler, prompts, name)
-        self.max_unfinished = ceil(num_wanted / self.team.num_teams) * self.loop.cfg.group_size
+        self.limit_to_share_of(num_wanted)
         self.num_wanted, self.looks = num_wanted, Looks(sampler)
-        self.own: Iterator[int] | None = None  # numbers of the prompts that are dealt to this team
-        if not self.loop.cfg.is_pulled:
-            self.own = iter(self.team.share(range(len(prompts))))
-        self.is_full = False
-        """True once the step needs none of the groups that are unfinished here."""
         self.is_mixed: dict[int, bool] = {}
         """Place -> whether its group is mixed, of all that is known here."""
         self.num_mixed = self.num_counted = 0  # mixed ones among the first num_counted places, which are all known
         self.num_taken: int | None = None
-        """Number of prompts that the step takes; None as long as that is open."""
+        """Number of prompts that the step takes, which ends it; None as long as that is open."""
         self.num_cut_off = 0
         """Groups that were begun by any team, and that the step does not take, once `exchange` knows it."""
         self.ticket: int | None = None
-        """The number that this team has pulled and not begun yet."""
+        """The place that this team has pulled and not begun yet."""
 
     @property
     def is_done(self) -> bool:
-        return self.is_full or super().is_done
-
-    def pull(self) -> int:
-        return super().pull() if self.own is None else next(self.own, len(self.prompts))
+        return self.num_taken is not None or super().is_done
 
     def whole(self, state: GroupState) -> None:
         """Score the group and tell the other teams of it."""
@@ -193,21 +168,24 @@ class Refilled(Pulled):
         if self.loop.num_unfinished:
             self.looks.worked()
         wants_one = self.is_open and self.has_room
-        number, self.is_open, self.is_full = self.team.from_first(
+        place, self.is_open, self.num_taken = self.team.from_first(
             self.decide(wants_one) if self.team.is_first else None
         )
-        return None if number is None else self.place_of(number)
+        return place
 
-    def decide(self, wants_one: bool) -> tuple[int | None, bool, bool]:
-        """Return the number of the prompt to begin now or None, whether there may be further ones, and `is_full`."""
+    def decide(self, wants_one: bool) -> tuple[int | None, bool, int | None]:
+        """Return the place of the prompt to begin now or None, whether there may be further ones, and `num_taken`."""
         self.look()
+        if self.num_taken is not None:
+            return None, False, self.num_taken
         if wants_one and self.ticket is None:
             self.ticket = self.pull()
-        is_open = self.num_taken is None and (self.ticket is None or self.ticket < len(self.prompts))
-        if wants_one and is_open and self.ticket < self.num_allowed:
-            number, self.ticket = self.ticket, None
-            return number, True, False
-        return None, is_open, self.num_taken is not None
+            if self.ticket is None:
+                return None, False, None
+        if wants_one and self.ticket < self.num_allowed:
+            place, self.ticket = self.ticket, None
+            return place, True, None
+        return None, self.is_open, None
 
     def idle(self, *, has_calls: bool) -> None:
         if not has_calls:
@@ -241,7 +219,7 @@ class Refilled(Pulled):
         num_known, num_mixed = len(self.is_mixed), sum(self.is_mixed.values())
         prior = max(1.0, PRIOR_SHARE * self.num_wanted)
         expected_share = (num_mixed + prior) / (num_known + prior)
-        return num_known + ceil(max(self.num_wanted - num_mixed, 0) / expected_share)
+        return num_known + math.ceil(max(self.num_wanted - num_mixed, 0) / expected_share)
 
     def end(self) -> None:
         """Cut off what nobody needs."""

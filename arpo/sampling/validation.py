@@ -9,7 +9,7 @@ from arpo.config.sections import RunConfig
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
 from arpo.sampling.sampler import Sampler
-from arpo.sampling.sources import dealt_or_pulled
+from arpo.sampling.sources import OneRollout
 from arpo.trajectory import Prompt
 
 
@@ -35,7 +35,7 @@ class Validation:
         Collective."""
         if step % self.run.validate_every and step != self.num_steps:
             return {}
-        source = dealt_or_pulled(self.sampler, self.prompts, step, label="validation")
+        source = OneRollout(self.sampler, self.prompts, step, label="validation")
         self.sampler.run(source, "validation", len(self.sampler.team.share(self.prompts)))
         self.sampler.score(source.to_score if self.sampler.team.is_first else [])
         groups = source.exchange()

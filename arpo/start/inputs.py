@@ -15,7 +15,6 @@ from arpo.config.contents import file_digest
 from arpo.config.model_folder import check_model_folder
 from arpo.config.named import find, is_own
 from arpo.config.run_folder import check_run_folder, claim_folder
-from arpo.config.tools import ToolsConfig
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
@@ -53,7 +52,8 @@ def check_rl(cfg: Any) -> None:
     for option in OWN:
         if is_own(value := attrgetter(option)(cfg)):
             find(option, value, {})
-    _check_tools(cfg.tools)
+    if "search" in cfg.tools.names:
+        check_search(cfg.tools.search)
     _check_run(cfg)
 
 
@@ -66,21 +66,15 @@ def check_evaluation(cfg: Any) -> None:
         return
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    tools_cfg = cfg.tools.replayed() if cfg.eval.replay else cfg.tools
-    tools = tuple(tool_schemas(tools_cfg))
+    tools = tuple(tool_schemas(cfg.tools))
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     for path in cfg.eval.files:
         _check_questions(path, tools)
-    _check_tools(tools_cfg)
+    if "search" in cfg.tools.names:
+        check_search(cfg.tools.search)
     claim_folder(cfg.run.folder, cfg.SCRIPT)
     check_hub_model("model.path", cfg.model.path)
-
-
-def _check_tools(cfg: ToolsConfig) -> None:
-    """Raise UserError for a search that cannot work."""
-    if "search" in cfg.names:
-        check_search(cfg.search)
 
 
 def _check_run(cfg: Any) -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from arpo.errors import UserError
-from arpo.evals.grades import read_grades
+from arpo.evals.records import read_grades
 from arpo.log.dumps import read_dump
 from arpo.metrics import tokens_by_step
 from arpo.trajectory import Trajectory

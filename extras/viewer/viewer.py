@@ -29,7 +29,7 @@ from pathlib import Path
 
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
-from arpo.evals.grades import grades_path
+from arpo.evals.records import grades_path
 from arpo.evals.tables import replace_file
 from extras.viewer.groups import put_beside, read_groups
 from extras.viewer.trend import entropy_scale, read_trend

@@ -15,7 +15,7 @@ from arpo.config.model_folder import read_json
 from arpo.config.run_folder import begun_settings, settings_of
 from arpo.data import load_prompts
 from arpo.errors import UserError
-from arpo.evals.grades import read_grades
+from arpo.evals.records import read_grades
 from arpo.log import read_metrics
 from arpo.log.dumps import read_dump
 from arpo.log.metrics_file import rows_until

@@ -52,7 +52,7 @@ ALWAYS = {
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm offload",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
-    "replay regrade",
+    "regrade",
     "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
     "target_reward",
@@ -99,7 +99,7 @@ ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that tak
     "loss.rollout_correction": "mis", "optim.schedule": "linear",
     "tools.names": ("python", "search"),
     "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
-    "protocol.format": "tags", "eval.replay": False, "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
+    "protocol.format": "tags", "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
     "rollout.dispatch": "pull", "rollout.context": "summary",
 }  # fmt: skip
 OFF = {
@@ -112,7 +112,7 @@ OFF = {
     "loss.kl_in": "reward",
     "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
     "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
-    "protocol.format": "hermes", "eval.replay": True, "eval.benchmarks": (), "judge.url": "",
+    "protocol.format": "hermes", "eval.benchmarks": (), "judge.url": "",
     "rollout.dispatch": "fixed", "rollout.context": "append",
 }  # fmt: skip
 SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs

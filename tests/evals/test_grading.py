@@ -11,9 +11,9 @@ from helpers.web_service import WebService, says
 from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
-from arpo.evals.grades import Grade, read_grades, write_grades
 from arpo.evals.grading import exact_match, grade_records, predicted
 from arpo.evals.judge import Judge
+from arpo.evals.records import Grade, read_grades, write_grades
 from arpo.evals.report import notes_on
 from arpo.evals.scores import benchmark_scores, summarize
 from arpo.rewards import load_custom, score, score_groups

@@ -10,9 +10,8 @@ import pytest
 from helpers.eval_records import CALL, boxed, record
 from helpers.sample_groups import HOSTILE
 
-from arpo.evals.grades import Grade, read_grades
 from arpo.evals.grading import grade_records
-from arpo.evals.records import Record
+from arpo.evals.records import Grade, Record, read_grades
 from arpo.evals.report import write_report
 from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
 

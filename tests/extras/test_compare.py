@@ -10,7 +10,7 @@ import pytest
 from helpers.eval_records import boxed
 
 from arpo.errors import UserError
-from arpo.evals.grades import Grade
+from arpo.evals.records import Grade
 from arpo.evals.report import write_report
 from extras.compare import compare_runs
 

@@ -10,8 +10,8 @@ from helpers.ranks import ROOT
 
 from arpo.data import load_prompts
 from arpo.errors import UserError
-from arpo.evals.grades import Grade, write_grades
 from arpo.evals.grading import question_digest
+from arpo.evals.records import Grade, write_grades
 from extras.keep import keep
 
 NUM_RIGHT = {0: 0, 1: 1, 2: 2, 3: 4}

@@ -8,7 +8,7 @@ from helpers.eval_records import boxed
 
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
-from arpo.evals.grades import Grade
+from arpo.evals.records import Grade
 from arpo.evals.report import write_report
 from extras.papers import NUM_QUESTIONS, OTHERS, PUBLISHED, TEN, report
 

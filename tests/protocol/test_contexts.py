@@ -14,7 +14,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import HermesCodec, TagsCodec
 from arpo.protocol.contexts import NOTES, REQUEST
 from arpo.protocol.hermes import HermesRules
-from arpo.sampling.plain import from_plain, to_plain
+from arpo.sampling.carried_state import from_plain, to_plain
 from arpo.trajectory import Prompt, StopReason, Trajectory
 from extras.viewer.groups import trajectory_view
 

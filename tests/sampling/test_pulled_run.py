@@ -69,7 +69,7 @@ def test_a_refilled_run_is_the_same_on_one_rank(world, refilled):
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_its_queue_has_the_numbers_of_one_that_never_was(world, refilled):
     places = [
-        ("pull", "arpo.sampling.sources:Pulled.pull", 2, 1),
+        ("pull", "arpo.sampling.sources:OneRollout.pull", 2, 1),
         ("verdict on a group", "arpo.sampling.sources:Refilled.look", 4, 0),
         ("end of a step's queue", "arpo.sampling.sources:Refilled.delete_keys", 2, 0),
     ]

@@ -27,7 +27,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.sampling.sampler import Sampler
-from arpo.sampling.sources import Dealt, Pulled, Refilled, dealt_or_pulled, until_full
+from arpo.sampling.sources import OneRollout, Refilled, until_full
 from arpo.selection import is_dead
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
@@ -75,7 +75,7 @@ def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
 def sampled(sampler: Sampler, cfg: RolloutConfig, *, num_wanted: int = 0) -> tuple[list[tuple], int]:
     """What came of each prompt, in order, and the number of groups that were cut off."""
     sampler = replace(sampler, rollout=cfg)
-    source = dealt_or_pulled(sampler, prompts(), 3, label="test")
+    source = OneRollout(sampler, prompts(), 3, label="test")
     if num_wanted:
         source = Refilled(sampler, prompts(), 3, num_wanted=num_wanted)
     sampler.run(source, "test", NUM_PROMPTS)
@@ -125,7 +125,7 @@ def two_ranks(ranks: Ranks) -> dict:
     engine = HeldEngine(TOKENIZER, None)
     engine.ranks = ranks
     held = replace(sampler, engine=engine, rollout=PULL, branching=NO_BRANCHES)
-    source = Pulled(held, prompts(), "held")
+    source = OneRollout(held, prompts(), "held")
     held.run(source, "held", NUM_PROMPTS)
     ranks.store.set(f"rank {ranks.rank} is done", "")
     groups = source.exchange()
@@ -191,7 +191,7 @@ class IdleEngine:
         assert request_ids == []
 
 
-def source_for(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, **options) -> Dealt:
+def source_for(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, **options) -> OneRollout:
     """One whose engine and tools are never asked for anything but their load."""
     team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store))
     clocks = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
@@ -201,11 +201,11 @@ def source_for(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, 
         IdleEngine(), ToolRunner({}), CODEC, team, nobody, 0, cfg, NO_BRANCHES, limit, lambda groups: None, **clocks
     )
     sampler.tools.close()
-    kind = Refilled if "num_wanted" in options else options.pop("kind", Pulled)
+    kind = Refilled if "num_wanted" in options else OneRollout
     return kind(sampler, prompts(num_prompts), "test", **options)
 
 
-def taken(source: Dealt, *loads: tuple[int, int]) -> list[int | None]:
+def taken(source: OneRollout, *loads: tuple[int, int]) -> list[int | None]:
     """What it takes where so many trajectories are unfinished, and so many of them decode."""
     found = []
     for source.loop.num_unfinished, source.sampler.engine.num_running in loads:
@@ -220,7 +220,7 @@ def both(*counts: int) -> list[tuple[int, int]]:
 
 
 def test_dealt_prompts_are_begun_at_once_or_while_few_are_unfinished():
-    at_once, few = source_for(3, kind=Dealt), source_for(3, kind=Dealt, max_at_once=5)
+    at_once, few = source_for(3, dispatch="fixed"), source_for(3, dispatch="fixed", max_at_once=5)
     assert taken(at_once, *both(0, 4, 8, 12)) == [0, 1, 2, None]
     assert taken(few, *both(0, 4, 5, 4, 0)) == [0, 1, None, 2, None]
 
@@ -238,7 +238,7 @@ def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
     team, nobody = Team(Ranks(0, 1, torch.device("cpu"), mesh=None)), Console(is_main=False)
     tools = ToolRunner({"search": EchoTool("search", "found", jitter_s=0.002)})
     sampler = Sampler(engine, tools, CODEC, team, nobody, 0, SHORT, NO_BRANCHES, on_group=on_group)
-    source = Dealt(sampler, prompts(6), 0, max_at_once=max_at_once)
+    source = OneRollout(sampler, prompts(6), 0, max_at_once=max_at_once)
     try:
         sampler.run(source, "test", 6)
     finally:
@@ -290,7 +290,7 @@ def test_further_prompts_are_begun_for_a_dead_group_and_none_before():
     assert taken(source, *both(4, 4, 4, 4, 4)) == [3, 4, 5, 6, None]  # 1 + 3 / (1 / 2)
     for number in (0, 2, 3):
         finish(source, number, mixed=True)
-    assert taken(source, (6, 6)) == [None] and source.is_done and source.is_full
+    assert taken(source, (6, 6)) == [None] and source.is_done
     assert source.num_taken == 4
 
 
@@ -303,7 +303,7 @@ def test_a_slow_prompt_before_the_end_is_waited_for():
         finish(source, number, mixed=True)
     assert taken(source, (4, 4)) == [None] and not source.is_done and source.num_taken is None
     finish(source, 0, mixed=True)  # with it, p3 is the third mixed one: p4 and p5 came too early
-    assert taken(source, (0, 0)) == [None] and source.is_full and source.num_taken == 4
+    assert taken(source, (0, 0)) == [None] and source.is_done and source.num_taken == 4
 
 
 def test_a_step_that_cannot_be_filled_takes_all_it_may():
@@ -331,7 +331,7 @@ def test_a_rank_without_work_waits_for_the_verdicts_of_others_and_ends_with_them
     finish(first, 2, mixed=True)
     for source in (first, second):
         source.sampler.sleep(1.0)
-        assert taken(source, (0, 0)) == [None] and source.is_full and source.num_taken == 3  # p3 is given up
+        assert taken(source, (0, 0)) == [None] and source.is_done and source.num_taken == 3  # p3 is given up
 
 
 def test_a_rank_does_not_wait_for_others_longer_than_the_run_says():
@@ -426,7 +426,7 @@ def on_real_engines(ranks: Ranks, folder: str) -> dict:
         runner = team.tool_runner({"search": held if way == "held" and ranks.rank else plain})
         console, limit = Console(is_main=False), ENGINE.max_num_seqs
         sampler = Sampler(engine, runner, codec, team, console, 0, cfg, BRANCHES, limit, score=by_length)
-        source = dealt_or_pulled(sampler, questions, 0, label=way)
+        source = OneRollout(sampler, questions, 0, label=way)
         if num_wanted:
             source = Refilled(sampler, questions, 0, num_wanted=num_wanted)
         sampler.run(source, way, len(questions))

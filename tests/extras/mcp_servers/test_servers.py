@@ -177,12 +177,6 @@ def test_nothing_that_a_server_says_shows_what_it_was_given(monkeypatch):
     assert server.redacted("swordfish-2 swordfish 1") == "$LONG $SHORT 1"
 
 
-def test_settings_that_answer_from_records():
-    recorded, other = {"command": "a", "cache": "c.sqlite", "mode": "live"}, {"command": "b"}
-    cfg = config(recorded, other)
-    assert [server.mode for server in servers_of(cfg.replayed())] == ["replay_strict", "record"]
-
-
 def test_titles_of_a_schema_go_but_not_arguments_of_that_name():
     schema = {"title": "A", "properties": {"title": {"title": "T", "type": "string", "default": {"title": "x"}}}}
     assert without_titles(schema) == {"properties": {"title": {"type": "string", "default": {"title": "x"}}}}

@@ -9,7 +9,7 @@ from helpers.eval_records import saved
 from helpers.sample_groups import HOSTILE
 from helpers.viewer_pages import READY, data_of, run_data_of, write_page
 
-from arpo.evals.grades import Grade, grades_path, write_grades
+from arpo.evals.records import Grade, grades_path, write_grades
 from extras.viewer import viewer
 
 
