@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from arpo.batch import RowPaths
 from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
-from arpo.tree import check_attention
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen", "flash_attention_2": "rows_by_fa2"}
 """model.attention -> our name for it in transformers (which would treat a name with "flash" in it on its own)."""
@@ -47,13 +46,12 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
         raise UserError(f"model.attention={attention} needs a GPU; use auto or sdpa")
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("model.attention=flash_attention_2 needs the flash-attn package; use auto or sdpa")
-    if attention != "flex_attention":
-        if cfg.compute_dtype == "float32":
-            raise UserError(f"model.attention={attention} needs model.compute_dtype=bfloat16; set it, or use sdpa")
-        if not has_flash_kernels(device):
-            raise UserError(
-                f"model.attention={attention} needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
-            )
+    if cfg.compute_dtype == "float32":
+        raise UserError(f"model.attention={attention} needs model.compute_dtype=bfloat16; set it, or use sdpa")
+    if not has_flash_kernels(device):
+        raise UserError(
+            f"model.attention={attention} needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
+        )
     return attention
 
 
@@ -65,25 +63,11 @@ def has_flash_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
-    """Return `cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
-
-    Without branches a group still shares its prompt. Raises UserError where layout is "tree" and a model cannot do it.
-    """
-    from transformers import AutoConfig
-
-    if cfg.layout == "packed" or (cfg.layout == "auto" and group_size == 1):
-        return replace(cfg, layout="packed")
-    try:
-        for model in models:
-            config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
-            config._attn_implementation = attention_backend(model, device)
-            check_attention(config)
-    except (UserError, OSError, ValueError) as error:  # OSError, ValueError: no config that transformers can read
-        if cfg.layout == "tree" and isinstance(error, UserError):
-            raise
-        return replace(cfg, layout="packed")  # what is wrong with the config is the loader's to say
-    return replace(cfg, layout="tree")
+def resolve_layout(cfg: UpdateConfig, group_size: int) -> UpdateConfig:
+    """Return `cfg` with layout "auto" decided. Without branches a group still shares its prompt."""
+    if cfg.layout != "auto":
+        return cfg
+    return replace(cfg, layout="packed" if group_size == 1 else "tree")
 
 
 def register(attention: str) -> str:
@@ -97,7 +81,7 @@ def register(attention: str) -> str:
     for kernel, attend in kernels.items():
         # torch.compile would compile it anew for each batch, whose rows are other ones.
         ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(with_rows_only(attend)))
-    return BY_ROW.get(attention, attention)
+    return BY_ROW[attention]
 
 
 def with_rows_only(attend: Callable) -> Callable:

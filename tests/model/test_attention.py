@@ -233,7 +233,7 @@ def test_sliding_windows_are_those_of_transformers(sliding, cut):
 # ------------------------------------------------------------------------------------------------- which one is taken
 
 
-@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 def test_kernels_of_gpus_are_refused_without_one(attention):
     with pytest.raises(UserError, match=rf"model.attention={attention} needs a GPU; use auto or sdpa"):
         attention_backend(ModelConfig(attention=attention), CPU)
