@@ -84,23 +84,25 @@ def register(attention: str) -> str:
     return BY_ROW[attention]
 
 
-def with_rows_only(attend: Callable) -> Callable:
-    """Return `attend` for layers that pass on the rows, and have no mask of their own. Others raise UserError."""
+def with_rows_only(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """Return `attend` as transformers calls it, for layers that pass on the rows, and have no mask of their own. Others
+    raise UserError."""
 
-    @functools.wraps(attend)
     def attend_rows(module, query, key, value, attention_mask, *, paths: RowPaths | None = None, **options: Any):
         if paths is None or attention_mask is not None:
             raise UserError(f"model.path: {type(module).__name__} cannot attend row by row, so it is not supported")
-        return attend(module, query, key, value, None, paths=paths, **options)
+        unknown = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
+        assert not unknown, f"attention by rows does not know {', '.join(unknown)}"
+        scale, dropout, window = options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window")
+        return attend(query, key, value, paths, scale, dropout, window), None
 
     return attend_rows
 
 
 def attend_by_sdpa(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend by transformers' interface: queries (1, H, N, d), keys and values (1, H / group, N, d) -> (1, N, H, d)."""
-    scale, dropout, window = read_options(options)
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Return (1, N, H, d) of queries (1, H, N, d), keys and values (1, H / group, N, d)."""
     keys, values = (gathered(x, paths.keys, dim=2).split(paths.num_keys, dim=2) for x in (key, value))
     outs = []
     for row, (q, k, v) in enumerate(zip(query.split(paths.num_queries, dim=2), keys, values, strict=True)):
@@ -114,19 +116,18 @@ def attend_by_sdpa(
                 q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=True
             )
         )
-    return torch.cat(outs, dim=2).transpose(1, 2), None
+    return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 def attend_by_varlen(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
-) -> tuple[Tensor, None]:
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
     """Attend as `attend_by_sdpa` does, by torch's varlen_attn. Raises UserError for dropout, which it does not have.
 
     Not yet run on a GPU: tests/fake_gpu calls the real function, over kernels of its own.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    scale, dropout, window = read_options(options)
     if dropout:
         raise UserError(
             f"the model's attention_dropout={dropout} needs model.attention=sdpa; set that, or dropout to 0"
@@ -147,7 +148,7 @@ def attend_by_varlen(
         window_size=(window - 1 if window else -1, 0),  # keys before the query's own, and after it: causal
         **({"enable_gqa": True} if varlen_groups_heads() else {}),
     )
-    return out[None], None
+    return out[None]
 
 
 @functools.cache
@@ -159,12 +160,11 @@ def varlen_groups_heads() -> bool:
 
 
 def attend_by_flash_attn(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
-) -> tuple[Tensor, None]:
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
     """Attend as `attend_by_sdpa` does, with the flash-attn package."""
     from flash_attn import flash_attn_varlen_func
 
-    scale, dropout, window = read_options(options)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     out = flash_attn_varlen_func(
         query,
@@ -179,14 +179,7 @@ def attend_by_flash_attn(
         causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
     )
-    return out[None], None
-
-
-def read_options(options: dict[str, Any]) -> tuple[float | None, float, int | None]:
-    """Return scale, dropout and sliding window of the layer; other options are not known here."""
-    unknown = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
-    assert not unknown, f"attention by rows does not know {', '.join(unknown)}"
-    return options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window")
+    return out[None]
 
 
 def gathered(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
