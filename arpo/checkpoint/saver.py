@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from arpo.checkpoint.best import keep_best
 from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
-from arpo.checkpoint.export import export_hf, point_to, whole_weights, write_export
+from arpo.checkpoint.export import point_to, whole_weights, write_export
 from arpo.checkpoint.snapshot import Snapshot, snapshot
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
@@ -156,7 +156,7 @@ class Saver:
             return
         logger.info("%s is renewed: the run ended before its last checkpoint was exported", self.link)
         if not is_there:
-            export_hf(self.policy, folder, source=self.source, link=self.link)
+            write_export(whole_weights(self.policy, self.source), folder, source=self.source, link=self.link)
         elif self.ranks.is_main:
             point_to(folder, self.link)
 
