@@ -30,8 +30,8 @@ from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
 from arpo.metrics import Metrics
 from arpo.model import load_policy
-from arpo.model.accumulation import accumulating
 from arpo.model.optim import build_optimizer, clip_grad_norm
+from arpo.model.policy import accumulating
 from arpo.ranks.peers import nccl_backends, where
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 
