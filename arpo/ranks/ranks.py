@@ -238,14 +238,13 @@ class RandomState:
         cuda, numpy = torch.cuda.get_rng_state() if torch.cuda.is_available() else None, None
         if with_numpy:
             numpy = np.random.get_state(legacy=False)
-            numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+            numpy["state"]["key"] = numpy["state"]["key"].tolist()
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         random.setstate(self.python)
         if self.numpy is not None:
-            key = self.numpy["state"]["key"].numpy().astype(np.uint32)
-            np.random.set_state(self.numpy | {"state": self.numpy["state"] | {"key": key}})
+            np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
