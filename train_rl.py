@@ -72,12 +72,6 @@ class RLConfig:
         path = self.loss.reference or self.model.path
         return replace(self.model, path=path, recompute_every_n_layers=0, lora_rank=0)
 
-    @property
-    def models(self) -> list[ModelConfig]:
-        """All that read the trajectories: the policy; critic and reference where there are any."""
-        critic = [self.critic_model] if self.advantage.needs_critic else []
-        return [self.model, *critic, *([self.reference_model] if self.loss.kl_coefficient else [])]
-
     def __post_init__(self) -> None:
         refuse(
             *checks.check_sizes(self.data, self.rollout, self.branching, self.update),
@@ -145,7 +139,7 @@ def main(cfg: RLConfig) -> None:
     num_updates = num_steps * cfg.num_updates_per_step
     score = Scoring(cfg.reward, team, env.codec, cfg.rollout.max_response_tokens)
     score.try_on(prompts[0])
-    update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
+    update_cfg = resolve_layout(cfg.update, cfg.rollout.group_size)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
     policy, optimizer, critic, reference = load_models(cfg, dist, num_updates)

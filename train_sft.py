@@ -58,10 +58,10 @@ from arpo.log.machine import memory_metrics, speeds
 from arpo.log.nonfinite import NonFinite, reported_if_not_finite
 from arpo.metrics import Metrics
 from arpo.model import Policy, load_policy, load_tokenizer
-from arpo.model.accumulation import accumulating
 from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
+from arpo.model.policy import accumulating
 from arpo.ranks import Ranks
 from arpo.sft.token_store import tokenise
 from arpo.start.memory import check_memory, read_job

@@ -185,11 +185,6 @@ class MicroBatch:
         rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
         return rows.index_put(tuple(self.loss_index), values)
 
-    def attention_mask(self, config: Any) -> Any:
-        """Return the mask for the model of this Hugging Face config. It is None: flex_attention finds the rows by
-        the position ids, and the other kernels get them by `attention_options`."""
-        return None
-
     def attention_options(self) -> dict[str, Any]:
         """Return keyword arguments for the model's attention layers."""
         return {"paths": self.paths.for_one_pass()}

@@ -1,13 +1,11 @@
 """Micro-batches in which the rows form trees: a prefix that rows share is computed once (update.layout=tree).
 
 Equal token ids from the first token on are one path, whoever sampled them, so prompts are shared as well. A node is one
-unique token; nodes are numbered depth first, so the nodes below j are a run, j + 1 .. subtree_end[j] - 1, and a token q
-attends to k exactly if k <= q < subtree_end[k]. Two rows, prompt a b:
+unique token; nodes are numbered depth first. Two rows, prompt a b:
 
     rows           a b c d e      a b c x
     input_ids      a b c d e x                   (N,) one per node
     position_ids   0 1 2 3 4 3                   the depth: what the token's position is in its row
-    subtree_end    6 6 6 5 5 6
     paths          0 1 2 3 4, 0 1 2 5            what attention sees (attention.py): a row's own tokens query all of it
     nodes          [[2, 3, 4], [2, 5, -1]]       (B, T) each response token's node
     predict_from   [[1, 2, 3], [1, 2, 0]]        (B, T) its parent
@@ -24,13 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack, row_of
-from arpo.errors import UserError
 from arpo.options import AdvantageConfig
 from arpo.selection import training_trajectories
 from arpo.trajectory import Group
@@ -40,8 +36,6 @@ from arpo.trajectory import Group
 class TreeBatch(MicroBatch):
     """A MicroBatch of N unique tokens. The head scores each node once, however many rows go through it."""
 
-    subtree_end: torch.Tensor
-    """(N,) one past the last node below each"""
     parents: torch.Tensor
     """(N,) each node's parent; 0 for a first token, which has none"""
     nodes: torch.Tensor
@@ -59,31 +53,6 @@ class TreeBatch(MicroBatch):
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         node_values = torch.zeros(len(self.parents), dtype=torch.float32, device=values.device)
         return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
-
-    def attention_mask(self, config: Any) -> Any:
-        """Return flex_attention's sparse BlockMask (not yet run on a GPU), and None for other kernels."""
-        check_attention(config)
-        if config._attn_implementation != "flex_attention":
-            return None
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        end = self.subtree_end
-
-        def is_ancestor(_batch, _head, q, k):
-            return (k <= q) & (q < end[k])
-
-        return create_block_mask(is_ancestor, None, None, len(end), len(end), device=end.device)
-
-
-def check_attention(config: Any) -> None:
-    """Raise UserError where the model's layers would not do what the mask says."""
-    kinds = getattr(config, "layer_types", None) or []
-    slides = "sliding_attention" in kinds or (config.model_type == "mistral" and config.sliding_window)
-    if slides and config._attn_implementation == "flex_attention":
-        raise UserError(
-            f"update.layout=tree: {config.model_type} slides, and flex_attention's tree mask does not; "
-            "set model.attention=auto or update.layout=packed"
-        )
 
 
 # ----------------------------------------------------------------------------------------- which rows come together
@@ -193,8 +162,9 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
     sequences = [(b, *sequence) for b, row in enumerate(rows) for sequence in row.sequences]
     order, shared = depth_first([ids for *_, ids in sequences])
     sequences = [sequences[i] for i in order]
-    paths, subtree_end = number_nodes([len(ids) for *_, ids in sequences], shared)
-    input_ids, depths, parents = (np.zeros(len(subtree_end), np.int64) for _ in range(3))
+    paths = number_nodes([len(ids) for *_, ids in sequences], shared)
+    num_nodes = sum(map(len, paths)) - sum(shared)
+    input_ids, depths, parents = (np.zeros(num_nodes, np.int64) for _ in range(3))
     nodes = np.full(flat.targets.shape, -1)
     for (b, start, num_before, ids), path in zip(sequences, paths, strict=True):
         input_ids[path] = ids
@@ -214,22 +184,18 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
     }
     return TreeBatch(
         **vars(flat) | changed,
-        subtree_end=torch.from_numpy(subtree_end),
         parents=torch.from_numpy(parents),
         nodes=torch.from_numpy(nodes),
         loss_nodes=torch.from_numpy(np.unique(nodes[flat.loss_mask.numpy()])),
     )
 
 
-def number_nodes(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return each row's nodes from its first token on, and subtree_end, of rows in depth-first order."""
-    num_nodes = sum(lengths) - sum(shared)
-    subtree_end = np.full(num_nodes, num_nodes)
+def number_nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[np.ndarray]:
+    """Return each row's nodes from its first token on, of rows in depth-first order."""
     paths: list[np.ndarray] = []
     count, path = 0, np.zeros(0, np.int64)
     for length, num_shared in zip(lengths, shared, strict=True):
-        subtree_end[path[num_shared:]] = count  # the path before ends here, from where this one leaves it
         path = np.concatenate([path[:num_shared], np.arange(count, count + length - num_shared)])
         count += length - num_shared
         paths.append(path)
-    return paths, subtree_end
+    return paths

@@ -27,9 +27,9 @@ from arpo.losses import (
 )
 from arpo.metrics import Metrics
 from arpo.model import Policy
-from arpo.model.accumulation import accumulating
 from arpo.model.context_parallel import spread
 from arpo.model.optim import clip_grad_norm
+from arpo.model.policy import accumulating
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights

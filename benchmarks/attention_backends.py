@@ -18,7 +18,6 @@ import json
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,15 +63,15 @@ def by_name(name: str) -> Attend:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend = ALL_ATTENTION_FUNCTIONS[register(name)]
-    config = types.SimpleNamespace(_attn_implementation=name, model_type="qwen2")
-    layer = types.SimpleNamespace(training=True)
-    return lambda micro, heads: attend(layer, *heads, micro.attention_mask(config), **micro.attention_options())[0]
+    return lambda micro, heads: attend(None, *heads, None, **micro.attention_options())[0]
 
 
 def by_one_mask(micro: MicroBatch, heads: list[Tensor]) -> Tensor:
     """Attend with SDPA once, and a mask over all tokens of the micro-batch."""
-    places = torch.arange(len(micro.subtree_end), device=micro.subtree_end.device)
-    seen = (places <= places[:, None]) & (places[:, None] < micro.subtree_end)
+    paths, num_tokens = micro.paths, micro.input_ids.shape[1]
+    seen = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=micro.input_ids.device)
+    for own, keys in zip(seen.split(paths.num_queries), paths.keys.split(paths.num_keys), strict=True):
+        own[:, keys] = torch.ones(len(own), len(keys), dtype=torch.bool, device=own.device).tril(len(keys) - len(own))
     query, key, value = heads
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
@@ -89,7 +88,7 @@ def backends(device: torch.device, dtype: str) -> tuple[dict[str, Attend], dict[
     """Return those that run here, and the reason of each that does not."""
     found: dict[str, Attend] = {"one mask": by_one_mask, "sdpa": by_name("sdpa")}
     absent = {}
-    for name in ("varlen", "flash_attention_2", "flex_attention"):
+    for name in ("varlen", "flash_attention_2"):
         try:
             attention_backend(ModelConfig(attention=name, compute_dtype=dtype), device)
             found[name] = by_name(name)

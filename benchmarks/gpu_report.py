@@ -110,7 +110,7 @@ def execute(
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", MARK: mark}
     env |= {"ARPO_VLLM_LOG": "/dev/stderr"}
     if device == "cpu":
-        # Uncompiled, FlexAttention is slow but computes the same; compiling it for each shape takes minutes on a CPU.
+        # Compiling for each shape takes minutes on a CPU.
         env |= {"CUDA_VISIBLE_DEVICES": "", "ARPO_GPU_KIT": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

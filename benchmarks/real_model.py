@@ -110,7 +110,7 @@ def our_update(cfg: RLConfig, dist: Ranks, groups: list[Group], repeats: int) ->
     """Return the median seconds of a step's mini-batches: cutting rows, logprobs before the update, the updates."""
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=0)
     optimizer = build_optimizer(policy, cfg.optim)
-    update_cfg = resolve_layout(cfg.update, cfg.models, cfg.rollout.group_size, dist.device)
+    update_cfg = resolve_layout(cfg.update, cfg.rollout.group_size)
 
     def step() -> None:
         minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist)

@@ -13,6 +13,7 @@ import trackio
 
 from arpo.config.facts import leaves
 from arpo.log.trackers import TrackedRun
+from extras.tracked_ids import id_of
 
 
 class Trackio:
@@ -23,7 +24,7 @@ class Trackio:
         self.where = f"trackio show --project {project}"
         self._run = trackio.init(
             project=project,
-            name=f"{run.folder.name}-{run.id_of('trackio')}",
+            name=f"{run.folder.name}-{id_of(run, 'trackio')}",
             resume="allow",
             embed=False,
             config={key: str(value) for key, value in leaves(run.config).items()},

@@ -15,6 +15,7 @@ from wandb import Histogram, Html, Settings, init  # a mere folder, like the one
 
 from arpo.config.facts import leaves
 from arpo.log.trackers import TrackedRun
+from extras.tracked_ids import id_of
 
 LOGIN_TIMEOUT_S = 30.0
 
@@ -26,7 +27,7 @@ class Wandb:
         # its console capture would tear progress bars; and no prompt for a key may hold a run up
         settings = Settings(console="off", login_timeout=LOGIN_TIMEOUT_S)
         self._run = init(
-            project=os.environ.get("WANDB_PROJECT") or "arpo-torch", name=run.folder.name, id=run.id_of("wandb"),
+            project=os.environ.get("WANDB_PROJECT") or "arpo-torch", name=run.folder.name, id=id_of(run, "wandb"),
             resume="allow", dir=str(run.folder), config=leaves(run.config), settings=settings,
         )  # fmt: skip
         # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others

@@ -10,7 +10,6 @@ from helpers.ranks import mesh_of_one
 
 from arpo.batch import Row, microbatches, row_of
 from arpo.config.sections import ModelConfig, UpdateConfig
-from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.critic import load_critic
 from arpo.options import AdvantageConfig, LossConfig
@@ -76,7 +75,6 @@ def test_the_example_of_the_module_holds():
     micro = collate_tree([row("ab", "cde"), row("ab", "cx")], [7, 4])
     assert letters(micro.input_ids[0]) == "abcdex"
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert micro.subtree_end.tolist() == [6, 6, 6, 5, 5, 6]
     assert micro.paths.num_queries == (5, 1) and micro.paths.num_keys == (5, 4)
     assert micro.paths.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
     assert micro.nodes.tolist() == [[2, 3, 4], [2, 5, -1]]
@@ -359,38 +357,3 @@ def test_trees_compute_in_bfloat16_and_return_float32(folder, ranks):
             outcomes.append(outcome.detach())
         exact, rough = outcomes
         assert rough.dtype == torch.float32 and 0 < (rough - exact).abs().max() < 0.3
-
-
-# ------------------------------------------------------------------------------------------------- what is refused
-
-
-def config_of(attention: str, **fields):
-    defaults = {"model_type": "qwen2", "layer_types": None, "sliding_window": None}
-    return type("Config", (), defaults | fields | {"_attn_implementation": attention})
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "qwen2 slides"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "mistral slides"),
-    ],
-)
-def test_windows_that_the_block_mask_does_not_know_are_refused(fields, message):
-    micro = collate_tree([row("a", "bc")], [0])
-    with pytest.raises(UserError, match=message):
-        micro.attention_mask(config_of("flex_attention", **fields))
-    assert micro.attention_mask(config_of("rows_by_sdpa", **fields)) is None
-
-
-def test_the_block_mask_of_flex_attention_shows_each_token_what_the_paths_do():
-    rows = random_rows(2)
-    micro = collate_tree(rows, range(len(rows)))
-    block = micro.attention_mask(config_of("flex_attention"))
-    n = micro.input_ids.numel()
-    q, k = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
-    expected = torch.zeros(n, n, dtype=torch.bool)
-    for node, keys in enumerate(keys_of_each_token(micro)):
-        expected[node, keys] = True
-    assert torch.equal(block.mask_mod(0, 0, q, k), expected)
-    assert block.shape == (1, 1, n, n)

@@ -1,8 +1,5 @@
 """From scored groups to gradients, on real gloo ranks: nothing depends on how the rows are cut, ordered or spread."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,6 @@ from helpers.updates import CASES, GRPO, filled, make_groups
 
 from arpo.advantages import GroupEvidence, grpo
 from arpo.config.sections import ModelConfig, UpdateConfig
-from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig
@@ -39,35 +35,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout, group_size, attention, chosen",
-    [
-        ("auto", 4, "auto", "tree"),
-        ("auto", 4, "sdpa", "tree"),
-        ("auto", 1, "auto", "packed"),
-        ("packed", 4, "auto", "packed"),
-        ("tree", 1, "sdpa", "tree"),
-    ],
+    "layout, group_size, chosen",
+    [("auto", 4, "tree"), ("auto", 1, "packed"), ("packed", 4, "packed"), ("tree", 1, "tree")],
 )
-def test_auto_is_tree_where_a_group_shares_something_and_the_attention_can(
-    tiny_model_dir, layout, group_size, attention, chosen
-):
-    model = ModelConfig(str(tiny_model_dir), attention=attention)
+def test_auto_is_tree_where_a_group_shares_something(layout, group_size, chosen):
     cfg = UpdateConfig(num_epochs=3, layout=layout)
-    assert resolve_layout(cfg, [model], group_size, CPU) == UpdateConfig(num_epochs=3, layout=chosen)
-
-
-def test_one_model_with_sliding_windows_is_enough_for_packed_under_flex_attention(tiny_model_dir, tmp_path):
-    config = json.loads((tiny_model_dir / "config.json").read_text())
-    config |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    gpu = torch.device("cuda")  # only its name is asked
-    for attention, chosen in (("flex_attention", "packed"), ("sdpa", "tree")):
-        models = [ModelConfig(str(folder), attention=attention) for folder in (tiny_model_dir, tmp_path)]
-        assert resolve_layout(UpdateConfig(), models, 4, gpu).layout == chosen
-    models = [replace(model, attention="flex_attention") for model in models]
-    with pytest.raises(UserError, match="slides"):
-        resolve_layout(UpdateConfig(layout="tree"), models, 4, gpu)
+    assert resolve_layout(cfg, group_size) == UpdateConfig(num_epochs=3, layout=chosen)
 
 
 def load(ranks, folder: str):

@@ -22,11 +22,6 @@ from arpo.model.loading import OTHER_PARTS, folder_name, weight_files
 MAX_FILE_BYTES = 4 << 30
 
 
-def export_hf(policy: Policy, folder: Path, *, source: str, link: Path | None = None) -> None:
-    """Write the policy as it is now, as `write_export` does. Collective; rank 0 holds one file at a time."""
-    write_export(whole_weights(policy, source), folder, source=source, link=link)
-
-
 def whole_weights(policy: Policy, source: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the policy's weights by name, adapters merged, in the dtype of the folder `source`. Collective."""
     device = next(policy.parameters()).device
@@ -44,7 +39,7 @@ def write_export(
     """Write safetensors, configs and tokenizer: the weights of rank 0, and all else from the model folder `source`.
 
     `link` becomes a symbolic link to the folder, so that a run's newest export has a stable name. Collective over the
-    group of all ranks. Raises NotWritten, on all ranks.
+    group of all ranks; rank 0 holds one file at a time. Raises NotWritten, on all ranks.
     """
     problem = [""]
     if dist.get_rank() == 0:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from arpo.checkpoint.best import keep_best
 from arpo.checkpoint.checkpoints import Checkpoints, NotWritten
-from arpo.checkpoint.export import export_hf, point_to, whole_weights, write_export
+from arpo.checkpoint.export import point_to, whole_weights, write_export
 from arpo.checkpoint.snapshot import Snapshot, snapshot
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
@@ -60,10 +60,6 @@ class Saver:
             run.folder / "checkpoints", self.ranks, keep=run.keep_checkpoints, link=self.link
         )
         self.saved_step = self.num_failed = 0
-        self.progress: dict = {}
-        """The `progress` that was saved with the checkpoint which `resume` has loaded."""
-        self.rank_files: list[Path] = []
-        """The `rank_file`s, by rank, that were saved with it."""
 
     def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> int:
         """Load the newest intact checkpoint and return its step, 0 if there is none. `save` will save these objects.
@@ -73,7 +69,7 @@ class Saver:
         """
         self.policy, self.optimizer, self.critic = policy, optimizer, critic
         self.saved_step = self.checkpoints.resume(policy, optimizer, critic)
-        self.progress, self.rank_files = self.checkpoints.progress, self.checkpoints.rank_files
+        self.progress, self.rank_files = self.checkpoints.progress, self.checkpoints.rank_files  # of that step
         if self.saved_step and self.run.save_hf_every:
             self._renew_export(self.checkpoints.folder_of(self.saved_step) / "hf")
         self._keep_best()
@@ -156,7 +152,7 @@ class Saver:
             return
         logger.info("%s is renewed: the run ended before its last checkpoint was exported", self.link)
         if not is_there:
-            export_hf(self.policy, folder, source=self.source, link=self.link)
+            write_export(whole_weights(self.policy, self.source), folder, source=self.source, link=self.link)
         elif self.ranks.is_main:
             point_to(folder, self.link)
 

@@ -87,9 +87,9 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer (or a hub name, where a hub can be reached)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward. Master weights and gradient reduction are always float32."""
-    attention: Annotated[Literal["auto", "sdpa", "varlen", "flash_attention_2", "flex_attention"], MAY_CHANGE] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "varlen", "flash_attention_2"], MAY_CHANGE] = "auto"
     """auto = varlen (torch's FlashAttention) for bfloat16 on a GPU from A100 on, else sdpa. flash_attention_2 takes the
-    flash-attn package; flex_attention is compiled."""
+    flash-attn package."""
     recompute_every_n_layers: Annotated[int, AtLeast(0), MAY_CHANGE] = 1
     """Activation checkpointing: recompute each n-th layer in the backward pass instead of keeping its activations. More
     than 1 takes more memory, but computes less twice; 0 = keep them all."""
@@ -257,5 +257,4 @@ class UpdateConfig:
     """Token budget of one forward/backward pass on one rank; must hold the longest trajectory."""
     layout: Annotated[Literal["auto", "packed", "tree"], MAY_CHANGE] = "auto"
     """packed = trajectories one after the other; tree = the tokens that they share (prompt, before a fork) are computed
-    once, with the same loss and gradients. auto = tree, but packed for groups of one, and for sliding windows under
-    flex_attention, whose tree mask has none."""
+    once, with the same loss and gradients. auto = tree, but packed for groups of one."""

@@ -2,16 +2,14 @@
 
 A tracker is one function, in a file of yours (run.trackers FILE.py:NAME) or with one line in TRACKERS. One that cannot
 be imported is an error before a model is loaded; whatever goes wrong later is one warning, and the tracker is off: a
-run never ends for its sake. A continued run goes on in the same run of the tracker, whose name RUN/trackers.json keeps.
+run never ends for its sake.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import threading
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +18,6 @@ from typing import Protocol
 from arpo.config.facts import leaves
 from arpo.config.named import find
 from arpo.log.charts import Charts
-
-IDS = "trackers.json"
 
 
 class Tracker(Protocol):
@@ -46,15 +42,6 @@ class TrackedRun:
     charts: Charts
     resume_step: int
     """Number of steps that are done; 0 = a new run."""
-
-    def id_of(self, tracker: str) -> str:
-        """Return the id of the run there, which the run's folder keeps; a new run gets a new one."""
-        path = self.folder / IDS
-        ids = json.loads(path.read_text()) if path.exists() else {}
-        if not self.resume_step or tracker not in ids:
-            ids[tracker] = uuid.uuid4().hex[:12]
-            path.write_text(json.dumps(ids))
-        return ids[tracker]
 
 
 # ---- the trackers

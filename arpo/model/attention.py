@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from arpo.batch import RowPaths
 from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
-from arpo.tree import check_attention
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen", "flash_attention_2": "rows_by_fa2"}
 """model.attention -> our name for it in transformers (which would treat a name with "flash" in it on its own)."""
@@ -47,13 +46,12 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
         raise UserError(f"model.attention={attention} needs a GPU; use auto or sdpa")
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError("model.attention=flash_attention_2 needs the flash-attn package; use auto or sdpa")
-    if attention != "flex_attention":
-        if cfg.compute_dtype == "float32":
-            raise UserError(f"model.attention={attention} needs model.compute_dtype=bfloat16; set it, or use sdpa")
-        if not has_flash_kernels(device):
-            raise UserError(
-                f"model.attention={attention} needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
-            )
+    if cfg.compute_dtype == "float32":
+        raise UserError(f"model.attention={attention} needs model.compute_dtype=bfloat16; set it, or use sdpa")
+    if not has_flash_kernels(device):
+        raise UserError(
+            f"model.attention={attention} needs a GPU of compute capability 8.0 (A100) or newer; use auto or sdpa"
+        )
     return attention
 
 
@@ -65,25 +63,11 @@ def has_flash_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def resolve_layout(cfg: UpdateConfig, models: list[ModelConfig], group_size: int, device: torch.device) -> UpdateConfig:
-    """Return `cfg` with layout "auto" decided, by the config.json of all models that will read the micro-batches.
-
-    Without branches a group still shares its prompt. Raises UserError where layout is "tree" and a model cannot do it.
-    """
-    from transformers import AutoConfig
-
-    if cfg.layout == "packed" or (cfg.layout == "auto" and group_size == 1):
-        return replace(cfg, layout="packed")
-    try:
-        for model in models:
-            config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
-            config._attn_implementation = attention_backend(model, device)
-            check_attention(config)
-    except (UserError, OSError, ValueError) as error:  # OSError, ValueError: no config that transformers can read
-        if cfg.layout == "tree" and isinstance(error, UserError):
-            raise
-        return replace(cfg, layout="packed")  # what is wrong with the config is the loader's to say
-    return replace(cfg, layout="tree")
+def resolve_layout(cfg: UpdateConfig, group_size: int) -> UpdateConfig:
+    """Return `cfg` with layout "auto" decided. Without branches a group still shares its prompt."""
+    if cfg.layout != "auto":
+        return cfg
+    return replace(cfg, layout="packed" if group_size == 1 else "tree")
 
 
 def register(attention: str) -> str:
@@ -97,26 +81,28 @@ def register(attention: str) -> str:
     for kernel, attend in kernels.items():
         # torch.compile would compile it anew for each batch, whose rows are other ones.
         ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(with_rows_only(attend)))
-    return BY_ROW.get(attention, attention)
+    return BY_ROW[attention]
 
 
-def with_rows_only(attend: Callable) -> Callable:
-    """Return `attend` for layers that pass on the rows, and have no mask of their own. Others raise UserError."""
+def with_rows_only(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """Return `attend` as transformers calls it, for layers that pass on the rows, and have no mask of their own. Others
+    raise UserError."""
 
-    @functools.wraps(attend)
     def attend_rows(module, query, key, value, attention_mask, *, paths: RowPaths | None = None, **options: Any):
         if paths is None or attention_mask is not None:
             raise UserError(f"model.path: {type(module).__name__} cannot attend row by row, so it is not supported")
-        return attend(module, query, key, value, None, paths=paths, **options)
+        unknown = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
+        assert not unknown, f"attention by rows does not know {', '.join(unknown)}"
+        scale, dropout, window = options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window")
+        return attend(query, key, value, paths, scale, dropout, window), None
 
     return attend_rows
 
 
 def attend_by_sdpa(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend by transformers' interface: queries (1, H, N, d), keys and values (1, H / group, N, d) -> (1, N, H, d)."""
-    scale, dropout, window = read_options(options)
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Return (1, N, H, d) of queries (1, H, N, d), keys and values (1, H / group, N, d)."""
     keys, values = (gathered(x, paths.keys, dim=2).split(paths.num_keys, dim=2) for x in (key, value))
     outs = []
     for row, (q, k, v) in enumerate(zip(query.split(paths.num_queries, dim=2), keys, values, strict=True)):
@@ -130,19 +116,18 @@ def attend_by_sdpa(
                 q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=True
             )
         )
-    return torch.cat(outs, dim=2).transpose(1, 2), None
+    return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 def attend_by_varlen(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
-) -> tuple[Tensor, None]:
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
     """Attend as `attend_by_sdpa` does, by torch's varlen_attn. Raises UserError for dropout, which it does not have.
 
     Not yet run on a GPU: tests/fake_gpu calls the real function, over kernels of its own.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    scale, dropout, window = read_options(options)
     if dropout:
         raise UserError(
             f"the model's attention_dropout={dropout} needs model.attention=sdpa; set that, or dropout to 0"
@@ -163,7 +148,7 @@ def attend_by_varlen(
         window_size=(window - 1 if window else -1, 0),  # keys before the query's own, and after it: causal
         **({"enable_gqa": True} if varlen_groups_heads() else {}),
     )
-    return out[None], None
+    return out[None]
 
 
 @functools.cache
@@ -175,12 +160,11 @@ def varlen_groups_heads() -> bool:
 
 
 def attend_by_flash_attn(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *, paths: RowPaths, **options: Any
-) -> tuple[Tensor, None]:
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
     """Attend as `attend_by_sdpa` does, with the flash-attn package."""
     from flash_attn import flash_attn_varlen_func
 
-    scale, dropout, window = read_options(options)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     out = flash_attn_varlen_func(
         query,
@@ -195,14 +179,7 @@ def attend_by_flash_attn(
         causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
     )
-    return out[None], None
-
-
-def read_options(options: dict[str, Any]) -> tuple[float | None, float, int | None]:
-    """Return scale, dropout and sliding window of the layer; other options are not known here."""
-    unknown = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
-    assert not unknown, f"attention by rows does not know {', '.join(unknown)}"
-    return options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window")
+    return out[None]
 
 
 def gathered(x: Tensor, index: Tensor | None, dim: int) -> Tensor:

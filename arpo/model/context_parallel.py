@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
 from arpo.batch import MicroBatch, index_of
 from arpo.errors import UserError
-from arpo.model.attention import BY_ROW, register
+from arpo.model.attention import register
 
 PREFIX = "ulysses_"
 
@@ -67,18 +67,16 @@ def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
 
 
 def ulysses(attention: str) -> str:
-    """Make attention work on parts, and return its name in transformers. Raises UserError for an unknown kernel."""
+    """Make attention work on parts, and return its name in transformers."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if attention not in BY_ROW:
-        raise UserError(f"model.context_parallel does not know model.attention={attention}; set auto or sdpa")
     name = register(attention)
     inner = ALL_ATTENTION_FUNCTIONS[name]
 
     def attend(module, query, key, value, attention_mask, *, group: dist.ProcessGroup, **options):
-        query, key, value = (Exchange.apply(x, group, True) for x in (query, key, value))
+        query, key, value = (exchange(x, group, to_heads=True) for x in (query, key, value))
         out, weights = inner(module, query, key, value, None, **options)  # (1, N, H / P, head size)
-        return Exchange.apply(out.transpose(1, 2), group, False).transpose(1, 2).contiguous(), weights
+        return exchange(out.transpose(1, 2), group, to_heads=False).transpose(1, 2).contiguous(), weights
 
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, torch.compiler.disable(attend))
     return PREFIX + name
@@ -99,31 +97,16 @@ def check_model(config: Any, num_ranks: int) -> None:
         )
 
 
-class Exchange(torch.autograd.Function):
+def exchange(x: torch.Tensor, group: dist.ProcessGroup, *, to_heads: bool) -> torch.Tensor:
     """Exchange tokens for heads: (1, H, N / P, d), own tokens of all heads, -> (1, H / P, N, d), all tokens of own
-    heads; or the way back."""
-
-    @staticmethod
-    def forward(ctx, x, group, to_heads):
-        ctx.group, ctx.to_heads = group, to_heads
-        return exchange(x, group, to_heads)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return exchange(grad, ctx.group, not ctx.to_heads), None, None
-
-
-def exchange(x: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> torch.Tensor:
+    heads; or the way back. Differentiable."""
     num_ranks = dist.get_world_size(group)
     _, heads, tokens, size = x.shape
     if to_heads:
         send = x.reshape(num_ranks, heads // num_ranks, tokens, size)  # by destination: whose heads
     else:
         send = x.reshape(heads, num_ranks, tokens // num_ranks, size).transpose(0, 1)  # by destination: whose tokens
-    send = send.contiguous()
-    received = torch.empty_like(send)  # by source
-    dist.all_to_all_single(received, send, group=group)
+    received = all_to_all_single_autograd(send.contiguous(), None, None, group)  # by source
     if to_heads:
         return received.transpose(0, 1).reshape(1, heads // num_ranks, tokens * num_ranks, size)
     return received.reshape(1, heads * num_ranks, tokens // num_ranks, size)

@@ -17,10 +17,9 @@ from arpo.batch import MicroBatch
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.losses import aggregate
 from arpo.metrics import Metrics
-from arpo.model.accumulation import accumulating
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
-from arpo.model.policy import attention_implementation, hidden_states, shard
+from arpo.model.policy import accumulating, attention_implementation, hidden_states, shard
 from arpo.ranks import Ranks
 
 

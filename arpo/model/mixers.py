@@ -34,8 +34,6 @@ def check_layers(hf: nn.Module, path: str) -> None:
         reason = f"has layers of the kind {', '.join(sorted(others))}"
     elif not all(map(keeps_to_rows, kinds, hf.base_model.layers)) or (hf._is_stateful and not ALONG_TOKENS & {*kinds}):
         reason = "has layers that do not attend by the common interface of transformers"
-    elif ALONG_TOKENS & {*kinds} and hf.config._attn_implementation == "flex_attention":
-        raise UserError(f"model.attention=flex_attention does not know all layers of {path}; use auto")
     else:
         return
     raise UserError(
@@ -80,8 +78,8 @@ def by_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def masks(backbone: nn.Module, micro: MicroBatch) -> Any:
-    """Return the attention mask of a model, or that of each kind of layer where some run along the tokens."""
-    mask, kinds = micro.attention_mask(backbone.config), set(getattr(backbone.config, "layer_types", None) or [])
+    """Return the attention mask of a model: None, or by kind of layer the rows of those that run along the tokens."""
+    kinds = set(getattr(backbone.config, "layer_types", None) or [])
     if not kinds & ALONG_TOKENS:
-        return mask
-    return {kind: micro.paths if kind in ALONG_TOKENS else mask for kind in kinds}
+        return None
+    return {kind: micro.paths if kind in ALONG_TOKENS else None for kind in kinds}

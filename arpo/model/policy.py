@@ -5,8 +5,9 @@ Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from arpo.model.head import token_logprobs
 from arpo.model.loading import build_on_meta, materialize, read_weights
 from arpo.model.mixers import masks
 
+Micro = TypeVar("Micro")
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
 
@@ -133,6 +135,26 @@ def shard(
     model.is_whole = mesh.shape[-1] == 1  # on each rank; this and the next are for `accumulating`
     model.reshards = cfg.reshard_after_forward
     materialize(hf, device, parameter_device=torch.device("cpu") if offload else device)
+
+
+def accumulating(model: nn.Module, micros: Sequence[Micro]) -> Iterator[Micro]:
+    """Yield the micro-batches of a step, for one forward and backward pass each; every rank must have as many.
+
+    What need not happen for each of them happens at the last one: copies of the model exchange gradients, ranks that
+    have it whole do too, and with model.reshard_after_forward=False layers stay gathered until then. None of it takes
+    memory that a single micro-batch would not take.
+    """
+    if not isinstance(model, FSDPModule):  # nothing is exchanged or gathered
+        yield from micros
+        return
+    for number, micro in enumerate(micros, 1):
+        is_last = number == len(micros)
+        model.set_requires_all_reduce(is_last)  # among copies of which each is spread over ranks
+        if model.is_whole:
+            model.set_requires_gradient_sync(is_last)
+        if not model.reshards:
+            model.set_reshard_after_backward(is_last)
+        yield micro
 
 
 def reshard_all(model: nn.Module) -> None:

@@ -47,8 +47,6 @@ class Ranks:
     """Ends the run when a peer is gone; only under torchrun."""
     group: dist.ProcessGroup | None = None
     """The neighbours that share this rank's micro-batches (context_parallel.py); None if there are none."""
-    owns_process_group: bool = True
-    """False if the process group was there before; its maker destroys it."""
     timeout: timedelta = DEFAULT_TIMEOUT
     """Time that ranks wait for each other in a collective, of any group."""
     store: dist.Store | None = None
@@ -137,7 +135,7 @@ class Ranks:
             dist.barrier()
         if self.watch:
             self.watch.stop()
-        if dist.is_initialized() and self.owns_process_group:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -157,8 +155,6 @@ def init(
     cuda = torch.cuda.is_available()
     if not cuda:
         devices.keep_freed_memory()
-        if torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # 0: any free port
@@ -166,33 +162,22 @@ def init(
     if cuda:
         torch.cuda.set_device(device)
     watch = None
-    owns_process_group = not dist.is_initialized()
     timeout = timedelta(minutes=timeout_minutes)
-    if owns_process_group:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
-            store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
-            limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
-            observes = os.environ["LOCAL_RANK"] == "0"
-            watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
-            # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
-            # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
+        store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
+        limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
+        observes = os.environ["LOCAL_RANK"] == "0"
+        watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
+        # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
+        # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    mesh = make_mesh(device.type, world_size, shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
-    return Ranks(
-        dist.get_rank(),
-        dist.get_world_size(),
-        device,
-        mesh,
-        watch,
-        group,
-        owns_process_group,
-        timeout,
-        store=dist.distributed_c10d._get_default_store(),
-    )
+    store = dist.distributed_c10d._get_default_store()
+    return Ranks(rank, world_size, device, mesh, watch, group, timeout, store)
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
@@ -253,14 +238,13 @@ class RandomState:
         cuda, numpy = torch.cuda.get_rng_state() if torch.cuda.is_available() else None, None
         if with_numpy:
             numpy = np.random.get_state(legacy=False)
-            numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+            numpy["state"]["key"] = numpy["state"]["key"].tolist()
         return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         random.setstate(self.python)
         if self.numpy is not None:
-            key = self.numpy["state"]["key"].numpy().astype(np.uint32)
-            np.random.set_state(self.numpy | {"state": self.numpy["state"] | {"key": key}})
+            np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)

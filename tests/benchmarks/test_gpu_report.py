@@ -136,7 +136,7 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
     assert len(names) == len(set(names)) > 12
     for part in ("run/train_rl_0.5b", "decode_steps_7b", "colocated_7b", "ranks/update_mfu_7b_hsdp", "ranks/lost",
                  "ranks/train_rl_tensor_parallel", "mfu_0.6b_16k",
-                 "fsdp2", "flex_attention", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
+                 "fsdp2", "a_tree_equals", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
                  "attention_backends", "optimizer_step",
                  "tree_training", "head_memory", "weight_sync", "rollout_streaming", "engine_decode_fp8"):  # fmt: skip
         assert any(part in name for name in names), part
@@ -161,7 +161,7 @@ def run_kit(folder: Path, *parts: str) -> dict[str, dict]:
 @pytest.mark.slow
 def test_the_kit_runs_on_the_cpu(tmp_path):
     """All that needs no vLLM, whose sections the engine's own tests and benchmarks cover here."""
-    parts = ["fsdp2", "flex_attention", "chunked_head", "attention_is", "offloaded", "checkpoint", "speed/update_mfu"]
+    parts = ["fsdp2", "a_tree_equals", "chunked_head", "attention_is", "offloaded", "checkpoint", "speed/update_mfu"]
     results = run_kit(tmp_path, *parts, "backends", "optimizer")
     mfu, attention = results["speed/update_mfu_tiny"], results["speed/attention_backends"]
     assert mfu["name"] == "update_mfu" and 0 < mfu["ratio"] < 1

@@ -21,12 +21,11 @@ from arpo.checkpoint.checkpoints import RANDOM_STATES
 from arpo.checkpoint.export import source_dtype, write_hf
 from arpo.checkpoint.manifest import MANIFEST, size_and_checksum
 from arpo.checkpoint.snapshot import snapshot
-from arpo.config.sections import ModelConfig, OptimConfig, UpdateConfig
+from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import check_split
 from arpo.engine.weight_sync import expected_parameters
 from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer
-from arpo.model.attention import resolve_layout
 from arpo.model.loading import build_on_meta
 from arpo.model.optim import build_optimizer
 from arpo.sft.token_store import ConversationRows
@@ -216,7 +215,6 @@ LOADERS = {
     "team": lambda model: check_split(model, 2),
     "engine": expected_parameters,
     "memory": sizes_of,
-    "layout": lambda model: resolve_layout(UpdateConfig(), [ModelConfig(model)], 4, torch.device("cpu")),
 }
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from arpo.errors import UserError
-from arpo.log.trackers import IDS, check_installed
+from arpo.log.trackers import check_installed
+from extras.tracked_ids import IDS
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'trackio_tracker.py'}:Trackio"
 

@@ -16,7 +16,8 @@ from helpers.wandb_files import history
 
 from arpo.errors import UserError
 from arpo.log import read_metrics
-from arpo.log.trackers import IDS, check_installed
+from arpo.log.trackers import check_installed
+from extras.tracked_ids import IDS
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'wandb_tracker.py'}:Wandb"
 

@@ -20,11 +20,11 @@ VOCAB = 384
 
 
 def missing(attention: str) -> str:
-    """Return why this model.attention does not run here in bfloat16; "" if it does. FlexAttention: uncompiled."""
+    """Return why this model.attention does not run here in bfloat16; "" if it does."""
     try:
         attention_backend(ModelConfig(attention=attention), torch.device("cuda" if ON_GPU else "cpu"))
     except UserError as error:
-        return str(error) if attention != "flex_attention" else ""
+        return str(error)
     return ""
 
 

@@ -9,7 +9,8 @@ from arpo.config.load import load_config
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.log import read_metrics
-from arpo.log.trackers import IDS, TRACKERS, TrackedRun
+from arpo.log.trackers import TRACKERS, TrackedRun
+from extras.tracked_ids import IDS, id_of
 from train_rl import RLConfig
 
 
@@ -95,7 +96,7 @@ def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(
     def run(step):
         return TrackedRun(tmp_path, Config(), {}, resume_step=step)
 
-    first = run(0).id_of("wandb")
-    assert run(3).id_of("wandb") == first and run(3).id_of("trackio") != first
+    first = id_of(run(0), "wandb")
+    assert id_of(run(3), "wandb") == first and id_of(run(3), "trackio") != first
     assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio"}
-    assert run(0).id_of("wandb") != first
+    assert id_of(run(0), "wandb") != first

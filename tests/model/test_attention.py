@@ -25,6 +25,7 @@ from arpo.model.attention import (
     attention_backend,
     register,
     varlen_groups_heads,
+    with_rows_only,
 )
 from arpo.tree import collate_tree
 
@@ -34,6 +35,7 @@ TREE = RowPaths((5, 1, 3), (5, 4, 6), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 0
 PACKED = RowPaths((4, 1, 3), (4, 1, 3))
 ALONE = RowPaths((1,), (1,))
 """An empty micro-batch"""
+PLAIN = {"scale": None, "dropout": 0.0, "window": None}
 
 
 def seen_by(paths: RowPaths, window: int | None) -> torch.Tensor:
@@ -74,7 +76,7 @@ def test_each_token_attends_to_its_row_up_to_itself(attend, window, paths, devic
         if device != "cpu":
             heads = [x.detach().to(CUDA).requires_grad_() for x in heads]
             weights, paths = weights.to(CUDA), paths.to(CUDA)
-        out, _ = attend(None, *heads, None, paths=paths.for_one_pass(), scaling=0.3, sliding_window=window)
+        out = attend(*heads, paths.for_one_pass(), scale=0.3, dropout=0.0, window=window)
         ours = [x.cpu() for x in outcome(out, heads, weights)]
     for part, expected_part in zip(ours, expected, strict=True):
         assert part.shape == expected_part.shape
@@ -99,10 +101,10 @@ def test_before_torch_2_12_varlen_attn_has_no_grouped_heads(monkeypatch):
     with flash_kernels(torch.float32):
         from torch.nn.attention import varlen
 
-        expected, _ = attend_by_varlen(None, *heads, None, paths=TREE)
+        expected = attend_by_varlen(*heads, TREE, **PLAIN)
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=of_2_11))
         varlen_groups_heads.cache_clear()
-        ours, _ = attend_by_varlen(None, *heads, None, paths=TREE)
+        ours = attend_by_varlen(*heads, TREE, **PLAIN)
         varlen_groups_heads.cache_clear()
     assert len(calls) == 1
     torch.testing.assert_close(ours, expected)
@@ -110,7 +112,7 @@ def test_before_torch_2_12_varlen_attn_has_no_grouped_heads(monkeypatch):
 
 def test_varlen_refuses_dropout():
     with pytest.raises(UserError, match=r"attention_dropout=0.1 needs model.attention=sdpa"):
-        attend_by_varlen(None, *random_heads(9), None, paths=TREE, dropout=0.1)
+        attend_by_varlen(*random_heads(9), TREE, **PLAIN | {"dropout": 0.1})
 
 
 @pytest.mark.parametrize("attend", [attend_by_varlen, attend_by_flash_attn])
@@ -119,7 +121,7 @@ def test_a_layer_need_not_wait_for_the_gpu(attend):
     with fake_cuda() as stalls, flash_kernels(torch.float32):
         heads, paths = [x.detach().to(CUDA) for x in random_heads(9)], TREE.to(CUDA)
         uploads = stalls.uploads.total()
-        attend(None, *heads, None, paths=paths)
+        attend(*heads, paths, **PLAIN)
         assert not stalls.waits and stalls.uploads.total() == uploads
 
 
@@ -142,7 +144,7 @@ def test_a_gpu_gets_key_value_heads_that_one_of_its_kernels_takes(monkeypatch, d
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **options: seen.append(k.shape[1]) or q)
     with fake_cuda():
         tensors = [x.detach().to(CUDA, getattr(torch, dtype)) for x in random_heads(9)]
-        attend_by_sdpa(None, *tensors, None, paths=(TREE if mask else RowPaths((9,), (9,))).to(CUDA))
+        attend_by_sdpa(*tensors, (TREE if mask else RowPaths((9,), (9,))).to(CUDA), **PLAIN)
     assert seen[-1] == heads
 
 
@@ -152,7 +154,7 @@ def test_gradients_of_a_token_that_many_rows_see_are_summed_exactly():
     keys = torch.stack([torch.zeros(num_rows, dtype=torch.long), torch.arange(1, num_rows + 1)], dim=1).flatten()[1:]
     paths = RowPaths((2,) + (1,) * (num_rows - 1), (2,) * num_rows, torch.cat([torch.tensor([0]), keys]))
     query, key, value = random_heads(num_rows + 1, torch.bfloat16)
-    out, _ = attend_by_sdpa(None, 0 * query, key, value, None, paths=paths)  # all keys count the same
+    out = attend_by_sdpa(0 * query, key, value, paths, **PLAIN)  # all keys count the same
     [gradient] = torch.autograd.grad(out.sum(), value)
     expected = (1 + num_rows / 2) * HEADS / KV_HEADS  # its own row 0 sees it alone once, and all rows by half
     assert gradient[0, 0, 0, 0].item() == pytest.approx(expected, rel=2**-8)
@@ -162,7 +164,7 @@ def test_layers_share_the_masks_of_a_pass_and_passes_do_not():
     first, second = TREE.for_one_pass(), TREE.for_one_pass()
     heads = random_heads(9)
     for _ in range(2):
-        attend_by_sdpa(None, *heads, None, paths=first)
+        attend_by_sdpa(*heads, first, **PLAIN)
     assert set(first.masks) == {(1, None), (2, None)} and not second.masks and not TREE.masks
     assert first.mask(1, None, heads[0]) is first.masks[1, None]
 
@@ -199,7 +201,7 @@ def test_no_row_length_waits_for_a_plan_of_cudnns():
 
 def test_what_a_layer_may_ask_for_and_rows_do_not_know_is_refused():
     with pytest.raises(AssertionError, match="does not know softcap"):
-        attend_by_sdpa(None, *random_heads(8), None, paths=PACKED, softcap=30.0)
+        with_rows_only(attend_by_sdpa)(None, *random_heads(8), None, paths=PACKED, softcap=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +235,7 @@ def test_sliding_windows_are_those_of_transformers(sliding, cut):
 # ------------------------------------------------------------------------------------------------- which one is taken
 
 
-@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 def test_kernels_of_gpus_are_refused_without_one(attention):
     with pytest.raises(UserError, match=rf"model.attention={attention} needs a GPU; use auto or sdpa"):
         attention_backend(ModelConfig(attention=attention), CPU)

@@ -119,13 +119,10 @@ def test_what_cannot_be_exact_is_refused_in_one_line(family, changes, words, tmp
     assert str(error.value).startswith(f"model.path={tmp_path}: ") and "\n" not in str(error.value)
 
 
-def test_what_runs_along_the_tokens_is_refused_with_spread_rows_and_flex_attention(tmp_path):
+def test_what_runs_along_the_tokens_is_refused_with_spread_rows():
     config = config_of("lfm2", **EXACT["lfm2"])
     with pytest.raises(UserError, match="full attention in all layers, which lfm2 has not; set it to 1"):
         check_model(config, 2)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="flex_attention does not know all layers of"):
-        build_on_meta(str(tmp_path), "flex_attention")
 
 
 @pytest.mark.parametrize("family", ["nemotron", "stablelm", "doge"])

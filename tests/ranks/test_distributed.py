@@ -22,7 +22,6 @@ from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
 from torch.distributed.tensor import DTensor
 
-from arpo import ranks
 from arpo.batch import Row, microbatches
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import form_team
@@ -31,8 +30,8 @@ from arpo.errors import UserError
 from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
 from arpo.metrics import Metrics
 from arpo.model import load_policy
-from arpo.model.accumulation import accumulating
 from arpo.model.optim import build_optimizer, clip_grad_norm
+from arpo.model.policy import accumulating
 from arpo.ranks.peers import nccl_backends, where
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 
@@ -398,15 +397,6 @@ def test_the_wait_for_the_slowest_rank_is_the_same_number_everywhere():
     alone, others_alone = (seconds["rollout"] + seconds["reward"] for seconds in (own, others_own))
     assert times["time/rank_wait"] == pytest.approx(abs(alone - others_alone) / 2)
     assert sum(times[f"time/{phase}"] for phase in (*PHASES, "idle")) == pytest.approx(times["time/step"])
-
-
-def init_again(_) -> bool:
-    ranks.init().close()
-    return dist.is_initialized()
-
-
-def test_a_process_group_that_was_there_before_is_left_alone():
-    assert run_ranks(1, init_again) == [True]
 
 
 @pytest.mark.parametrize(
