@@ -37,15 +37,12 @@ def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
     Prompt(prompt_id='questions-000000', messages=[{'role': 'user', 'content': '1 + 1?'}], answers=['2'], ...)
     """
     path = Path(path)
-    is_generic = path.stem in ("test", "train", "valid", "dev")
-    source = source or (
-        path.absolute().parent.name if is_generic else path.stem
-    )  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
+    is_generic = path.stem in ("test", "train", "valid", "dev")  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
+    source = source or (path.absolute().parent.name if is_generic else path.stem)
     prompts: list[Prompt] = []
     bad: list[str] = []
-    num_repaired = num_rows = 0
+    num_repaired = 0
     for index, (place, row) in enumerate(read_rows(path)):
-        num_rows += 1
         try:
             prompt, repaired = parse_prompt(row, f"{path.stem}-{index:06d}", default_source=source)
         except BadRow as error:
@@ -53,6 +50,7 @@ def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
             continue
         num_repaired += repaired
         prompts.append(prompt)
+    num_rows = len(prompts) + len(bad)
     if not num_rows:
         raise UserError(f"{path}: the file has no rows; was the export interrupted?")
     if not prompts or len(bad) > max(MAX_BAD_ROWS, MAX_BAD_SHARE * num_rows):
@@ -155,18 +153,17 @@ def tokenize_prompts(
         for p in prompts
     ]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     num_dropped = len(prompts) - len(kept)
-    median = sorted(len(prompt.token_ids) for prompt in prompts)[len(prompts) // 2] if prompts else 0
-    if num_dropped and (overlong == "error" or not kept):
-        raise UserError(
-            f"{path}: {num_dropped} of {len(prompts)} prompts exceed max_prompt_tokens={max_prompt_tokens} "
-            f"({longest.prompt_id} has {len(longest.token_ids)}, half of all at least {median}); raise it, or shorten "
-            "the prompts: data.system_prompt may be what is long"
-        )
-    if num_dropped:
-        logger.warning(
-            "%s: left out %d of %d prompts with more than %d tokens (the longest has %d)",
-            path, num_dropped, len(prompts), max_prompt_tokens, len(longest.token_ids),
-        )  # fmt: skip
+    if not num_dropped:
+        return kept
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
+    longest, median = by_length[-1], len(by_length[len(prompts) // 2].token_ids)
+    what = (
+        f"{path}: {num_dropped} of {len(prompts)} prompts exceed max_prompt_tokens={max_prompt_tokens} "
+        f"({longest.prompt_id} has {len(longest.token_ids)}, half of all at least {median})"
+    )
+    if overlong == "error" or not kept:
+        fix = "raise it, or shorten the prompts: data.system_prompt may be what is long"
+        raise UserError(f"{what}; {fix}")
+    logger.warning("%s; they are left out", what)
     return kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,14 +40,9 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
 
     try:
         file = pq.ParquetFile(path)
-        begin, end = _bounds(file.metadata.num_rows, part, num_parts)
-        number = 0  # of the batch's first row
-        for batch in file.iter_batches(batch_size=256):
-            first, last = max(begin, number), min(end, number + batch.num_rows)
-            if first < last:
-                for i, row in enumerate(batch.slice(first - number, last - first).to_pylist(), start=first):
-                    yield f"{path}: row {i}", row
-            number += batch.num_rows
+        rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=256))
+        for i, row in islice(enumerate(rows), *_bounds(file.metadata.num_rows, part, num_parts)):
+            yield f"{path}: row {i}", row
     except (pa.ArrowException, OSError) as error:  # a corrupt page is an OSError without errno
         if isinstance(error, OSError) and error.errno:
             raise
@@ -70,13 +65,7 @@ def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dic
 
 
 def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
-    text = file.read().removeprefix(BOM).decode()
-    try:
-        items = parse_json(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); is the file truncated?") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+    items = _parsed(path, file.read())
     for i in range(*_bounds(len(items), part, num_parts)):
         yield f"{path}: item {i}", items[i]
 
@@ -88,16 +77,18 @@ def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tu
         file.seek(0)
     for number, line in enumerate(islice(file, begin, end), start=begin + 1):
         if line.strip():
-            text = line.removeprefix(BOM).decode()
-            try:
-                row = parse_json(text)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno}); is the line truncated?"
-                ) from None
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not valid JSON ({error})") from None
-            yield f"{path}:{number}", row
+            yield f"{path}:{number}", _parsed(path, line, number)
+
+
+def _parsed(path: Path, data: bytes, first_line: int = 1) -> object:
+    text = data.removeprefix(BOM).decode().rstrip()
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        place, what = f"{path}:{first_line + error.lineno - 1}", f"{error.msg} at column {error.colno}"
+        raise UserError(f"{place}: not valid JSON ({what}); is the file truncated?") from None
+    except ValueError as error:
+        raise UserError(f"{path}:{first_line}: not valid JSON ({error})") from None
 
 
 def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:

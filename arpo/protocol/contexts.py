@@ -9,10 +9,9 @@ prompt and all before. Another policy may put a new context in the prompt's plac
 There is one reward, and one row of advantages, for all of it; each token is trained behind what it was sampled behind,
 and what sequences share is computed once (tree.py). A branch has its parent's contexts up to the place of the fork.
 
-A policy is called after each turn: after a call once it is answered, after a note, and after an answer. It returns None
-(go on; after an answer: end), the token ids of a new context, or, after a call, a text that asks for a note: it stands
-behind the newest result, and the next turn is the note. A policy of your own is one function, in a file of yours
-(rollout.context=FILE.py:NAME) or with one line in CONTEXTS.
+A policy is a function that is called after each turn (of a call: once that is answered). It returns None (go on; after
+an answer: end), the token ids of a new context, or, after a call, a text that asks for a note: it stands behind the
+newest result, and the next turn is the note.
 """
 
 from __future__ import annotations

@@ -26,7 +26,12 @@ class FormatRules(ABC):
 
     def derive_segments(self, response_text: str, tools: Sequence[str] = ()) -> Segments:
         """Segment a response that is known only as text: what looks like results is taken for them."""
-        return parted(response_text, self.results)
+        segments: Segments = []
+        position = 0
+        for found in self.results.finditer(response_text):
+            segments += [(response_text[position : found.start()], True), (found[0], False)]
+            position = found.end()
+        return [*segments, (response_text[position:], True)] if position < len(response_text) else segments
 
     @abstractmethod
     def graded_text(self, segments: Segments) -> str:
@@ -49,16 +54,6 @@ class FormatRules(ABC):
     @abstractmethod
     def answered_calls(self, segments: Segments, tools: Sequence[str] = ()) -> set[str]:
         """Return the tools of the calls whose result does not start with "Error", for a response known only as text."""
-
-
-def parted(response_text: str, results: re.Pattern[str]) -> Segments:
-    """Return a response as (text, written by the model) runs, where a pattern finds what the model did not write."""
-    segments: Segments = []
-    position = 0
-    for found in results.finditer(response_text):
-        segments += [(response_text[position : found.start()], True), (found[0], False)]
-        position = found.end()
-    return [*segments, (response_text[position:], True)] if position < len(response_text) else segments
 
 
 def model_text(segments: Segments) -> str:

@@ -1,14 +1,14 @@
 """The schema of a tool, read off a typed function.
 
-Not `transformers.utils.get_json_schema`: that imports torch, and leaves defaults out; wants a description of each
-argument; writes Optional as "nullable", which JSON schema does not know; and takes a type that JSON has not for an
-object, where this says which argument to correct.
+Not `transformers.utils.get_json_schema`: that imports torch, leaves defaults out, wants a description of each argument,
+and takes a type that JSON has not for an object, where this says which argument to correct.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -75,18 +75,7 @@ def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
 
 def _described_arguments(docstring: str | None) -> dict[str, str]:
     """Return the texts of the arguments under `Args:`. A line that is indented deeper goes on with the one above."""
-    lines = inspect.cleandoc(docstring or "").split("\n")
-    start = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines)) + 1
-    described: dict[str, str] = {}
-    name, indent = "", 0
-    for line in lines[start:]:
-        depth = len(line) - len(line.lstrip())
-        if not line.strip() or not depth:
-            break
-        match = re.match(r"\s+(\w+)(?: \(.*?\))?:\s*(.*)", line)
-        if match and (not name or depth <= indent):
-            name, indent = match[1], depth
-            described[name] = match[2].strip()
-        elif name:
-            described[name] = f"{described[name]} {line.strip()}".strip()
-    return described
+    section = re.search(r"^ *(?:Args|Arguments): *\n((?: +\S.*\n?)+)", inspect.cleandoc(docstring or ""), re.MULTILINE)
+    entries = textwrap.dedent(section[1]) if section else ""
+    found = re.findall(r"^(\w+)(?: \(.*?\))?:(.*(?:\n .*)*)", entries, re.MULTILINE)
+    return {name: " ".join(map(str.strip, text.strip().splitlines())) for name, text in found}

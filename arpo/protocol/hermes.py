@@ -20,7 +20,7 @@ from typing import Any
 from arpo.protocol.calls import UNKNOWN, Call, name_of_call, read_call
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, has_unpaired_think, last_turn
-from arpo.protocol.messages import BadRow, Conversation, parse_message, parse_turns, whole_call
+from arpo.protocol.messages import BadRow, Conversation, json_of, parse_message, parse_turns, whole_call
 from arpo.protocol.schema import ToolSchema, read_json
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 
@@ -149,10 +149,7 @@ def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
         raise BadRow(f"tool_calls must be a list, not {type(calls).__name__}")
     message = parse_message({**turn, text_key: turn.get(text_key) or ""} if calls else turn, role_key, text_key)
     if turn[role_key] == "function_call":
-        try:
-            found = json.loads(message["content"])
-        except ValueError:
-            raise BadRow("the text of a function_call is not valid JSON") from None
+        found = json_of(message["content"], "the text of a function_call is")
         calls, message["content"] = found if isinstance(found, list) else [found], ""
     if calls:
         whole = [whole_call(call) for call in calls]

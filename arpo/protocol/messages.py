@@ -81,6 +81,14 @@ def _check_order(roles: list[str]) -> None:
         raise BadRow("the last message is a tool result, to which the assistant does not answer")
 
 
+def json_of(text: str, what: str) -> Any:
+    """Return the value of a JSON text. Raises BadRow, which says what is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise BadRow(f"{what} not valid JSON") from None
+
+
 def whole_call(call: object) -> dict[str, Any]:
     """Return {"name", "arguments"} of a call, OpenAI's or bare; arguments may be JSON in a text. Raises BadRow."""
     call = call.get("function", call) if isinstance(call, dict) else call
@@ -88,10 +96,7 @@ def whole_call(call: object) -> dict[str, Any]:
         raise BadRow(f"a function call must be an object with 'name' and 'arguments', not {str(call)[:80]!r}")
     arguments = call.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise BadRow(f"the arguments of the call of {call['name']!r} are not valid JSON") from None
+        arguments = json_of(arguments, f"the arguments of the call of {call['name']!r} are")
     # parquet gives every call the arguments of all calls, those of others as None
     if not isinstance(arguments, dict | None):
         raise BadRow(f"the arguments of the call of {call['name']!r} must be an object of one or more arguments")

@@ -19,7 +19,7 @@ from arpo.protocol.calls import TRUNCATION_MARK, Call, escape_tags, tag_pattern
 from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, boxed_answer, model_text
-from arpo.protocol.messages import BadRow, parse_message, parse_turns, whole_call
+from arpo.protocol.messages import BadRow, json_of, parse_message, parse_turns, whole_call
 from arpo.trajectory import ToolCall
 
 PAPER_TOOLS = ("search", "python")
@@ -257,11 +257,7 @@ def _with_tag(text: str) -> str:
     body, closed, after = rest.partition("</tool_call>")
     if not closed or after.strip():
         raise BadRow("a <tool_call> must end its message: in the text protocol a turn ends with its first call")
-    try:
-        call = json.loads(body)
-    except ValueError:
-        raise BadRow("the text of a <tool_call> is not valid JSON") from None
-    return before + _tag_of_call(call)
+    return before + _tag_of_call(json_of(body, "the text of a <tool_call> is"))
 
 
 def _tag_of_call(call: object) -> str:

@@ -14,7 +14,6 @@ text means.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from arpo.protocol import hermes
 from arpo.protocol.calls import UNKNOWN, Call, checked_call
 from arpo.protocol.form import Form
 from arpo.protocol.hermes import BLOCKS, HermesCodec, HermesRules, call_bodies
-from arpo.protocol.messages import BadRow, Conversation, whole_call
+from arpo.protocol.messages import Conversation, json_of, whole_call
 from arpo.protocol.schema import ToolSchema, value_of
 
 A_CALL = "<function=NAME> <parameter=ARGUMENT> value </parameter> </function> in a tool_call tag"
@@ -91,10 +90,7 @@ def with_fields(message: dict[str, Any]) -> dict[str, Any]:
     bodies = call_bodies(message["content"]) if message["role"] == "assistant" else []
     if not bodies:
         return message
-    try:
-        found = [json.loads(body) for body, _ in bodies]
-    except ValueError:
-        raise BadRow("the text of a <tool_call> is not valid JSON") from None
+    found = [json_of(body, "the text of a <tool_call> is") for body, _ in bodies]
     said = BLOCKS.sub(lambda block: "" if block[1] is not None else block[0], message["content"])
     return {**message, "content": said.strip(), "tool_calls": [whole_call(call) for call in found]}
 

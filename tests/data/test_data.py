@@ -163,7 +163,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
 
     with caplog.at_level(logging.WARNING, "arpo"):
         [kept] = tokenize_prompts(prompts, render, 5, "drop", "q.jsonl")
-    assert kept.token_ids == (120, 120, 120) and "left out 1 of 2" in caplog.text
+    assert kept.token_ids == (120, 120, 120) and "1 of 2 prompts exceed" in caplog.text
     with pytest.raises(UserError, match=r"1 of 2 prompts exceed .*q-000001 has 9"):
         tokenize_prompts(prompts, render, 5, "error", "q.jsonl")
     with pytest.raises(UserError, match="2 of 2"):
