@@ -120,6 +120,10 @@ def check_arguments(schema: ToolSchema, arguments: Any) -> str:
         if wrong := _mismatch(value, inner, f'"{argument}"'):
             place, need, found = wrong
             return f"Error: the argument {place} of {name} must be {need}, not {_shown(found)}."
+    try:
+        json.dumps(arguments, allow_nan=False)  # no JSON, though Python's reader lets it pass
+    except ValueError:
+        return f"Error: the arguments of {name} hold a number that is not finite."
     return ""
 
 
