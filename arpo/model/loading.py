@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
 
 from arpo.errors import UserError
 from arpo.model.mixers import check_layers, run_by_rows
@@ -159,12 +158,25 @@ def weight_files(path: str) -> list[Path]:
 
 
 def copy_rows(parameter: torch.Tensor, weight) -> None:
-    """Copy this rank's rows of `weight`, a tensor or a safetensors slice, into the parameter, or its shard."""
+    """Copy this rank's rows of `weight`, a tensor or a safetensors slice, into the parameter."""
+    rows = own_rows(parameter)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if rows.start < rows.stop:
+        local.copy_(weight[rows])  # casts
+
+
+def own_rows(parameter: torch.Tensor) -> slice:
+    """Return the rows (of dimension 0) that this rank holds of a parameter, which are all of a plain tensor.
+
+    FSDP2 cuts like torch.chunk, 5 rows on 2 ranks: [0, 3) and [3, 5).
+    """
+    num_rows = parameter.shape[0]
     if not isinstance(parameter, DTensor):
-        parameter.copy_(weight[:])  # casts
-        return
-    assert all(placement.is_replicate() or placement.is_shard(0) for placement in parameter.placements)
-    mesh, local = parameter.device_mesh, parameter.to_local()
-    _, (start, *_) = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
-    if len(local):
-        local.copy_(weight[start : start + len(local)])
+        return slice(0, num_rows)
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, parameter.placements
+            chunk = -(-num_rows // parameter.device_mesh.size(dim))
+            start = min(chunk * parameter.device_mesh.get_local_rank(dim), num_rows)
+            return slice(start, min(start + chunk, num_rows))
+    return slice(0, num_rows)

@@ -47,6 +47,8 @@ class Ranks:
     """Ends the run when a peer is gone; only under torchrun."""
     group: dist.ProcessGroup | None = None
     """The neighbours that share this rank's micro-batches (context_parallel.py); None if there are none."""
+    owns_process_group: bool = True
+    """False if the process group was there before; its maker destroys it."""
     timeout: timedelta = DEFAULT_TIMEOUT
     """Time that ranks wait for each other in a collective, of any group."""
     store: dist.Store | None = None
@@ -135,7 +137,7 @@ class Ranks:
             dist.barrier()
         if self.watch:
             self.watch.stop()
-        if dist.is_initialized():
+        if dist.is_initialized() and self.owns_process_group:
             dist.destroy_process_group()
 
 
@@ -155,6 +157,8 @@ def init(
     cuda = torch.cuda.is_available()
     if not cuda:
         devices.keep_freed_memory()
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # 0: any free port
@@ -162,22 +166,33 @@ def init(
     if cuda:
         torch.cuda.set_device(device)
     watch = None
+    owns_process_group = not dist.is_initialized()
     timeout = timedelta(minutes=timeout_minutes)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
-        store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
-        limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
-        observes = os.environ["LOCAL_RANK"] == "0"
-        watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
-        # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
-        # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = make_mesh(device.type, world_size, shard_size, timeout)
+    if owns_process_group:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
+            store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
+            limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
+            observes = os.environ["LOCAL_RANK"] == "0"
+            watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
+            # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
+            # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
-    store = dist.distributed_c10d._get_default_store()
-    return Ranks(rank, world_size, device, mesh, watch, group, timeout, store)
+    return Ranks(
+        dist.get_rank(),
+        dist.get_world_size(),
+        device,
+        mesh,
+        watch,
+        group,
+        owns_process_group,
+        timeout,
+        store=dist.distributed_c10d._get_default_store(),
+    )
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:

@@ -22,6 +22,7 @@ from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
 from torch.distributed.tensor import DTensor
 
+from arpo import ranks
 from arpo.batch import Row, microbatches
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import form_team
@@ -397,6 +398,15 @@ def test_the_wait_for_the_slowest_rank_is_the_same_number_everywhere():
     alone, others_alone = (seconds["rollout"] + seconds["reward"] for seconds in (own, others_own))
     assert times["time/rank_wait"] == pytest.approx(abs(alone - others_alone) / 2)
     assert sum(times[f"time/{phase}"] for phase in (*PHASES, "idle")) == pytest.approx(times["time/step"])
+
+
+def init_again(_) -> bool:
+    ranks.init().close()
+    return dist.is_initialized()
+
+
+def test_a_process_group_that_was_there_before_is_left_alone():
+    assert run_ranks(1, init_again) == [True]
 
 
 @pytest.mark.parametrize(
