@@ -57,13 +57,13 @@ def pull():
     sampler = Sampler(Idle(), None, None, Team(ranks), None, 0, cfg, none, 8, lambda groups: None)
     queue = Refilled(sampler, [Prompt(f"p{i}", [], [""]) for i in range(9)], "q", num_wanted=2)
     place = queue.take()
-    queue.places["mine"] = place
+    queue.places[f"p{place}"] = place
     (folder / f"pulled{rank}").touch()
     if rank == "1":
         time.sleep(600)
     while not (folder / "pulled1").exists():  # else rank 0 would have the second prompt, too
         time.sleep(0.02)
-    mine = GroupState(queue.prompts[place], 1, budget=None, name="mine")
+    mine = GroupState(queue.prompts[place], 1, budget=None)
     mine.trajectories[0,] = Trajectory(mine.prompt.prompt_id, "0", [1], [1], [0.0], reward=1.0)
     queue.whole(mine)
     while queue.take() is None:
