@@ -29,6 +29,10 @@ START_FAILURES: dict[str, tuple[str, str]] = {
         "the KV cache cannot hold one trajectory of full length",
         "raise engine.gpu_memory_utilization, or lower rollout.max_response_tokens",
     ),
+    "CuMem allocator can only be used for one instance per process": (
+        "another engine of this process still has its GPU memory",
+        "close that one first; vLLM 0.22 allows one engine per process",
+    ),
     "out of memory": (
         "the GPU's memory is full",
         "lower engine.gpu_memory_utilization, engine.max_num_batched_tokens or engine.max_num_seqs",
@@ -98,6 +102,20 @@ def silence() -> Iterator[None]:
             if crashed and not path:
                 held_back.seek(0)
                 os.write(2, held_back.read())
+
+
+@contextlib.contextmanager
+def heap_kept() -> Iterator[None]:
+    """Ignore that vLLM freezes the garbage collector's heap at its start and unfreezes all of it at its end.
+
+    Its end, and ours, would look through the objects of all libraries: a second of computing that finds nothing.
+    """
+    freeze, unfreeze = gc.freeze, gc.unfreeze
+    gc.freeze = gc.unfreeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.freeze, gc.unfreeze = freeze, unfreeze
 
 
 def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from arpo.config.sections import EngineConfig
 from arpo.engine.arguments import MAX_TOP_LOGPROBS, check_layers_for_cpu, llm_arguments
-from arpo.engine.containment import describe_start, explain, prepare_for_vllm, release_pools, silence
+from arpo.engine.containment import describe_start, explain, heap_kept, prepare_for_vllm, release_pools, silence
 from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, renew_tied_head
@@ -116,7 +116,11 @@ class Engine:
 
         executor = "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else UniProcExecutor
         rotary_embedding._ROPE_DICT.clear()  # shared by engines; vLLM 0.22's dummy weights overwrite a reloaded one
-        return LLM(**arguments, distributed_executor_backend=executor)
+        if Engine.num_live == 0:  # what there is besides an engine stays, and need not be looked through at its end
+            gc.collect()
+            gc.freeze()
+        with heap_kept():
+            return LLM(**arguments, distributed_executor_backend=executor)
 
     @property
     def num_running(self) -> int:
@@ -290,7 +294,7 @@ class Engine:
         self.abort(list(self.running))
         Engine.num_live -= 1
         clean_up = core.cleanup_dist_env_and_memory
-        with silence():
+        with silence(), heap_kept():
             core.cleanup_dist_env_and_memory = lambda: None  # it would destroy the trainer's process group too
             try:
                 self.llm.llm_engine.engine_core.shutdown()

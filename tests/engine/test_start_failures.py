@@ -39,6 +39,7 @@ FAILURES = [
     ),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "the GPU's memory is full"),
     (RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"), "the GPU's memory is full"),
+    (AssertionError("CuMem allocator can only be used for one instance per process."), "close that one first"),
     (RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"), "FlashInfer"),
     (RuntimeError('#error "CUDA compiler and CUDA toolkit headers are incompatible"'), "FlashInfer"),
     (
