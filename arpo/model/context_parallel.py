@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from arpo.batch import MicroBatch, index_of
@@ -74,9 +74,9 @@ def ulysses(attention: str) -> str:
     inner = ALL_ATTENTION_FUNCTIONS[name]
 
     def attend(module, query, key, value, attention_mask, *, group: dist.ProcessGroup, **options):
-        query, key, value = (exchange(x, group, to_heads=True) for x in (query, key, value))
+        query, key, value = (Exchange.apply(x, group, True) for x in (query, key, value))
         out, weights = inner(module, query, key, value, None, **options)  # (1, N, H / P, head size)
-        return exchange(out.transpose(1, 2), group, to_heads=False).transpose(1, 2).contiguous(), weights
+        return Exchange.apply(out.transpose(1, 2), group, False).transpose(1, 2).contiguous(), weights
 
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, torch.compiler.disable(attend))
     return PREFIX + name
@@ -97,16 +97,31 @@ def check_model(config: Any, num_ranks: int) -> None:
         )
 
 
-def exchange(x: torch.Tensor, group: dist.ProcessGroup, *, to_heads: bool) -> torch.Tensor:
+class Exchange(torch.autograd.Function):
     """Exchange tokens for heads: (1, H, N / P, d), own tokens of all heads, -> (1, H / P, N, d), all tokens of own
-    heads; or the way back. Differentiable."""
+    heads; or the way back."""
+
+    @staticmethod
+    def forward(ctx, x, group, to_heads):
+        ctx.group, ctx.to_heads = group, to_heads
+        return exchange(x, group, to_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return exchange(grad, ctx.group, not ctx.to_heads), None, None
+
+
+def exchange(x: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> torch.Tensor:
     num_ranks = dist.get_world_size(group)
     _, heads, tokens, size = x.shape
     if to_heads:
         send = x.reshape(num_ranks, heads // num_ranks, tokens, size)  # by destination: whose heads
     else:
         send = x.reshape(heads, num_ranks, tokens // num_ranks, size).transpose(0, 1)  # by destination: whose tokens
-    received = all_to_all_single_autograd(send.contiguous(), None, None, group)  # by source
+    send = send.contiguous()
+    received = torch.empty_like(send)  # by source
+    dist.all_to_all_single(received, send, group=group)
     if to_heads:
         return received.transpose(0, 1).reshape(1, heads // num_ranks, tokens * num_ranks, size)
     return received.reshape(1, heads * num_ranks, tokens // num_ranks, size)
