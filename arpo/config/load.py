@@ -35,11 +35,17 @@ ALSO = "\n  also: "
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
 
+GONE = "gone (CHANGELOG.md says why); drop it"
 RENAMED = {
     "advantage.normalize_std": "advantage.normalize=none",
+    "branching.branch_rate": GONE,
     "branching.entropy_mode": "branching.compat",
     "branching.rule": "branching.threshold, a number or None",
+    "branching.signal": GONE,
+    "branching.spill": GONE,
     "branching.timing": "branching.compat",
+    "branching.weight_z": GONE,
+    "data.overlong": "gone from SFT: conversations that are too long are left out and listed",
     "engine.enforce_eager": "engine.cuda_graphs; True is never, False is auto",
     "eval.replay": "tools.search.mode=replay_strict, and mode in tools.options of other tools (docs/evaluation.md)",
     "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
@@ -52,6 +58,7 @@ RENAMED = {
     "tools.python.mode": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
     "tools.mcp": "tools.options of mcp/servers.py:McpServers, a tool from a file (docs/tools.md)",
     "rollout.pull_order": "rollout.dispatch=pull",
+    "run.overlap_validation": GONE,
 }
 """Keys of earlier versions, but for those that today's resembles."""
 

@@ -8,7 +8,8 @@ the order of the prompts (`Team.exchange`), so all that follows is the same, who
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -49,14 +50,11 @@ class OneRollout(Source):
         super().__init__(sampler.loop(), prompts, f"{sampler.seed}|{name}")
         self.sampler, self.team = sampler, sampler.team
         self.store, self.prefix = self.team.ranks.store or dist.HashStore(), f"prompts/{label}/{name}"
-        self.dealt: Iterator[int] | None = None
-        """Places of the prompts that are dealt to this team, and not begun."""
+        self.left = deque(self.team.share(range(len(prompts))))  # those that are dealt to this team, and not begun
         self.max_decoding, self.max_unfinished = math.inf, max_at_once or math.inf
         if sampler.rollout.is_pulled:
             assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
             self.limit_to_share_of(len(prompts))
-        else:
-            self.dealt = iter(self.team.share(range(len(prompts))))
         self.is_open = True
         """False once there is no further prompt for this team."""
 
@@ -89,8 +87,8 @@ class OneRollout(Source):
 
     def pull(self) -> int | None:
         """Return the place of this team's next prompt; None where there is none."""
-        if self.dealt is not None:
-            return next(self.dealt, None)
+        if not self.loop.cfg.is_pulled:
+            return super().take()
         number = self.store.add(self.key("next"), 1) - 1
         return number if number < len(self.prompts) else None
 

@@ -302,6 +302,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--reward.overlong_buffer_tokens", "9"], ["is ignored unless reward.terms=overlong=1 (it is empty)"]),
         (["--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "4096"], ["4096 must be below rollout."]),
         (["--reward.terms", "answer=1", "--reward.file", OWN], ["defaults is ignored unless", "FILE.py:FUNCTION="]),
+        (["--branching.spill", "True"], ["'branching.spill' is now gone (CHANGELOG.md says why); drop it"]),
         (["--judge.url", "http://h"], ["'judge.url' is now an object of your own, FILE.py:NAME in reward.terms"]),
         (["--reward.terms", "judge=1"], ["reward.terms='judge' is unknown; ", "or FILE.py:NAME"]),
         # groups that go on under a newer policy

@@ -1,7 +1,7 @@
 """Prompts, results and SFT rows of calls in Llama's JSON, token by token against what the whole template renders."""
 
 import pytest
-from helpers.families import SCHEMAS, TEMPLATES, dialogue, hermes_codec, llama_codec, pieces
+from helpers.families import SCHEMAS, dialogue, edited_template, hermes_codec, llama_codec, pieces
 
 from arpo.errors import UserError
 from arpo.protocol.calls import TRUNCATION_MARK
@@ -118,10 +118,7 @@ def test_sampled_tokens_are_parsed(codec, end):
     ],
 )  # fmt: skip
 def test_a_template_of_another_form_is_refused_in_one_line(family, changes, message):
-    template = (TEMPLATES / f"{family}.jinja").read_text()
-    for old, new in changes.items():
-        assert old in template
-        template = template.replace(old, new)
+    template = edited_template(family, changes)
     with pytest.raises(UserError, match=message) as error:
         tokenizer = hermes_codec("qwen2_5").tokenizer if family != "llama3_1" else llama_codec().tokenizer
         tokenizer.chat_template, tokenizer.name_or_path = template, "models/m"

@@ -23,6 +23,15 @@ LLAMA_WORDS = (
 FAMILIES = ("qwen2_5", "qwen3", "llama3_1", "smollm2")
 
 
+def edited_template(family: str, changes: dict[str, str]) -> str:
+    """A family's chat template with these texts replaced, each of which it has."""
+    template = (TEMPLATES / f"{family}.jinja").read_text()
+    for old, new in changes.items():
+        assert old in template
+        template = template.replace(old, new)
+    return template
+
+
 def words_of(family: str) -> pre_tokenizers.PreTokenizer:
     """Parts a text into what may become one token."""
     if family not in ("llama3_1", *XML_FAMILIES):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.families import HERMES_FAMILIES, SCHEMAS, dialogue, hermes_codec, pieces
+from helpers.families import HERMES_FAMILIES, SCHEMAS, dialogue, edited_template, hermes_codec, pieces
 
 from arpo.errors import UserError
 from arpo.protocol import HermesCodec
@@ -209,12 +209,7 @@ def test_calls_in_a_thought_that_the_generation_prompt_opened_are_none():
     ],
 )  # fmt: skip
 def test_a_template_without_tools_is_refused_in_one_line(family, changes, message):
-    from helpers.families import TEMPLATES
-
-    template = (TEMPLATES / f"{family}.jinja").read_text()
-    for old, new in changes.items():
-        assert old in template
-        template = template.replace(old, new)
+    template = edited_template(family, changes)
     with pytest.raises(UserError, match=message) as error:
         hermes_codec(family, chat_template=template, name_or_path="models/m")
     assert str(error.value).startswith("models/m: ") and "\n" not in str(error.value)

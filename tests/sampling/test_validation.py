@@ -64,6 +64,8 @@ def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, t
     groups = []
     try:
         rollouts.validate_on(PROMPTS[:5], log, RunConfig(validate_every=every), done_steps=0)
+        asked = sampler.engine.submitted
+        assert bool(asked) == bool(every) and all(spec.temperature == 0 for *_, spec in asked)
         for step in range(1, 4):
             groups.append(plain(rollouts.next(step, Timers()).sampled))
             assert sampler.tools.num_pending == sampler.engine.num_running == 0
