@@ -11,8 +11,10 @@ After training: `sleep` ... train ... `wake_up`, `sync_weights`; then it samples
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -220,21 +222,29 @@ class Engine:
         On the CPU vLLM's own noise stays: it is as fast, and known results were drawn with it.
         """
         runner = worker.model_runner
-        runner.sampler.gather_logprobs = self.gather_logprobs
+        runner.sampler.gather_logprobs = functools.partial(self.gather_logprobs, runner)
         if self.device.type == "cuda":
             install_noise_hook(runner, compile_draw(runner.input_batch.vocab_size, self.device))
 
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor):
-        """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from the full log-softmax (N, V).
+    def gather_logprobs(self, runner, logits: Tensor, num_logprobs: int, token_ids: Tensor):
+        """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from the raw logits (N, V).
 
         Called within `step`, so that self.temperature is that of the sampled rows: with asynchronous scheduling too,
         where the numbers come out one step later.
         """
         from vllm.v1.outputs import LogprobsTensors
 
-        values = sampled_and_entropy(logprobs, token_ids, num_logprobs - 1, self.temperature)
+        measured = None if logits.is_cuda else self.rows_to_measure(runner.input_batch, len(logits))
+        values = sampled_and_entropy(logits, token_ids, num_logprobs - 1, self.temperature, measured)
         ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
         return LogprobsTensors(ids, values, torch.ones_like(token_ids))
+
+    def rows_to_measure(self, input_batch, num_rows: int) -> set[int]:
+        """Return the rows of this step whose entropies anyone may read: those of a request's first tokens."""
+        wanted = [request.spec.num_entropy_tokens for request in self.running.values()]
+        most = math.inf if -1 in wanted else max(wanted, default=0)
+        num_sampled = input_batch.num_tokens_no_spec[:num_rows] - input_batch.num_prompt_tokens[:num_rows]
+        return set((num_sampled < most).nonzero()[0].tolist())
 
     def drain(self) -> None:
         """Finish the step that asynchronous scheduling has begun for requests that have ended meanwhile."""

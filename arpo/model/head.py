@@ -2,12 +2,14 @@
 
 The (tokens, vocab) logits of one 16k-token micro-batch with a 152k vocabulary are 10 GB in float32, and autograd wants
 several copies. Here they exist for `chunk_tokens` tokens only, in forward and again (recomputed) in backward.
-`sampled_and_entropy` is the sampler's side: vLLM has the log-softmax of a step's tokens anyway.
+`sampled_and_entropy` is the sampler's side, from the logits that vLLM has of a step's tokens.
 
 Legend: N tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -128,20 +130,29 @@ def chunk_gradient(
     return grad.to(dtype)
 
 
-def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:
-    """Return (N, 2 + num_top): [sampled logprob, entropy, top 1, ..., top K] of (N, V) log-softmax at temperature 1.
+def sampled_and_entropy(
+    logits: Tensor, token_ids: Tensor, num_top: int, temperature: float, measured: Container[int] | None = None
+) -> Tensor:
+    """Return (N, 2 + num_top): [sampled logprob, entropy, top 1, ..., top K] of (N, V) float32 logits.
 
-    The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a
-    constant per row. Greedy sampling (T = 0) reports the distribution at T = 1.
+    The sampled logprob is that of softmax(logits / T), the others are those at temperature 1. Greedy sampling (T = 0)
+    reports the distribution at T = 1. Rows that are not `measured` (None = all are) have zeros in place of the others;
+    a GPU, which has them almost for nothing, takes all rows at once.
     """
-    on_cpu = logprobs.device.type == "cpu"
-    sampled = logprobs.gather(-1, token_ids.unsqueeze(-1))  # (N, 1)
-    if temperature not in (0, 1):
-        parts = logprobs.split(max(1, CACHED_LOGITS // logprobs.shape[1]) if on_cpu else len(logprobs))
-        sums = [torch.logsumexp(part / temperature, dim=-1, keepdim=True) for part in parts]
-        sampled = sampled / temperature - torch.cat(sums)
-    if on_cpu:  # row by row stays in the cache: a tenth of the time at V = 152k
-        entropy = -torch.stack([torch.dot(row.exp(), row) for row in logprobs]).unsqueeze(-1)
-    else:
-        entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
-    return torch.cat([sampled, entropy, logprobs.topk(num_top, dim=-1).values], dim=-1)
+    temperature = temperature or 1.0
+    parts = logits.split(len(logits) if logits.is_cuda else 1)  # row by row stays in a CPU's cache
+    tempered = (part if temperature == 1 else part / temperature for part in parts)
+    normalizers = torch.cat([part.logsumexp(-1, keepdim=True) for part in tempered])
+    sampled = logits.gather(-1, token_ids.unsqueeze(-1)) / temperature - normalizers  # (N, 1)
+    nothing = logits.new_zeros(1, 1 + num_top)
+    others = [
+        entropy_and_top(part, num_top) if measured is None or row in measured else nothing
+        for row, part in enumerate(parts)
+    ]
+    return torch.cat([sampled, torch.cat(others)], dim=-1)
+
+
+def entropy_and_top(logits: Tensor, num_top: int) -> Tensor:
+    """Return (N, 1 + num_top): the entropy in nats and the K largest logprobs of softmax(logits)."""
+    log_p = logits.log_softmax(-1)
+    return torch.cat([-(log_p.exp() * log_p).sum(-1, keepdim=True), log_p.topk(num_top, dim=-1).values], dim=-1)

@@ -101,12 +101,12 @@ def sampler(temperature: float, top_p: float | None = None) -> dict:
     logits = (torch.randn(N, V, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
     positions = torch.arange(N) * 7 + 3
     runner = SimpleNamespace(
-        sampler=Sampler(logprobs_mode="raw_logprobs"),
+        sampler=Sampler(logprobs_mode="raw_logits"),
         input_batch=SimpleNamespace(num_tokens_no_spec=positions.int().numpy()),
     )
     native = runner.sampler.topk_topp_sampler.forward.__name__
     runner.sampler.gather_logprobs = lambda *args, **kwargs: Engine.gather_logprobs(
-        SimpleNamespace(temperature=temperature), *args, **kwargs
+        SimpleNamespace(temperature=temperature), runner, *args, **kwargs
     )
     install_noise_hook(runner)
     with fake_cuda() as stalls:

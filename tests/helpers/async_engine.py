@@ -45,9 +45,11 @@ def sample_as_on_a_gpu(rank: int, *, is_async: bool = False) -> None:
     """Let the engines of this process draw their noise as on a GPU."""
     prepare_for_vllm()
 
+    install_on_cpu = Engine.install_sampler_hooks
+
     def install(self, worker) -> None:
         assert worker.model_runner.use_async_scheduling == is_async
-        worker.model_runner.sampler.gather_logprobs = self.gather_logprobs
+        install_on_cpu(self, worker)
         install_noise_hook(worker.model_runner)
 
     Engine.install_sampler_hooks = install
