@@ -1,40 +1,48 @@
 """Whether the cost model gives what others have published of their systems, from what they say of the workload.
 
-No run of theirs was repeated. `fitted`: the overhead of an engine step is chosen so that a source's first number comes
-out; then the source's other numbers are a test, and that one is not.
+No run of theirs was repeated. The first, synchronous, number of each source is a fit: the milliseconds that the host
+takes in an engine step are chosen so that it comes out. It is not counted. The others are predictions: within 15 %, or
+a MISS. The last column is how far their errors go under other assumptions about what is not published, each with a fit
+of its own. Where it goes beyond 15 %, a prediction within 15 % proves little.
+
+Spread of lengths, its share between prompts and seconds of calls are those of drawn_work.py. But how each system works
+was read in the sources' code and scripts with the published numbers in sight, so these are not blind predictions.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
-from benchmarks.shared.cost_model import BF16, decode_seconds
-from benchmarks.shared.drawn_work import CALL_S, DEVIATION
+from benchmarks.shared.cost_model import BF16, FP32, decode_seconds
+from benchmarks.shared.drawn_work import CALL_S, DEVIATION, SHARE_OF_PROMPT
 from benchmarks.shared.hardware import HARDWARE, Hardware
 from benchmarks.shared.shapes import SHAPES
 
 H100 = HARDWARE["8xH100-80GB"]
 TOLERANCE = 0.15
+STATE_BYTES = 2 * FP32 * 32 * 128 * 128
+"""Read and written per sequence, step and layer with linear attention (both models of Qwen3.5)."""
 
 
-def lengths(count: int, median: float, most: int) -> list[float]:
+def lengths(count: int, median: float, most: int, deviation: float) -> list[float]:
     """Return so many log-normal lengths, ascending."""
     rng = random.Random(0)
-    return sorted(min(median * math.exp(DEVIATION * rng.gauss()), most) for _ in range(count))
+    return sorted(min(median * math.exp(deviation * rng.gauss()), most) for _ in range(count))
 
 
-@functools.cache
-def median_for(mean: float, most: int) -> float:
+@cache
+def median_for(mean: float, most: int, deviation: float) -> float:
     """Return the median of lengths with this mean, when they are cut at `most`."""
     low, high = 1.0, float(most)
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(lengths(4096, middle, most)) / 4096 < mean else (low, middle)
+        is_less = sum(lengths(4096, middle, most, deviation)) / 4096 < mean
+        low, high = (middle, high) if is_less else (low, middle)
     return low
 
 
@@ -52,48 +60,87 @@ def drain(tokens: list[float], context: float, step_s: Callable[[float, float], 
 # ---- the sources
 
 
-def verl_tool(turns: int, *, is_async: bool, hw: Hardware) -> float:
-    """Rollout of 2,048 trajectories of a 1.5B model on 4 H100, with up to this many calls."""
+def verl_tool(
+    hw: Hardware, turns: int, *, is_async: bool, median: float = 300, calls: float = 1.0, later: float = 1.0
+) -> float:
+    """Rollout of 2,048 trajectories of a 1.5B model on 4 H100. median: tokens of a turn; calls: share of the turns that
+    end in a call, as long as one is allowed; later: factor of the median behind a call."""
 
     def step_s(batch: float, cached: float) -> float:
         return decode_seconds(SHAPES["1.5b"], hw, batch, cached)
 
-    rng, (low, high) = random.Random(0), CALL_S
-    parts = [lengths(512, 600 / (turns + 1), 3072 // (turns + 1)) for _ in range(turns + 1)]
-    if is_async:  # which turns belong together is drawn; the longest trajectory waits for calls of mean length
-        totals = sorted(map(sum, zip(*(rng.sample(part, 512) for part in parts), strict=True)))
+    rng, (low, high), most = random.Random(0), CALL_S, 3072
+    trajectories = []
+    for _ in range(512):
+        num_turns = 1
+        while num_turns <= turns and rng.random() < calls:
+            num_turns += 1
+        medians = [median, *[later * median] * (num_turns - 1)]
+        trajectories.append([min(m * math.exp(DEVIATION * rng.gauss()), most) for m in medians])
+    if is_async:  # the longest trajectory waits for calls of mean length
+        totals = sorted(min(sum(own), most) for own in trajectories)
         return drain(totals, 400, step_s) + turns * (high - low) / math.log(high / low)
-    mean = sum(parts[0]) / 512
-    return sum(drain(part, 400 + turn * mean, step_s) for turn, part in enumerate(parts)) + turns * high
+    seconds, mean = turns * high, sum(own[0] for own in trajectories) / 512
+    for turn in range(turns + 1):  # each generation may take the whole limit
+        part = sorted(own[turn] for own in trajectories if len(own) > turn)
+        seconds += drain(part, 400 + turn * mean, step_s)
+    return seconds
 
 
-def verl(*, carries: bool, hw: Hardware) -> float:
-    """150 steps of 512 trajectories of a 35B mixture with 3B at work, on 32 GPUs: 8 engines of 4, tensor parallel."""
-    tokens_per_step, gpus = 512 * 12_720, 4
+def verl(
+    hw: Hardware, *, carries: bool, deviation: float = DEVIATION, share: float = SHARE_OF_PROMPT, update: float = 1.0
+) -> float:
+    """150 steps of 64 prompts x 8 of a 35B mixture with 3B at work, on 32 GPUs: 8 engines of 4, tensor parallel.
+    deviation: of ln(tokens), `share` of its variance between prompts; update: factor of its seconds."""
+    most, prompt, gpus = 32_768, 156, 4
 
     def step_s(batch: float, cached: float) -> float:
-        read = 2e9 + 33e9 * (1 - (1 - 8 / 256) ** batch)  # parameters
-        return (BF16 * read + 20_480 * cached) / (gpus * hw.memory_share * hw.memory_gb_s * 1e9) + (
-            hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence
-        ) / 1e3
+        read = BF16 * (2e9 + 33e9 * (1 - (1 - 8 / 256) ** batch)) + 20_480 * cached + 30 * STATE_BYTES * batch
+        moved = read / (gpus * hw.memory_share * hw.memory_gb_s * 1e9)
+        return moved + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
 
-    train_s = 5 * tokens_per_step * 2 * 3e9 / (32 * hw.train_share * hw.bf16_tflops * 1e12)
-    if carries:  # 64 more prompts are under way, so the engines stay full
-        rollout_s = tokens_per_step / 8 / 128 * step_s(128, 128 * 6500)
-    else:
-        rollout_s = drain(lengths(64, median_for(12_720, 32_768), 32_768), 150, step_s)
-    return 150 * (rollout_s + train_s)
+    # separate_async trains 18,829 tokens/s on half of the GPUs; its trainers are assumed to wait for nothing
+    update_s = update * 512 * (12_720 + prompt) / (2 * 18_829)
+    median = median_for(12_720, most, deviation)
+    if not carries:
+        return 150 * (drain(lengths(64, median, most, deviation), prompt, step_s) + update_s)
+
+    rng = random.Random(0)
+    between, within = deviation * math.sqrt(share), deviation * math.sqrt(1 - share)
+
+    def new_group() -> list[tuple[float, float]]:
+        """Tokens that are left, and that are there, of each of 8 trajectories."""
+        of_prompt = median * math.exp(between * rng.gauss())
+        return [(min(of_prompt * math.exp(within * rng.gauss()), most), 0.0) for _ in range(8)]
+
+    groups, seconds = [new_group() for _ in range(64)], []
+    for _ in range(40):
+        groups = sorted([*groups, *(new_group() for _ in range(64))], key=max)
+        until = max(groups[63])[0]  # tokens that each trajectory may decode before 64 groups are whole
+        engine = [pair for group in groups for pair in group if pair[0]][::8]
+        context = prompt + sum(there for _, there in engine) / len(engine)
+        seconds.append(drain(sorted(min(left, until) for left, _ in engine), context, step_s))
+        groups = [
+            [(left - min(left, until), there + min(left, until)) for left, there in group] for group in groups[64:]
+        ]
+    return 150 * (sum(seconds[20:]) / 20 + update_s)
 
 
-def skyrl(*, drafts: bool, hw: Hardware) -> float:
-    """A step with 256 samples of a 9B model on 8 H100; all but the rollout as published."""
+def skyrl(hw: Hardware, *, drafts: bool, pass_ms: float = H100.step_overhead_ms) -> float:
+    """A step with 256 samples of a 9B model on 8 H100; all but the rollout takes what it takes without drafts.
+
+    pass_ms: of the host in a draft's forward pass, whatever its layers. What the host takes in a step above its usual
+    6 ms is launches of layers, of which the model has 32 and a draft one.
+    """
     rate = hw.memory_share * hw.memory_gb_s * 1e9
 
     def step_s(batch: float, cached: float) -> float:
-        plain = (18e9 + 32_768 * cached) / rate + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
-        return (plain + 3 * 2.3e9 / rate) / 3.32 if drafts else plain
+        read = 18e9 + 32_768 * cached + 24 * STATE_BYTES * batch
+        plain = read / rate + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
+        draft = 2.3e9 / rate + (pass_ms + (hw.step_overhead_ms - H100.step_overhead_ms) / 32) / 1e3
+        return (plain + 3 * draft) / 3.32 if drafts else plain
 
-    return drain([8192.0] * 32, 150, step_s) + (246.8 - 152.4 if drafts else 400.7 - 310.1)
+    return drain([8192.0] * 32, 150, step_s) + 400.7 - 310.1
 
 
 class Case(NamedTuple):
@@ -101,78 +148,80 @@ class Case(NamedTuple):
 
     name: str
     published: float
-    seconds: Callable[[Hardware], float]
+    seconds: Callable[..., float]
+    """By hardware, and by the assumptions that are not the usual ones."""
 
 
 SOURCES = {
     "verl-tool, rollout (assets/docs/asyncRL.md)": (
-        "Not published: lengths (assumed: median 600, cut at the 3,072 of its script), calls made (all that are "
-        "allowed), a call's seconds (0.05 to 2), how many the tool server takes at once (all).",
+        "Published: 2,048 trajectories, 1.5B, 4 H100; at most 3,072 tokens (script), in lock step at each turn (code). "
+        "Not published: lengths (assumed: median 300 at each turn), calls (all that are allowed), a call's seconds "
+        "(0.05 to 2), how many the tool server takes at once (all). Others: median 600; half of the calls; later turns "
+        "half as long; both of these. How long later turns are decides of 3 turns.",
         [
-            Case("1 turn, sync", 127, lambda hw: verl_tool(1, is_async=False, hw=hw)),
-            Case("1 turn, async", 75, lambda hw: verl_tool(1, is_async=True, hw=hw)),
-            Case("3 turns, sync", 194, lambda hw: verl_tool(3, is_async=False, hw=hw)),
-            Case("3 turns, async", 94, lambda hw: verl_tool(3, is_async=True, hw=hw)),
+            Case("1 turn, sync", 127, partial(verl_tool, turns=1, is_async=False)),
+            Case("1 turn, async", 75, partial(verl_tool, turns=1, is_async=True)),
+            Case("3 turns, sync", 194, partial(verl_tool, turns=3, is_async=False)),
+            Case("3 turns, async", 94, partial(verl_tool, turns=3, is_async=True)),
         ],
+        [{"median": 600}, {"calls": 0.5}, {"later": 0.5}, {"calls": 0.5, "later": 0.5}],
     ),
     "verl, 150 steps (docs/advance/v1_async_trainer.md)": (
-        "Published: 64 prompts, mean 12,720 tokens, cut at 32,768; its tokens/s make it 8 per prompt. Not published: "
-        "the GPU (assumed: H100), spread of lengths (1.0 in ln), share of peak of the update (0.4), all else "
-        "of a step (nothing), how full carrying keeps the engines (128 each).",
+        "Published: 64 prompts, mean 12,720 tokens, cut at 32,768; 8 per prompt, by its tokens/s; carrying has 64 more "
+        "prompts under way, and a step takes the 64 that are whole first. Fitted too: the update, to the 18,829 "
+        "tokens/s of separate_async. Not published: the GPU (assumed: H100), spread of lengths (1.0 in ln, half of "
+        "the variance between prompts), whether the trainers of separate_async wait (no), sleep, waking and sync "
+        "(nothing). Others: 0.7; 0.9 of the variance; both; an update of 0.7. How unlike the lengths of one "
+        "prompt are decides.",
         [
-            Case("sync", 22.79 * 3600, lambda hw: verl(carries=False, hw=hw)),
-            Case("colocate_async", 14.72 * 3600, lambda hw: verl(carries=True, hw=hw)),
+            Case("sync", 22.79 * 3600, partial(verl, carries=False)),
+            Case("colocate_async", 14.72 * 3600, partial(verl, carries=True)),
         ],
+        [{"deviation": 0.7}, {"share": 0.9}, {"deviation": 0.7, "share": 0.9}, {"update": 0.7}],
     ),
     "SkyRL, step (docs, spec_decode.mdx)": (
-        "Published: 3.32 tokens per step at draft depth 3, and all but the rollout (90.6 and 94.4 s), taken as it is. "
-        "Not published: lengths (assumed: all at the limit of 8,192, more than it can be), what a draft costs (the "
-        "bytes of head and draft layer).",
+        "Published: 3.32 tokens per step at draft depth 3, 90.6 s for all but the rollout without drafts, eager mode "
+        "(script). Not published: lengths (assumed: all at the limit of 8,192, more than it can be), what a draft "
+        "costs (bytes of head and draft layer, and 6 ms of the host). Others: 0 and 9 ms. These decide.",
         [
-            Case("plain", 400.7, lambda hw: skyrl(drafts=False, hw=hw)),
-            Case("MTP drafts", 246.8, lambda hw: skyrl(drafts=True, hw=hw)),
+            Case("plain", 400.7, partial(skyrl, drafts=False)),
+            Case("MTP drafts", 246.8, partial(skyrl, drafts=True)),
         ],
+        [{"pass_ms": 0.0}, {"pass_ms": 9.0}],
     ),
 }
+"""Name -> what is known and what is assumed, cases of which the first is fitted, other assumptions."""
 
 
-def fitted(case: Case) -> Hardware:
+def fitted(case: Case, **others: float) -> Hardware:
     """Return the H100 with the step overhead that makes the model give this number."""
     low, high = 0.0, 200.0
     for _ in range(30):
         middle = (low + high) / 2
-        is_less = case.seconds(replace(H100, step_overhead_ms=middle)) < case.published
+        is_less = case.seconds(replace(H100, step_overhead_ms=middle), **others) < case.published
         low, high = (middle, high) if is_less else (low, middle)
     return replace(H100, step_overhead_ms=low)
 
 
-def verdict(found: float, published: float) -> str:
-    off = found / published - 1
-    return f"{off:+.0%} {'within 15 %' if abs(off) <= TOLERANCE else 'MISS'}"
-
-
 def print_table() -> tuple[int, int, int]:
-    """Print what the model gives of each number; return how many it reproduces, how many there are, and how many of
-    those that nothing is fitted to it reproduces with a fitted overhead."""
-    num_within = num_all = num_after_fit = 0
-    for source, (facts, cases) in SOURCES.items():
-        hw = fitted(cases[0])
+    """Print what the model gives of each number; return how many predictions are within 15 %, how many predictions
+    there are, and how many numbers."""
+    errors: list[float] = []
+    for source, (facts, cases, others) in SOURCES.items():
+        hw, refits = fitted(cases[0]), [(fitted(cases[0], **other), other) for other in others]
         print(f"\n{source}. {facts}")
-        print(
-            f"| | published s | model s | | {hw.step_overhead_ms:.0f} ms a step fitted | |\n|---|---|---|---|---|---|"
-        )
+        print(f"| | published s | 6 ms a step | {hw.step_overhead_ms:.1f} ms, fitted | error | | other assumptions |")
+        print("|---|---|---|---|---|---|---|")
         for case in cases:
-            plain, after = case.seconds(H100), case.seconds(hw)
-            num_all += 1
-            num_within += abs(plain / case.published - 1) <= TOLERANCE
-            is_test = case is not cases[0]
-            num_after_fit += is_test and abs(after / case.published - 1) <= TOLERANCE
-            how = verdict(after, case.published) if is_test else "fitted to it"
-            numbers = f"{case.published:.0f} | {plain:.0f} | {verdict(plain, case.published)} | {after:.0f} | {how}"
-            print(f"| {case.name} | {numbers} |")
-        for slow, fast in zip(cases[::2], cases[1::2], strict=True):
-            ratio, plain = slow.published / fast.published, slow.seconds(H100) / fast.seconds(H100)
-            after = slow.seconds(hw) / fast.seconds(hw)
-            numbers = f"{ratio:.2f} | {plain:.2f} | {verdict(plain, ratio)} | {after:.2f} | {verdict(after, ratio)}"
-            print(f"| {slow.name} / {fast.name} | {numbers} |")
-    return num_within, num_all, num_after_fit
+            numbers = f"{case.name} | {case.published:.0f} | {case.seconds(H100):.0f}"
+            if case is cases[0]:
+                print(f"| {numbers} | {case.published:.0f} | | fit, not counted | |")
+                continue
+            error = case.seconds(hw) / case.published - 1
+            errors.append(error)
+            elsewhere = [case.seconds(refit, **other) / case.published - 1 for refit, other in refits]
+            verdict = "within 15 %" if abs(error) <= TOLERANCE else "MISS"
+            span = f"{min(elsewhere):+.0%} to {max(elsewhere):+.0%}"
+            print(f"| {numbers} | {case.seconds(hw):.0f} | {error:+.0%} | {verdict} | {span} |")
+    num_within = sum(abs(error) <= TOLERANCE for error in errors)
+    return num_within, len(errors), sum(len(cases) for _, cases, _ in SOURCES.values())

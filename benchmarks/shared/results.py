@@ -55,6 +55,7 @@ EXTRAS = {
         "grpo_calls_ratio",
         "baseline_waits",
         "published_reproduced",
+        "published_predicted",
     ),
     "tree_training": ("token_ratio", "gradient_difference", "contexts_ratio", "contexts_token_ratio"),
     "unequal_ranks": ("pull_us",),
