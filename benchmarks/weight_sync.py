@@ -8,7 +8,8 @@ Also shown: the same sync with one all-gather per parameter, which is what `DTen
 the same parameters, below which no sync can come: the masters are float32, so it reads twice what the memcpy reads.
 
 `over_gather` is the sync / (cast + gather). On a CPU the engine also brings each matrix into oneDNN's layout, which a
-GPU's engine does not: `packing` are these seconds within the sync, and `over_gather_unpacked` is the sync without them.
+GPU's engine does not: `packing` are these seconds within the sync, `over_gather_unpacked` is the sync without them, and
+`packing_pays_after` the forward passes over 64 tokens in which products with packed matrices have saved as much.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,6 +90,20 @@ def timed_packing() -> Iterator[list[float]]:
         _custom_ops.create_onednn_mm = pack
 
 
+def packing_pays_after(shapes: list[torch.Size], repeats: int) -> float:
+    """Return the forward passes over 64 tokens after which packing matrices of these shapes has paid for itself."""
+    from vllm import _custom_ops
+
+    cost = gain = 0.0
+    for shape, count in Counter(shapes).items():
+        weight, x = (torch.randn(size, dtype=torch.bfloat16) for size in (shape, (64, shape[1])))
+        packed = _custom_ops.create_onednn_mm(weight.t())
+        cost += count * seconds(lambda weight=weight: _custom_ops.create_onednn_mm(weight.t()), repeats)
+        gain += count * seconds(lambda weight=weight, x=x: torch.nn.functional.linear(x, weight), repeats)
+        gain -= count * seconds(lambda packed=packed, x=x: _custom_ops.onednn_mm(packed, x, None), repeats)
+    return cost / gain if gain > 0 else float("inf")
+
+
 def measure(folder: str, *, quick: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -128,6 +144,7 @@ def measure(folder: str, *, quick: bool) -> None:
         ours = seconds(lambda: engine.sync_weights(model.named_parameters()), repeats)
     packing = sum(packings) / (repeats + 1)
     per_parameter = seconds(lambda: engine.sync_weights(one_by_one()), repeats)
+    pays_after = 0.0 if on_gpu else packing_pays_after([p.shape for p in model.parameters() if p.ndim == 2], repeats)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     engine.close()
     dist.destroy_process_group()
@@ -137,11 +154,13 @@ def measure(folder: str, *, quick: bool) -> None:
         print(f"memcpy {baseline:.3f} s | cast {cast:.3f} s | sync {ours:.3f} s, of which gather {gather:.3f} s")
         over, unpacked = ours / (cast + gather), (ours - packing) / (cast + gather)
         print(f"sync = {over:.2f} x (cast + gather); without packing, {packing:.3f} s, {unpacked:.2f}")
+        print(f"packing has paid for itself after {pays_after:.1f} forward passes over 64 tokens")
         print(f"sync with one all-gather per parameter {per_parameter:.3f} s ({per_parameter / ours:.2f}x ours)")
         result = {"name": "weight_sync", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
         result |= {"unit": "s" if on_gpu else "CPU s"}
         result |= {"cast": cast, "gather": gather, "per_parameter": per_parameter, "mib": mib, "ranks": ranks}
         result |= {"packing": packing, "over_gather": over, "over_gather_unpacked": unpacked}
+        result |= {"packing_pays_after": pays_after}
         print(json.dumps(result))
 
 
