@@ -1,6 +1,6 @@
 """Speed of the update on Qwen2.5's shapes with random weights: what share of the device's own matrix rate it reaches.
 
-    python benchmarks/update_mfu.py [--quick] [--shape 0.5b|0.6b|1.5b|4b|7b]          (on the GPU if there is one)
+    python benchmarks/update_mfu.py [--quick] [--shape 135m|0.5b|0.6b|1.5b|4b|7b]          (on the GPU if there is one)
 
 One rank, or those of torchrun; FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), each layer
 recomputed, chunked head, one packed micro-batch on each rank. Counted are the operations that the result needs (PaLM's
@@ -111,7 +111,7 @@ def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.de
 
 def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
     shape, device = SHAPES[name], ranks.device
-    sizes = (2, 32, 96) if name == "tiny" else (4, 512, 3584)
+    sizes = {"tiny": (2, 32, 96), "135m": (8, 100, 156)}.get(name, (4, 512, 3584))
     sizes = (1, row_tokens // 16, row_tokens - row_tokens // 16) if row_tokens else sizes
     cfg = ModelConfig(compute_dtype="bfloat16" if device.type == "cuda" else "float32")
     dtype = getattr(torch, cfg.compute_dtype)
@@ -129,7 +129,7 @@ def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
     step_s = seconds(step, device, repeats)
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     rate = flops(shape, *sizes) / step_s / 1e12
-    result = {"name": "update_mfu", "ratio": rate / peak, "ours": rate, "baseline": peak, "unit": "TFLOP/s"}
+    result = {"name": "update_mfu", "ratio": rate / peak, "ours": rate, "baseline": peak, "unit": f"TFLOP/s, {name}"}
     result |= {"shape": name, "step_s": step_s, "tokens_per_s": ranks.world_size * micro.input_ids.numel() / step_s}
     result |= {"attention": policy.hf.config._attn_implementation, "peak_gib": memory}
     if device.type == "cuda":
@@ -147,15 +147,15 @@ def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; few repeats")
-    parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else tiny")
+    parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; fewer repeats")
+    parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else 135m")
     parser.add_argument("--row-tokens", type=int, default=0, help="one row of so many tokens")
     parser.add_argument("--hsdp", action="store_true", help="under torchrun: two copies, each over half of the ranks")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = init(shard_size=num_ranks // 2 if args.hsdp else 0)
-    shape = args.shape or (("0.5b" if args.quick else "1.5b") if on_gpu else "tiny")
+    shape = args.shape or ({True: "0.5b", False: "1.5b"} if on_gpu else {True: "tiny", False: "135m"})[args.quick]
     result = measure(shape, ranks, repeats=3 if args.quick else 7, row_tokens=args.row_tokens)
     ranks.close()
     if not ranks.is_main:

@@ -7,13 +7,14 @@ from benchmarks.shared.cost_model import Shape
 SHAPES = {
     "tiny": Shape(128, 512, 2, 4, 2, 32, 4096, tied=True, qkv_bias=True),
     "small": Shape(256, 1024, 4, 4, 2, 64, 4096, tied=True, qk_norm=True),
+    "135m": Shape(576, 1536, 30, 9, 3, 64, 49_152, tied=True),
     "0.5b": Shape(896, 4864, 24, 14, 2, 64, 151_936, tied=True, qkv_bias=True),
     "0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tied=True, qk_norm=True),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151_936, tied=True, qkv_bias=True),
     "4b": Shape(2560, 9728, 36, 32, 8, 128, 151_936, tied=True, qk_norm=True),
     "7b": Shape(3584, 18_944, 28, 28, 4, 128, 152_064, qkv_bias=True),
 }
-"""Qwen2.5's, and Qwen3's where the heads have norms."""
+"""Qwen2.5's, Qwen3's where the heads have norms, and SmolLM2's (135m), here with the biases of Qwen2's code."""
 
 
 def config_of(shape: Shape):
