@@ -50,7 +50,7 @@ fill()
 step(6)
 if "free" in sys.argv:
     (disk / "junk").unlink()
-log.finish()
+log.close()
 print("ended")
 sys.stdout.flush()
 copies = Path(sys.argv[2])

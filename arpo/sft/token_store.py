@@ -5,8 +5,7 @@
                            lengths.npy     int32 tokens of each row, in file order
                            overlong.jsonl  what was left out: {"place", "tokens"}
 
-The rows and their order depend on the file and the options alone, not on the number of ranks. Only 12 bytes per row are
-kept in memory.
+The rows and their order depend on the file and the options alone. Only 12 bytes per row are kept in memory.
 """
 
 from __future__ import annotations

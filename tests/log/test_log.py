@@ -71,7 +71,7 @@ def test_other_ranks_write_nothing(tmp_path):
     log.scalars(1, {"x": 1.0})
     log.line("nothing")
     log.trajectories(1, [])
-    log.finish()
+    log.close()
     assert not (tmp_path / "run").exists()
 
 
@@ -167,7 +167,7 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
 def test_a_finished_run_says_where_to_look(tmp_path, capsys):
     log = RunLog(tmp_path, Config(), is_main=True)
     log.scalars(1, {"reward/mean": 0.1})
-    log.finish()
+    log.close()
     assert capsys.readouterr().out == f"tensorboard --logdir {tmp_path}/tb\n"
 
 
