@@ -211,7 +211,7 @@ def main(cfg: RLConfig) -> None:
             break
 
     progress.close()
-    log.close()
+    log.finish()
     for part in (env.tools, engine, dist):
         part.close()
 

@@ -146,7 +146,7 @@ def main(cfg: SFTConfig) -> None:
             break
 
     progress.close()
-    log.close()
+    log.finish()
     dist.close()
 
 

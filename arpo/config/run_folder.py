@@ -113,7 +113,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def begun_settings(folder: Path) -> dict[str, Any]:
-    """Return `settings_of` a folder, and {} where there are none, or they cannot be read."""
+    """Return `settings_of` a folder, and {} where there are none, or they cannot be read: a start that needs them says
+    so, another one writes them anew."""
     try:
         return settings_of(folder)
     except UserError:

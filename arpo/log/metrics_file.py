@@ -34,13 +34,9 @@ class MetricsFile:
         """Steps whose rows are not on disk."""
         return [int(row["step"]) for row in self._waiting]
 
-    def append(self, row: Mapping[str, float]) -> str:
-        """Write a row, after those that wait. Return why they still wait; "" where all are written."""
-        self._waiting.append(row)
-        return self.flush()
-
-    def flush(self) -> str:
-        """Write the rows that wait. Return why they still do; "" where none does."""
+    def write(self, *rows: Mapping[str, float]) -> str:
+        """Write rows, after those that wait. Return why they still wait; "" where all are written."""
+        self._waiting += rows
         data = "".join(json.dumps(row) + "\n" for row in self._waiting).encode()
         try:
             with self.path.open("r+b") as file:

@@ -80,7 +80,7 @@ class RunLog(Console):
         if self.dumps.num_lost:
             values = {**values, "log/lost_dumps": self.dumps.num_lost}
         num_waiting = len(self.metrics.waiting_steps)
-        reason = self.metrics.append({"step": step} | {k: round(v, 8) for k, v in values.items()})
+        reason = self.metrics.write({"step": step} | {k: round(v, 8) for k, v in values.items()})
         if reason and not num_waiting:
             self.line(f"warning: {self.metrics.path}: cannot write step {step} ({reason}); its rows wait for room")
         elif num_waiting and not reason:
@@ -98,17 +98,20 @@ class RunLog(Console):
             text = f"{group.prompt.messages[-1]['content']}\n\n{t.text}"
             self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
 
-    def close(self) -> None:
-        """Say where the run can be looked at, write what waits, and close all files."""
-        if not self.is_main:
-            return
-        for where in self.trackers.places():
+    def finish(self) -> None:
+        """Close all files, and say where the run can be looked at."""
+        for where in self.trackers.places() if self.is_main else ():
             self.line(where)
-        self.trackers.close()
-        self.dumps.close()
-        if reason := self.metrics.flush():
-            steps = ", ".join(map(str, self.metrics.waiting_steps))
-            self.line(f"warning: {self.metrics.path}: lacks the rows of steps {steps} ({reason})")
+        self.close()
+
+    def close(self) -> None:
+        """Write what waits, and close all files."""
+        if self.is_main:
+            self.trackers.close()
+            self.dumps.close()
+            if reason := self.metrics.write():
+                steps = ", ".join(map(str, self.metrics.waiting_steps))
+                self.line(f"warning: {self.metrics.path}: lacks the rows of steps {steps} ({reason})")
 
 
 class Progress(tqdm):

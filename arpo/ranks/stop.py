@@ -29,7 +29,8 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def agreed(self, ranks: Ranks) -> bool:
-        """Return whether any rank was asked to stop, the same on all ranks. Collective: one number over gloo."""
+        """Return whether any rank was asked to stop, the same on all ranks, which signals reach in different steps.
+        Collective: one number over gloo."""
         is_asked = ranks.all_reduce_sum(float(self.asked))[0] > 0
         if is_asked:
             # The Slurm script repeats it, and Python drops its handlers before the process ends.

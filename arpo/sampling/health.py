@@ -27,6 +27,8 @@ class ToolHealth:
     def __init__(self) -> None:
         self.num_bad_batches = 0
         """Bad batches in a row."""
+        self.failed_share = self.missed_share = 0.0
+        """Of the last batch: trajectories that ended in a failure of ours, searches for which nothing is recorded."""
         self.warning = ""
         """What the console should say of the last batch; empty for nothing. Few misses are said once in a run."""
         self._reason = ""  # what makes the last batch a bad one
@@ -37,24 +39,24 @@ class ToolHealth:
         """Return whether no share is too large. first: prompts that were drawn before these (see `go_on_from`)."""
         trajectories = [t for group in groups for t in group.trajectories]
         searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
-        failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
-        missed_share = _share(call.error_kind == "not_recorded" for call in searches)
+        self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
+        self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
         unrewarded_share = _share(t.is_left_out and t.stop_reason != StopReason.ERROR for t in trajectories)
-        missed = f"{missed_share:.1%} of the searches are {NOT_RECORDED}"
+        missed = f"{self.missed_share:.1%} of the searches are {NOT_RECORDED}"
         self._reason = ""
-        if failed_share > MAX_FAILED_SHARE:
-            self._reason = f"tools failed in {failed_share:.0%} of the trajectories"
+        if self.failed_share > MAX_FAILED_SHARE:
+            self._reason = f"tools failed in {self.failed_share:.0%} of the trajectories"
         elif unrewarded_share > MAX_UNREWARDED_SHARE:
             self._reason = f"{unrewarded_share:.0%} of the trajectories have no reward"
-        elif missed_share > MAX_MISSED_SHARE:
+        elif self.missed_share > MAX_MISSED_SHARE:
             self._reason = missed
         self.num_bad_batches = self.num_bad_batches + 1 if self._reason else 0
         if self.num_bad_batches <= 1:
             self._first_bad = first
         self.warning = f"warning: this batch is not trained on: {self._reason}" if self._reason else ""
-        if missed_share and not self._told_of_misses and not self._reason:
+        if self.missed_share and not self._told_of_misses and not self._reason:
             self.warning = f"warning: {missed}; the model reads an error in their place, and is trained on it"
-        self._told_of_misses |= missed_share > 0
+        self._told_of_misses |= self.missed_share > 0
         return not self._reason
 
     @property
@@ -63,7 +65,7 @@ class ToolHealth:
 
     def go_on_from(self, num_drawn: int) -> int:
         """Return where in the data the next step begins: after all that was drawn or, where the run must stop, at the
-        first of the bad batches, of which nothing was learnt."""
+        prompts of the first of the bad batches. Nothing was learnt of those, and they come again once the tools do."""
         return self._first_bad if self.must_stop else num_drawn
 
     def __str__(self) -> str:

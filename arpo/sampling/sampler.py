@@ -98,7 +98,7 @@ def rollout(
     *,
     seed: int | str,
 ) -> list[Group]:
-    """Sample `cfg.group_size` trajectories per prompt on this rank. Groups come in the prompts' order."""
+    """Sample `cfg.group_size` trajectories per prompt on this rank, in the order of prompts and paths."""
     source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|0")
     drive(source)
     return [source.groups[place] for place in sorted(source.groups)]

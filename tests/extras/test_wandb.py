@@ -56,7 +56,7 @@ def test_wandb_shows_texts_as_they_are_written_and_not_as_a_page(tmp_path, monke
     log = log_of(tmp_path, TRACKER)
     log.scalars(1, {"reward/mean": 0.25})
     log.trackers.text(1, "step/0", "<script>1 < 2</script>")
-    log.close()
+    log.finish()
     rows = history(tmp_path, 2)
     assert rows[1]["step"] == 1 and rows[1]["step/0/_type"] == "html-file"
     [file] = tmp_path.glob("wandb/offline-run-*/files/media/html/step/*.html")
@@ -70,7 +70,7 @@ def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests_config import Config; from arpo.log import RunLog\n"
         "log = RunLog(Path(sys.argv[1]), Config(), is_main=True, trackers=[sys.argv[2]])\n"
-        "log.scalars(1, {'reward/mean': 1.0}); log.close(); print('finished')\n"
+        "log.scalars(1, {'reward/mean': 1.0}); log.finish(); print('finished')\n"
     )
     (tmp_path / "tests_config.py").write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    lr: float = 1.0\n"

@@ -21,7 +21,7 @@ def logged_twice(folder: Path, tracker: str) -> None:
     log = log_of(folder, tracker)
     for step in (1, 2, 3):
         log.scalars(step, {"reward/mean": step / 4}, {"histogram/reward": [0.0, 1.0, float("nan")]})
-    log.close()
+    log.finish()
     log = log_of(folder, tracker, resume_step=2)
     log.scalars(3, {"reward/mean": 0.875})
-    log.close()
+    log.finish()

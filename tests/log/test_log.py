@@ -71,7 +71,7 @@ def test_other_ranks_write_nothing(tmp_path):
     log.scalars(1, {"x": 1.0})
     log.line("nothing")
     log.trajectories(1, [])
-    log.close()
+    log.finish()
     assert not (tmp_path / "run").exists()
 
 
@@ -167,7 +167,7 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
 def test_a_finished_run_says_where_to_look(tmp_path, capsys):
     log = RunLog(tmp_path, Config(), is_main=True)
     log.scalars(1, {"reward/mean": 0.1})
-    log.close()
+    log.finish()
     assert capsys.readouterr().out == f"tensorboard --logdir {tmp_path}/tb\n"
 
 
@@ -330,6 +330,6 @@ def test_a_run_goes_on_with_the_lines_that_a_power_loss_has_left_and_says_what_i
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "x": step}).encode() + b"\n" for step in (1, 2, 3, 4)]
     path.write_bytes(b"".join(damage(lines)))
-    assert MetricsFile(path, 3).append({"step": 4, "x": 40}) == ""
+    assert MetricsFile(path, 3).write({"step": 4, "x": 40}) == ""
     assert [row["step"] for row in read_metrics(tmp_path)] == [*left, 4]
     assert said in caplog.text and bool(said) == bool(caplog.records)

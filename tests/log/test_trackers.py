@@ -68,7 +68,7 @@ def test_a_tracker_that_fails_is_one_warning_and_then_it_is_off(tmp_path, monkey
     for step in (1, 2):
         log.scalars(step, {"reward/mean": 0.5})
         log.trackers.text(step, "step/0", "text")
-    log.close()
+    log.finish()
     assert [what for what, *_ in good.told] == ["scalars", "text", "scalars", "text", "close"]
     printed = capsys.readouterr().out.splitlines()
     warnings = [line for line in printed if "warning" in line]
