@@ -80,16 +80,13 @@ class CarryOver(Source):
         self.to_score: list[Group] = []
         """Those of this rank that have become whole in the step."""
         self._store = self.team.ranks.store if self.team.num_teams > 1 else None
+        self.hears_others = self._store is not None
         self._looks = Looks(sampler)
         self._queue: Iterator[int] = iter(())  # numbers that this rank may begin; pulled ones only when asked for
         self._held: list[int] = []  # those that it may begin, but not yet
         self._is_full = False
         self._num_whole = 0  # groups of all ranks that were whole when the step began
         self._num_due = 0  # those that were not, and must become so in it
-
-    @property
-    def hears_others(self) -> bool:
-        return self._store is not None
 
     # ---- what a step draws
 
